@@ -1,11 +1,15 @@
-"""What the benchmarks share: the installed plugins by name, and the one place where they make an engine."""
+"""What the benchmarks share: plugins by name, the one place where they make an engine, a process for each case."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +43,23 @@ def adapters(rank: int, *, dropout: float = 0.0, scale: float = 2.0, targets: Se
     """Adapters with fp32 weights; by default on every projection."""
     adapter = Adapter(rank=rank, scale=scale, dropout=dropout, dtype=torch.float32)
     return LoRA(adapter=adapter, targets=frozenset(targets))
+
+
+def apart(script: str, arguments: Sequence[str], case: str) -> dict[str, Any]:
+    """The figures of one case of a script, from a process of its own; only `error` if it fails.
+
+    The script takes `--cases`, `--within` and `--out`, into which it writes a list of figures as JSON.
+    """
+    with tempfile.TemporaryDirectory() as parent:
+        file = Path(parent) / "found.json"
+        line = [sys.executable, script, *arguments, "--cases", case, "--within", "--out", str(file)]
+        done = subprocess.run(line, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode == 0 and file.is_file():
+            (found,) = json.loads(file.read_text(encoding="utf-8"))
+            return dict(found)
+    print(done.stderr[-4000:], file=sys.stderr)
+    lines = done.stderr.strip().splitlines()
+    return {"error": lines[-1] if lines else f"exit status {done.returncode}"}
 
 
 def assemble(

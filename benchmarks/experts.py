@@ -7,11 +7,11 @@
     TRITON_INTERPRET=1 python benchmarks/experts.py --small    # and Triton's programs in its interpreter
 
 `zipf` draws experts so that the largest has `--skew` times the mean. Cases: `product` (gate, rows sorted),
-`product_down`, `product_dx`, `product_fp8` (gate under recipe fp8-hybrid, Hopper only), `product_fp8_down`, `factors`
-(gradient of trained weights), `route`, `combine`, `gate_up` and `down` (`grouped_linears` with adapters of rank 16),
-`combined` (down and the sum of its rows), `layer` (all of it and SwiGLU); `_full` in a name, and `layer`: forward and
-backward. Cases of ops are compiled as the engine compiles a layer, with the kernels of the variant; `reference` is
-compiled by Inductor, with torch's grouped products.
+`product_down`, `product_dx`, `product_fp8` (gate under recipe fp8-hybrid, Hopper only), `product_fp8_down`,
+`rounding_fp8` (rows to codes), `factors` (gradient of trained weights), `route`, `combine`, `gate_up` and `down`
+(`grouped_linears` with adapters of rank 16), `combined` (down and the sum of its rows), `layer` (all of it and SwiGLU);
+`_full` in a name, and `layer`: forward and backward. Cases of ops are compiled as the engine compiles a layer, with the
+kernels of the variant; `reference` is compiled by Inductor, with torch's grouped products.
 
 `--cases factors --variants unpadded` sums over no rows where an expert has none, which a kernel may not survive: run it
 under a timeout.
@@ -270,7 +270,18 @@ def _codes(s: Setup, x: Tensor, kept: tuple[Tensor, Tensor], ends: Tensor, work:
 
     for name in CODES:
         yield Variant(name=f"triton {name}", make=partial(partial, run, launches.Tile.of(name)), **work)
-    yield Variant(name="triton rounding", make=lambda: lambda: launches.round_rows(x), moved=3.0 * x.numel())
+
+
+def rounding_fp8(s: Setup) -> Iterator[Variant]:
+    """Rows to codes with a scale each, before a product of codes."""
+    x = s.drawn(s.rows, s.shape.width)
+    rounded = torch.compile(fp8_rows.quantise_rows) if s.device.type == "cuda" else fp8_rows.quantise_rows
+    yield Variant(name="torch", make=lambda: lambda: [t.view(torch.uint8) for t in rounded(x)], moved=3.0 * x.numel())
+    if has_triton() and s.device.type == "cuda":
+        from surogate_kernels_triton import experts_launches as launches
+
+        own: Callable[[], Sequence[Tensor]] = lambda: [t.view(torch.uint8) for t in launches.round_rows(x)]  # noqa: E731
+        yield Variant(name="triton", make=lambda: own, moved=3.0 * x.numel())
 
 
 def factors(s: Setup) -> Iterator[Variant]:
@@ -386,6 +397,7 @@ def cases(s: Setup, tiles: Sequence[str]) -> dict[str, Callable[[], Iterator[Var
         "product_dx": partial(product, s, width, inner, transposed=True, tiles=tiles),
         "product_fp8": partial(product_fp8, s, width, inner),
         "product_fp8_down": partial(product_fp8, s, inner, width),
+        "rounding_fp8": partial(rounding_fp8, s),
         "factors": partial(factors, s),
         "route": partial(route, s),
         "combine": partial(combine, s, backward=False),

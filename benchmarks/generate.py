@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -31,7 +29,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench import adapters, assemble, registry
+from bench import adapters, apart, assemble, registry
+from gpu_lora import profile
 
 from surogate_core.bundles import Request, RolloutSettings, Sampling
 from surogate_core.engine.assembly import EngineSettings
@@ -59,6 +58,8 @@ class Found:
     first_token: float | None = None
     step: float | None = None
     roof: float | None = None
+    profile: dict[str, Any] | None = None
+    """Kernel times of that step, with `--profile`."""
     memory: float | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     eager: str | None = None
@@ -112,22 +113,25 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
     def figures() -> dict[str, Any]:
         runner = engine._runner
         tables = [assembly.kernels]
-        step = None
+        step = found = None
         if isinstance(runner, SteppedRunner):
             tables += [runner._table, runner._layers.table]
-            step = step_seconds(runner, slots, words.prompt + words.new // 2)
+            if (replay := captured(runner, slots, words.prompt + words.new // 2)) is not None:
+                step = seconds_of(replay)
+                found = profile(replay, 4) if words.profile else None
         return {
             "kernels": {" ".join(key): name for table in tables for key, name in table.chosen.items()},
             "eager": getattr(runner, "eager", None),
             "step": step,
             "roof": slots / step if step else None,
+            "profile": found,
         }
 
     return Case(generate=generate, figures=figures)
 
 
-def step_seconds(runner: SteppedRunner, slots: int, length: int) -> float | None:
-    """Median time of the largest captured step with all slots at this length; None if none was captured."""
+def captured(runner: SteppedRunner, slots: int, length: int) -> Callable[[], None] | None:
+    """The largest captured step with all slots at this length; None if none was captured."""
     kinds = [kind for kind in runner._graphs if kind.rows >= slots and kind.longest > length]
     if not kinds:
         return None
@@ -136,12 +140,21 @@ def step_seconds(runner: SteppedRunner, slots: int, length: int) -> float | None
     state.slots_N[:slots] = torch.arange(slots, device=state.device)
     state.positions_N[:slots] = length
     runner._loaded = []
+
+    def replay() -> None:
+        state.done.zero_()
+        graph.replay()
+
+    return replay
+
+
+def seconds_of(replay: Callable[[], None]) -> float:
+    """Median time of a step."""
     times = []
     for _ in range(20):
-        state.done.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        replay()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
@@ -214,24 +227,18 @@ def measure(case: str, words: argparse.Namespace) -> Found:
     )
 
 
-def apart(case: str, words: argparse.Namespace, arguments: list[str]) -> Found:
-    """The case's figures, from a process of its own."""
-    with tempfile.TemporaryDirectory() as parent:
-        file = Path(parent) / "found.json"
-        line = [sys.executable, __file__, *arguments, "--cases", case, "--within", "--out", str(file)]
-        done = subprocess.run(line, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode == 0:
-            return Found(**json.loads(file.read_text(encoding="utf-8"))[0])
-    print(done.stderr[-4000:], file=sys.stderr)
-    lines = done.stderr.strip().splitlines()
-    return Found(
-        case=case,
-        model=words.model,
-        sequences=words.sequences,
-        prompt=words.prompt,
-        new=words.new,
-        error=lines[-1] if lines else f"exit status {done.returncode}",
-    )
+def measured(case: str, words: argparse.Namespace, arguments: list[str]) -> Found:
+    """The case's figures, from a process of its own unless `--within` is given."""
+    if words.within:
+        return measure(case, words)
+    figures = {
+        "case": case,
+        "model": words.model,
+        "sequences": words.sequences,
+        "prompt": words.prompt,
+        "new": words.new,
+    }
+    return Found(**figures | apart(__file__, arguments, case))
 
 
 def shown(found: Found) -> str:
@@ -266,6 +273,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--operations", action="store_true", help="do not compile layers")
     parser.add_argument("--no-graphs", action="store_true", help="do not capture steps")
     parser.add_argument("--within", action="store_true", help="all cases in this process")
+    parser.add_argument("--profile", action="store_true", help="kernel times of a step, in the JSON")
     parser.add_argument("--small", action="store_true", help="qwen3-tiny, few tokens, on a CPU")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args(arguments)
@@ -275,7 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}")
     found = []
     for case in words.cases:
-        found.append(measure(case, words) if words.within else apart(case, words, arguments))
+        found.append(measured(case, words, arguments))
         print(shown(found[-1]), flush=True)
         if words.out is not None:
             words.out.write_text(json.dumps([asdict(one) for one in found], indent=1), encoding="utf-8")

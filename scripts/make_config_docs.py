@@ -60,8 +60,8 @@ file and line, the nearest valid name and the fix. Numbers are written without q
 | `eval "$(surogate -sc install=bash)"` | tab completion |
 
 Setting `datasets` replaces the embedded data set (`dataset=none`); `dataset=embedded` selects it.
-The groups are `task`, `model`, `dataset`, `recipe`, `optimizer`, `offload`, `launcher`, `fabric` and `monitor`;
-`surogate plugins list` shows what is installed.
+The groups are `task`, `model`, `dataset`, `recipe`, `optimizer`, `offload`, `launcher`, `fabric`, `rollout`,
+`environment` and `monitor`; `surogate plugins list` shows what is installed.
 
 A finished run has its whole configuration in `output_dir/config.yaml`; `surogate sft output_dir/config.yaml`
 repeats it.

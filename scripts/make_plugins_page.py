@@ -119,6 +119,10 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
 - `task`: equal data give equal micro-batches; a stream that loads a state goes on with the same micro-batches, after
   any step; it refuses the state of other data; every micro-batch has the shapes of the sample; every pass over the
   held-out rows is the same.
+- `advantage`: a finite number for each completion, also where rewards are equal or missing; equal rewards give equal
+  bits; the highest reward of a prompt has the largest advantage.
+- `environment`: the same number and seed give the same task, of JSON values; every reward is a finite number or None,
+  also for an episode without a reply; an episode gives the same rewards again.
 - `export`: every option has a default and is text or a switch; a model of an unknown type is a `UserError` that names
   the type, before a tensor is read and without a file.
 - `launcher`: every rank of the job runs once, two for a job of two GPUs, its exit code comes back, and an error in it

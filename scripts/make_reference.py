@@ -49,9 +49,9 @@ METRICS = """\
 <!-- Made by scripts/make_reference.py from surogate_core/events.py; change that. -->
 
 A run appends one JSON object a line to `metrics.jsonl` in its directory. `event` names the kind, the other fields are
-below. Times are in seconds, losses are natural-log cross-entropies per label token. NaN and infinities are the strings
-`"NaN"`, `"Infinity"` and `"-Infinity"`. A resumed run continues the file. Fields are added in new versions, so ignore
-those that you do not know.
+below. Times are in seconds. Losses are natural-log cross-entropies per label token, unless the task has another
+objective (`objective` of `run_start`). NaN and infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A
+resumed run continues the file. Fields are added in new versions, so ignore those that you do not know.
 
 <!-- fragment: needs a run -->
 ```python

@@ -66,7 +66,8 @@ TYPES = {
     "monitor": "_Choices",
 }
 TYPES |= {"plugins": "Mapping[str, Any]", "report_to": "str | list[str] | None"}
-TYPES |= dict.fromkeys(("optimizer", "recipe", "offload", "launcher", "fabric", "dataset"), "_Choice")
+TYPES |= dict.fromkeys(("optimizer", "recipe", "offload", "launcher", "fabric", "rollout", "dataset"), "_Choice")
+TYPES["environment"] = "_Choice | None"
 """The keys whose type in the schema is not the one that is passed."""
 PATHS = ("output_dir", "checkpoint_dir", "adapter_path", "tokenizer", "data_cache_dir", "log_file", "offload_dir")
 
@@ -110,6 +111,8 @@ def keys() -> dict[str, tuple[str, str]]:
         found[key] = (found[key][0].replace("str", "_Path"), found[key][1])
     for key, flat in flat_keys(load_plugins()).items():
         first = flat.settings[0]
+        if all(setting.kind == "task" for setting in flat.settings):
+            continue  # `sft` and `pt` have no options of their own
         text = field_docs(first.options).get(first.option or "", "") if first.options is not None else ""
         found[key] = (written(flat.hint), text or f"Short for {first.group}={first.name}.")
     return found
@@ -133,7 +136,7 @@ def function(name: str, found: dict[str, tuple[str, str]]) -> str:
 def make() -> str:
     """The stub's text."""
     found = keys()
-    train = "\ndef train(\n    task: str,\n    config: _Path | None = None,\n    /,\n    *,\n"
+    train = "\ndef train(\n    task: str = ...,\n    config: _Path | None = None,\n    /,\n    *,\n"
     train += "    callbacks: _Callbacks = (),\n    quiet: bool = False,\n    **keys: Any,\n) -> Run:\n"
     train += '    """Run a task by its name, also one that a plugin offers."""\n'
     return HEAD + "".join(f"\n{function(name, found)}" for name in SUMMARIES) + train

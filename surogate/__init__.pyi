@@ -137,6 +137,8 @@ def sft(
     sample_max_new_tokens: int = ...,
     sample_temperature: float = ...,
     sample_steps: Literal["auto"] | int = ...,
+    rollout: _Choice = ...,
+    environment: _Choice | None = ...,
     epoch_adjustment: bool = ...,
     monitor: _Choices = ...,
     report_to: str | list[str] | None = ...,
@@ -312,6 +314,10 @@ def sft(
         sample_temperature: Temperature of samples; 0 takes the most probable token.
         sample_steps: Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the
             end.
+        rollout: The rollout engine, which makes the completions that reinforcement learning trains on; native reads
+            the weights where training has them. `sample_prompts` are always continued by native.
+        environment: The environment of reinforcement learning and its own options: where prompts come from and what
+            answers are worth; null is none.
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
         monitor: The monitors that receive the run's events.
         report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.
@@ -456,6 +462,8 @@ def pt(
     sample_max_new_tokens: int = ...,
     sample_temperature: float = ...,
     sample_steps: Literal["auto"] | int = ...,
+    rollout: _Choice = ...,
+    environment: _Choice | None = ...,
     epoch_adjustment: bool = ...,
     monitor: _Choices = ...,
     report_to: str | list[str] | None = ...,
@@ -631,6 +639,10 @@ def pt(
         sample_temperature: Temperature of samples; 0 takes the most probable token.
         sample_steps: Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the
             end.
+        rollout: The rollout engine, which makes the completions that reinforcement learning trains on; native reads
+            the weights where training has them. `sample_prompts` are always continued by native.
+        environment: The environment of reinforcement learning and its own options: where prompts come from and what
+            answers are worth; null is none.
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
         monitor: The monitors that receive the run's events.
         report_to: Names of additional monitors, such as [wandb]; the same as adding them to `monitor`.
@@ -671,7 +683,7 @@ def pt(
     """
 
 def train(
-    task: str,
+    task: str = ...,
     config: _Path | None = None,
     /,
     *,

@@ -44,6 +44,14 @@ def _packed(config: RunConfig, data: PreparedData) -> bundles.Task:
 
 
 @hookimpl
+def surogate_advantage() -> list[bundles.AdvantageSpec]:
+    """Rewards compared within a prompt's completions."""
+    from surogate_core.train.advantages import ADVANTAGES
+
+    return [*ADVANTAGES]
+
+
+@hookimpl
 def surogate_launcher() -> bundles.Launcher:
     """The processes of this machine."""
     from surogate_core.launch.local import LocalOptions, launch

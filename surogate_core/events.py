@@ -1,16 +1,17 @@
 """The typed events that a run emits, and the controls that a monitor may answer with.
 
-Times are seconds, losses natural-log cross-entropies per label token. Passwords, tokens and signatures are masked in
-the fields that contain text from the user or from a library, because monitors write and send what they receive.
+Times are seconds. Losses are natural-log cross-entropies per label token, unless the task has another objective.
+Passwords, tokens and signatures are masked in the fields that contain text from the user or from a library, because
+monitors write and send what they receive.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from surogate_core.masking import masked_values
 
@@ -55,8 +56,8 @@ def _with_underscores(name: str) -> str:
 
 
 def strict_json(value: Any) -> Any:
-    """The value for strict JSON: NaN and infinities become text, keys of mappings become text, and so does any other
-    type.
+    """The value for strict JSON: NaN and infinities become text, dataclasses and named tuples become mappings, keys of
+    mappings become text, and so does any other type.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -66,6 +67,10 @@ def strict_json(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(name): strict_json(item) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: strict_json(item) for name, item in zip(value._fields, value, strict=True)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: strict_json(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [strict_json(item) for item in value]
     return str(value)
@@ -93,7 +98,7 @@ class RunStart(Event):
     start_step: int
     """Steps already done, by a resumed checkpoint."""
     tokens_per_step: int
-    """Positions of one optimizer step, padding included."""
+    """Positions of one optimizer step, padding included; 0 if steps are sampled from the model, so that it varies."""
     epochs: float
     """Epochs of the whole run."""
     device: str
@@ -106,6 +111,8 @@ class RunStart(Event):
     """
     active_parameters: int | None = None
     """Parameters that a token uses, in a model with experts; None if every token uses all."""
+    objective: str = "cross_entropy"
+    """Name of the objective. The exponential of a loss of `cross_entropy` is a perplexity."""
     notes: tuple[str, ...] = ()
     """Notes for the user, one sentence each."""
 
@@ -165,6 +172,8 @@ class StepEnd(Event):
     """MFU against a measured product: rate of the step's necessary FLOPs as a share (0 to 1) of that product's rate on
     all devices.
     """
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the task's objective by name, such as `rewards/margins` or `entropy`; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +231,8 @@ class EvalEnd(Event):
     """Wall time of the evaluation."""
     gap: float | None
     """Held-out loss minus the mean training loss of the last min(20, steps since the last evaluation) steps."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the task's objective over the held-out rows, by name; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +254,113 @@ class Samples(Event):
 
     def __post_init__(self) -> None:
         _mask(self, "prompts", "texts")
+
+
+class Spread(NamedTuple):
+    """Mean, standard deviation (of the population) and extremes of some values; a mapping in JSON."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts(Event):
+    """What the model generated for one optimizer step of reinforcement learning, and how it was rewarded.
+
+    It comes before the `StepEnd` of its step. Completions of refills count everywhere but in `kept`.
+    """
+
+    step: int
+    """Number of the optimizer step that trains on them."""
+    prompts: int
+    """Prompts that completions were generated for; each is the prompt of one group."""
+    completions: int
+    """Generated completions."""
+    reward: Spread | None
+    """Rewards of the completions, each the weighted sum of its named rewards; None if no completion has a reward."""
+    rewards: Mapping[str, Spread] = field(default_factory=dict)
+    """Name of a reward → its values, as the environment gave them."""
+    without_signal: float = 0.0
+    """Share, 0 to 1, of the groups whose rewards are all equal, so that they teach nothing."""
+    refills: int = 0
+    """How often further prompts were taken because groups had no signal."""
+    kept: float = 1.0
+    """Share, 0 to 1, of the completions that the step trains on."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Reason → number of completions that got no reward for it, such as a time limit or an exception."""
+    length: Spread
+    """Tokens of a completion that the model generated."""
+    terminated_length: Spread | None = None
+    """The same for completions that the model ended itself; None if there is none."""
+    truncated: float = 0.0
+    """Share, 0 to 1, of the completions that reached `max_completion_length`."""
+    tokens: int
+    """Tokens that the model generated, in all completions."""
+    turns: float = 1.0
+    """Mean number of the model's replies in a completion."""
+    prefix_breaks: int = 0
+    """Completions of several turns that were divided, because the chat template changed their earlier turns."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Phase → its wall time, such as `generate`, `score` or `reference`; the optimizer step is not among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSample:
+    """One completion as text."""
+
+    prompt: str
+    """The prompt; of a conversation its last message."""
+    completion: str
+    """What the model generated, with the environment's replies if there are several turns."""
+    reward: float | None
+    """The weighted sum of the named rewards; None if the environment gave none."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """Name of a reward → its value."""
+    advantage: float | None = None
+    """The advantage; None if the completion is not trained on."""
+    reason: str = ""
+    """How the completion ended: `stop`, `length`, or the reason of a fault."""
+    length: int = 0
+    """Tokens that the model generated."""
+
+    def __post_init__(self) -> None:
+        _mask(self, "prompt", "completion", "reason")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSamples(Event):
+    """A few completions of one optimizer step, among them the best and the worst."""
+
+    step: int
+    """Number of the optimizer step that trains on them."""
+    samples: tuple[RolloutSample, ...]
+    """The completions, the highest reward first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutEval(Event):
+    """An evaluation of reinforcement learning: the reward of held-out tasks, without sampling."""
+
+    step: int
+    """Optimizer steps done."""
+    tasks: int
+    """Number of held-out tasks."""
+    reward: Spread | None
+    """Rewards of the completions; None if no completion has a reward."""
+    rewards: Mapping[str, Spread] = field(default_factory=dict)
+    """Name of a reward → its values."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Reason → number of completions that got no reward for it."""
+    length: Spread | None = None
+    """Tokens of a completion that the model generated."""
+    truncated: float = 0.0
+    """Share, 0 to 1, of the completions that reached `max_completion_length`."""
+    tokens: int = 0
+    """Tokens that the model generated, in all completions."""
+    seconds: float
+    """Wall time of the evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,8 +535,14 @@ class RunEnd(Event):
     """Step of `last_eval_loss`."""
     best_eval_loss: float | None = None
     """Lowest held-out loss after the first step; None without an evaluation there."""
+    first_reward: float | None = None
+    """Mean held-out reward of the first evaluation of reinforcement learning; None without one."""
+    last_reward: float | None = None
+    """Mean held-out reward of the last evaluation."""
+    best_reward: float | None = None
+    """Highest mean held-out reward after the first step."""
     best_step: int | None = None
-    """Step of `best_eval_loss`."""
+    """Step of `best_reward`, or else of `best_eval_loss`."""
     export_step: int | None = None
     """Step of the exported weights; None if nothing was exported."""
     next_commands: tuple[tuple[str, str], ...] = ()

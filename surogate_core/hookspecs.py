@@ -53,6 +53,11 @@ def surogate_task() -> Offer[b.TaskSpec]:
     """Tasks: the micro-batches of a run, step by step."""
 
 
+@hookspec
+def surogate_advantage() -> Offer[b.AdvantageSpec]:
+    """Advantages: from the rewards of a step's completions to the factor of each in the loss."""
+
+
 # ----------------------------------------------------------------------- how it is trained
 
 
@@ -97,6 +102,11 @@ def surogate_export_format() -> Offer[b.ExportFormat]:
 @hookspec
 def surogate_evaluator() -> Offer[b.EvaluatorSpec]:
     """Evaluators: sources of tasks that `surogate eval` measures a model on."""
+
+
+@hookspec
+def surogate_environment() -> Offer[b.EnvironmentSpec]:
+    """Environments: tasks of reinforcement learning and the rewards of their answers."""
 
 
 # --------------------------------------------------------------------- where and who watches

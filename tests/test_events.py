@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from surogate_core.events import EvalEnd, Notice, event_fields, strict_json
+from surogate_core.events import EvalEnd, Notice, RolloutSample, RolloutSamples, Spread, event_fields, strict_json
 from surogate_core.testing.monitors import events
 
 
@@ -26,3 +26,12 @@ def test_what_json_does_not_have_is_made_of_what_it_has() -> None:
     notice = Notice(level="info", message="x", data={1: {2.5}, "path": object})
     assert event_fields(notice)["data"] == {"1": [2.5], "path": str(object)}
     assert strict_json((True, None, float("inf"))) == [True, None, "Infinity"]
+
+
+def test_values_with_names_are_mappings() -> None:
+    spread = Spread(0.5, float("nan"), 0.0, 1.0)
+    assert strict_json({"correct": spread}) == {"correct": {"mean": 0.5, "std": "NaN", "min": 0.0, "max": 1.0}}
+    sample = RolloutSample(prompt="2+2", completion="4 https://u:secret@host/", reward=None, reason="stop", length=1)
+    (found,) = event_fields(RolloutSamples(step=1, samples=(sample,)))["samples"]
+    assert found["completion"] == "4 https://***@host/"
+    assert (found["reward"], found["rewards"], found["length"]) == (None, {}, 1)

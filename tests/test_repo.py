@@ -233,6 +233,8 @@ OTHER_MEANINGS = {
     "host": "a place of tensors",
     "instruction": "a field of rows",
     "qwen3": "a chat template",
+    "reward": "the value of a completion",
+    "reverse": "a way to write on a terminal",
     "text": "a type of values",
     "triton": "a package",
     "wandb": "a package",
@@ -262,7 +264,7 @@ def test_core_knows_no_plugin_by_name():
 
 
 FLOORS = (
-    {"masking"},
+    {"masking", "parents"},
     {"errors", "events"},
     {"files", "conf_paths", "batch", "bundles", "hookspecs"},
     {"logs", "caches"},
@@ -275,6 +277,7 @@ FLOORS = (
     {"plugins"},
     {"data"},
     {"config"},
+    {"environments"},
     {"hf", "report"},
     {"train"},
     {"launch"},
@@ -480,10 +483,15 @@ def test_the_front_door_requires_every_plugin_by_default_or_by_an_extra():
     required = {extra: {re.match(r"[\w-]+", r)[0] for r in found} for extra, found in requirements(project).items()}
     trackers = {p.name for p in PLUGINS if p.name.endswith(("-mlflow", "-tensorboard", "-trackio", "-wandb"))}
     evals = {"surogate-eval-lm-eval"}
+    environments = {p.name for p in PLUGINS if p.name.startswith("surogate-environment-")} - {
+        "surogate-environment-trl"
+    }
+    extras = trackers | evals | environments
     assert required["trackers"] == trackers
     assert required["evals"] == evals
-    assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in PLUGINS)} - trackers - evals
-    assert sources.keys() == required[""] | trackers | evals
+    assert required["environments"] == environments
+    assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in PLUGINS)} - extras
+    assert sources.keys() == required[""] | extras
     assert (ROOT / "core" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 

@@ -98,6 +98,17 @@ class Run:
         """The training loss of each step."""
         return [float(value) for value in self._record.curve("loss")[1]]
 
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a figure of the run, such as ``reward/mean`` or ``eval/rewards/margins``.
+
+        Raises `UserError` for a name that the run does not have.
+        """
+        steps, values = self._record.curve(name) if name in self._record.names else ((), ())
+        if not len(steps):
+            have = ", ".join(self._record.names) or "none"
+            raise UserError(f"{self.path}: the run has no figure {name}. Figures: {have}.")
+        return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
+
     @property
     def evals(self) -> list[Evaluation]:
         """The evaluations, from the first to the last."""

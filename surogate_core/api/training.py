@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.api.process import contained, plain
-from surogate_core.errors import PluginError
+from surogate_core.errors import PluginError, UserError
 
 if TYPE_CHECKING:
     from surogate_core.api.callbacks import Callbacks
@@ -39,7 +39,7 @@ def pt(
 
 
 def train(
-    task: str,
+    task: str | None = None,
     config: str | os.PathLike[str] | None = None,
     /,
     *,
@@ -48,6 +48,10 @@ def train(
     **keys: Any,
 ) -> Run:
     """Run a task by its name, also one that a plugin offers; the other arguments are those of `sft`."""
+    if task is None:
+        task = keys.pop("task", None)
+    if not isinstance(task, str):
+        raise UserError('surogate.train: there is no task. Fix: surogate.train("grpo", model=…)')
     with contained():
         directory, code = _train(task, config, callbacks, quiet, keys)
     if code > 128 and threading.current_thread() is threading.main_thread():

@@ -12,7 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from surogate_core.bundles.advantages import AdvantageSpec
 from surogate_core.bundles.data import DatasetFormat, FormatChoice
+from surogate_core.bundles.environments import (
+    Environment,
+    EnvironmentSpec,
+    EnvironmentTask,
+    Episode,
+    Fault,
+    FaultReason,
+    Rewards,
+    Turn,
+    total_reward,
+)
 from surogate_core.bundles.evals import EvalSettings, Evaluator, EvaluatorSpec, TaskResult
 from surogate_core.bundles.exports import Exported, ExportFormat, ExportJob
 from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
@@ -23,7 +35,7 @@ from surogate_core.bundles.monitors import Monitor, MonitorSpec
 from surogate_core.bundles.objectives import Objective
 from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
 from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
-from surogate_core.bundles.options import Flat, NoOptions
+from surogate_core.bundles.options import Code, Flat, NoOptions
 from surogate_core.bundles.recipes import PanelOp, RangedState, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
 from surogate_core.bundles.rollouts import (
     Arriving,
@@ -37,16 +49,34 @@ from surogate_core.bundles.rollouts import (
     RolloutSettings,
     Sampling,
 )
-from surogate_core.bundles.tasks import Evaluation, SharedSteps, Steps, Task, TaskSpec
+from surogate_core.bundles.tasks import (
+    Evaluation,
+    OnlineContext,
+    OnlineSteps,
+    OnlineTask,
+    PrepareContext,
+    PreparingTask,
+    SharedSteps,
+    Steps,
+    Stopped,
+    Task,
+    TaskSpec,
+)
 from surogate_core.bundles.weight_formats import WeightFormat, WeightFormatSpec
 
 __all__ = [
     "FLAT_ALIGNMENT",
     "KINDS",
+    "AdvantageSpec",
     "Arriving",
     "Bundle",
+    "Code",
     "Completion",
     "DatasetFormat",
+    "Environment",
+    "EnvironmentSpec",
+    "EnvironmentTask",
+    "Episode",
     "EvalSettings",
     "Evaluation",
     "Evaluator",
@@ -57,6 +87,8 @@ __all__ = [
     "Fabric",
     "FabricContext",
     "FabricSpec",
+    "Fault",
+    "FaultReason",
     "Flat",
     "FormatChoice",
     "GradientStore",
@@ -72,10 +104,15 @@ __all__ = [
     "OffloaderSpec",
     "OnChosen",
     "OnToken",
+    "OnlineContext",
+    "OnlineSteps",
+    "OnlineTask",
     "Optimizer",
     "OptimizerSpec",
     "PanelOp",
     "ParamGroup",
+    "PrepareContext",
+    "PreparingTask",
     "RangedState",
     "Reason",
     "Recipe",
@@ -83,6 +120,7 @@ __all__ = [
     "RecipeSpec",
     "RecipeState",
     "Request",
+    "Rewards",
     "Role",
     "RolloutEngine",
     "RolloutEngineSpec",
@@ -90,14 +128,17 @@ __all__ = [
     "Sampling",
     "SharedSteps",
     "Steps",
+    "Stopped",
     "Store",
     "Stores",
     "Task",
     "TaskResult",
     "TaskSpec",
     "TensorKind",
+    "Turn",
     "WeightFormat",
     "WeightFormatSpec",
+    "total_reward",
 ]
 
 Bundle = (
@@ -110,9 +151,11 @@ Bundle = (
     | OffloaderSpec
     | KernelPack
     | TaskSpec
+    | AdvantageSpec
     | RolloutEngineSpec
     | ExportFormat
     | EvaluatorSpec
+    | EnvironmentSpec
     | Launcher
     | FabricSpec
     | MonitorSpec
@@ -128,9 +171,11 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "offload": ("surogate_offloader", OffloaderSpec),
     "kernels": ("surogate_kernel_pack", KernelPack),
     "task": ("surogate_task", TaskSpec),
+    "advantage": ("surogate_advantage", AdvantageSpec),
     "rollout": ("surogate_rollout_engine", RolloutEngineSpec),
     "export": ("surogate_export_format", ExportFormat),
     "eval": ("surogate_evaluator", EvaluatorSpec),
+    "environment": ("surogate_environment", EnvironmentSpec),
     "launcher": ("surogate_launcher", Launcher),
     "fabric": ("surogate_fabric", FabricSpec),
     "monitor": ("surogate_monitor", MonitorSpec),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from surogate_core.data.encoded import EncodeContext, Encoded
+    from surogate_core.data.encoded import EncodeContext, Encoded, Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,10 @@ class DatasetFormat:
     """The `type` of an entry of `datasets`."""
     options: type
     """Dataclass of the fields that a `datasets` entry of this type may have in addition to the common ones."""
-    encode: Callable[[Mapping[str, Any], Any, EncodeContext], Encoded] | None = None
-    """(row, options, context) → tokens and labels; raises `RowError` with the reason for a bad row."""
+    encode: Callable[[Mapping[str, Any], Any, EncodeContext], Encoded | Group] | None = None
+    """(row, options, context) → tokens and labels, or a group of documents that share a packed row; raises `RowError`
+    with the reason for a bad row.
+    """
     choose: Callable[[Sequence[Mapping[str, Any]], Any], FormatChoice] | None = None
     """Instead of `encode`: (sampled rows, options) → the type that reads them; raises `RowError` when none does."""
     columns: Callable[[Any], Collection[str]] | None = None

@@ -28,6 +28,17 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
+class Code:
+    """Mark in the annotation of an option: its text, or each text of a list, names a function as ``module:function``.
+
+    The policy for plugins applies to it when the configuration is checked. `surogate_core.plugins.functions` loads it.
+    """
+
+    function: bool = True
+    """Whether a function is named; otherwise the text names a module, and empty text none."""
+
+
+@dataclass(frozen=True, slots=True)
 class NoOptions:
     """The options of a bundle that has none."""
 
@@ -42,13 +53,13 @@ def field_types(cls: type) -> dict[str, Any]:
 @cache
 def flat_marks(cls: type) -> Mapping[str, Flat]:
     """Field of an options dataclass → its flat key, for the fields that have one."""
-    marks = {name: [m for m in _marks(hint) if isinstance(m, Flat)] for name, hint in field_types(cls).items()}
+    marks = {name: [m for m in marks_of(hint) if isinstance(m, Flat)] for name, hint in field_types(cls).items()}
     return {name: found[0] for name, found in marks.items() if found}
 
 
 def without_flat(hint: Any) -> Any:
     """An annotation without its `Flat` mark."""
-    kept = tuple(mark for mark in _marks(hint) if not isinstance(mark, Flat))
+    kept = tuple(mark for mark in marks_of(hint) if not isinstance(mark, Flat))
     base = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return Annotated[(base, *kept)] if kept else base
 
@@ -84,5 +95,6 @@ def _marks_of(options: Any) -> Mapping[str, Flat]:
     return flat_marks(cls) if options is not None else {}
 
 
-def _marks(hint: Any) -> tuple[Any, ...]:
+def marks_of(hint: Any) -> tuple[Any, ...]:
+    """The marks in an annotation."""
     return get_args(hint)[1:] if get_origin(hint) is Annotated else ()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from surogate_core.bundles.options import NoOptions
 
 if TYPE_CHECKING:
     from surogate_core.generate.weights import Weights
@@ -29,6 +31,10 @@ class Sampling:
     """Divides positive logits of tokens that are in the prompt or the completion, and multiplies negative ones."""
     seed: int = 0
     """With the numbers of prompt, sample and position it decides every random choice."""
+    tempered_logprobs: bool = False
+    """Whether the log-probabilities are those of the logits over the temperature, before the filters; otherwise, and at
+    temperature 0, those of the model itself. A loss that compares them with its own has the logits over the temperature
+    too."""
 
     def __post_init__(self) -> None:
         checks = {
@@ -64,7 +70,8 @@ class Completion:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """The log-probability of each token under the model, before temperature and filters."""
+    """The log-probability of each token under the model, before temperature and filters; see
+    `Sampling.tempered_logprobs`."""
     reason: Reason
 
 
@@ -106,6 +113,8 @@ class RolloutSettings:
     """Tokens of the longest sequence, its prompt included."""
     frozen: bool = False
     """Whether the weights stay as they are, so that keys and values of prompts may be kept between calls."""
+    options: Any = None
+    """An instance of `RolloutEngineSpec.options`; None means the defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +122,10 @@ class RolloutEngineSpec:
     """A way to continue prompts with the weights of a run."""
 
     name: str
-    """``native`` is the core's."""
+    """The value of `rollout`; ``native`` is the core's."""
     open: Callable[[Weights, RolloutSettings], RolloutEngine]
     """Makes an engine of weights that are in use: it reads them where they are, so a later call sees later weights."""
+    caches: bool = True
+    """Whether it keeps keys and values on the run's device, so that memory must be left for them."""
+    options: type = NoOptions
+    """Dataclass of its own options; every field has a default."""

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+from surogate_core.bundles.options import NoOptions, options_from_flat
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
     from surogate_core.batch import Counts, MicroBatch
+    from surogate_core.bundles.objectives import Objective
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
+    from surogate_core.engine.engine import Engine
+    from surogate_core.events import Event, Progress
+    from surogate_core.generate.weights import Weights
+    from surogate_core.plugins.registry import Registry
 
 
 class Steps(Protocol):
@@ -85,14 +96,141 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareContext:
+    """What `PreparingTask.prepare` may use."""
+
+    config: RunConfig
+    """The run's configuration."""
+    tokenizer: PreTrainedTokenizerBase
+    registry: Registry
+    show: Callable[[Progress], None]
+    """Shows progress; may raise to end the preparation."""
+
+
+@runtime_checkable
+class PreparingTask(Task, Protocol):
+    """A task with long work before the run's model is loaded, such as reading the rows with another model."""
+
+    def prepare(self, context: PrepareContext) -> None:
+        """Called once, before `steps` and `evaluation`. The device's memory is free, and must be free afterwards.
+
+        On several GPUs every rank calls it, rank 0 first; the others should find its results in the data cache.
+        """
+
+
+class Stopped(Exception):  # noqa: N818
+    """Raised by `OnlineSteps.next_step` after a signal: the step is not made, and the run ends after the one before."""
+
+
+class OnlineSteps(Steps, Protocol):
+    """Steps that are made with the model as it is: their `next_step` samples from the weights that are trained.
+
+    `next_step` is called in the loop's thread, after the step before has been applied and its figures have been read.
+    It may raise `Stopped` when `OnlineContext.stopped()` is true. A step that a kill or a signal interrupts is made
+    again by the run that resumes, from the same state and the same weights, and must come out identical.
+
+    Steps that hold processes or files may have a method ``close()``, which is called after the last step or evaluation.
+    """
+
+    def attach(self, engine: Engine) -> None:
+        """Called once, before the first step: the engine with its weights, after a resume with the restored ones."""
+
+
+def is_online(steps: Steps) -> bool:
+    """Whether the steps are made with the model, each after the step before."""
+    return hasattr(steps, "attach")
+
+
+def evaluator_of(task: Task) -> Callable[[int], Event | None] | None:
+    """The method `evaluate` of an online task that has one."""
+    return getattr(task, "evaluate", None)
+
+
+class OnlineTask(Task, Protocol):
+    """The task of a `TaskSpec.online`. `sample` is called before the engine exists; `evaluation` may return None.
+
+    It may have a method `evaluate(step: int) -> Event | None`, which is called where an evaluation is due, after
+    `attach`: an event with its figures, such as `RolloutEval`, or None after a signal.
+    """
+
+    def steps(self) -> OnlineSteps:
+        """The steps from the beginning; equal keys and weights give equal micro-batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineContext:
+    """What an online task is built from."""
+
+    config: RunConfig
+    """The run's configuration."""
+    options: Any
+    """An instance of `TaskSpec.options`."""
+    tokenizer: PreTrainedTokenizerBase
+    registry: Registry
+    """The installed plugins, for the environment and the rollout engine that the configuration names."""
+    generation_config: Mapping[str, Any]
+    """``generation_config.json`` of the base model; empty if it has none."""
+    emit: Callable[[Event], None]
+    """Shows an event to the monitors; only after `attach`, in the loop's thread."""
+    stopped: Callable[[], bool]
+    """Whether a signal has come. A task asks before each piece of long work, and raises `Stopped`."""
+    directory: Path
+    """The run's output directory, for files of the task's own."""
+    data: PreparedData | None = None
+    """The packed rows of `datasets`, for a task with `reads_data`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
     """A task: the training data and their division into steps."""
 
     name: str
     """The value of `task`, and the command ``surogate NAME``."""
-    build: Callable[[RunConfig, PreparedData], Task]
-    """(the run's configuration, the packed rows of its data sets) → the task."""
+    build: Callable[..., Task] | None = None
+    """(the run's configuration, the packed rows of its data sets) → the task. A task with `options` gets them as third
+    argument. None for an online task.
+    """
+    options: type = NoOptions
+    """Dataclass of its own options. Every field has a default and a flat key, `Annotated[T, Flat("key")]`."""
+    objective: Callable[[Any], Objective] | None = None
+    """Options → the objective that the task trains; the key `objective` is then refused. None: the key chooses it."""
+    online: Callable[[OnlineContext], OnlineTask] | None = None
+    """Instead of `build`: makes a task whose steps are sampled from the model while it is trained."""
+    reads_data: bool = False
+    """Whether an online task reads `datasets`; otherwise they are refused, and the run needs none."""
+    planned: Callable[[RunConfig, Any, Weights], tuple[int, str]] | None = None
+    """For `surogate plan`: (the configuration, the options, the weights as a rollout engine gets them, but without
+    values) → (bytes that an online task needs of what training leaves free on the device, a sentence about them).
+    """
     adapters: bool = True
     """Whether it may train adapters; one that does not is refused with `lora`."""
     trains_prompts: bool = False
     """Whether it trains every token of a document on purpose, so the run does not warn about it."""
+    group: int = 1
+    """Documents that its data have in a group, 2 for pairs. If more than 1, it trains only on types of data set that
+    name it in `DatasetFormat.tasks`.
+    """
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Flat keys of its options that must not be null → an example of the value. The run is refused without them before
+    any data are read."""
+    scores: bool = False
+    """Whether it trains a reward model: the head gives one score for each token, [N, 1], instead of logits."""
+
+    def __post_init__(self) -> None:
+        if (self.build is None) == (self.online is None):
+            raise TypeError(f"task {self.name}: either `build` or `online` must be set")
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether a run of it has `datasets`."""
+        return self.online is None or self.reads_data
+
+    def options_of(self, config: RunConfig) -> Any:
+        """The options, which flat keys of the configuration set."""
+        return options_from_flat(self.options, config.flat)
+
+    def task_of(self, config: RunConfig, data: PreparedData) -> Task:
+        """The task that `build` makes."""
+        assert self.build is not None
+        more = () if self.options is NoOptions else (self.options_of(config),)
+        return self.build(config, data, *more)

@@ -97,6 +97,17 @@ def parse(argv: Sequence[str], *, command: str = "surogate") -> Arguments:
     return parsed
 
 
+def leading_task(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """(the task that the first word names, the other words): `surogate plan dpo …` is `surogate plan task=dpo …`."""
+    from surogate_core.cli.commands import CORE_TASKS, installed_tasks
+
+    first = words[0] if words else ""
+    plain = first.isidentifier() and not Path(first).is_file()
+    if plain and (first in CORE_TASKS or first in installed_tasks()):
+        return first, list(words[1:])
+    return None, list(words)
+
+
 def load(arguments: Arguments, task: str | None) -> tuple[RunConfig, Registry]:
     """The checked configuration of one run, and the plugins that were loaded for it."""
     from surogate_core.config.places import check_model_is_there

@@ -146,6 +146,7 @@ def _partners(words: Words) -> list[Partner]:
     from surogate_core.cli.progress import shown_progress
     from surogate_core.events import Progress
     from surogate_core.run.adapters import Adapters
+    from surogate_core.run.texts import warm_up
 
     registry = registry_for(Arguments(overrides=words.overrides))
     spec = registry.get("rollout", "native")
@@ -158,8 +159,12 @@ def _partners(words: Words) -> list[Partner]:
                 progress(Progress(task=f"{word}: {task}", done=done, total=total))
 
             weights = prepared.load(registry, progress=told)
-            settings = RolloutSettings(slots=1, context=_context(words, prepared), frozen=True)
-            return weights, spec.open(weights, settings)
+            context = _context(words, prepared)
+            engine = spec.open(weights, RolloutSettings(slots=1, context=context, frozen=True))
+            told("warming up", 0, 1)
+            warm_up(engine, slots=1, context=context)
+            told("warming up", 1, 1)
+            return weights, engine
 
         if base is not None:
             weights, shared = opened(words.models[0], base)

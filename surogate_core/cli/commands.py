@@ -13,6 +13,7 @@ COMMANDS = (
     "generate",
     "chat",
     "eval",
+    "env",
     "serve",
     "tokenize",
     "merge",

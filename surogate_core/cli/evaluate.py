@@ -210,7 +210,7 @@ class Loader:
         for model, one in self.found.items():
             same = model == self.first or self.given is not None
             config = self.config(model, *([] if same else shared(rows, run=self.files[model] is not None)))
-            prepared[model] = prepare(one, held_out(config, named=keys), self.registry)
+            prepared[model] = prepare(one, held_out(config, named=keys), self.registry, scored=True)
         return prepared
 
     def for_tasks(self) -> dict[str, Prepared]:
@@ -268,8 +268,8 @@ def table(found: Sequence[Evaluation]) -> str:
             one.model,
             f"{one.loss:.4f}",
             _shown(one.stderr),
-            f"{one.perplexity:.4g}",
-            f"{one.accuracy:.2%}",
+            "" if math.isnan(one.perplexity) else f"{one.perplexity:.4g}",
+            "" if math.isnan(one.accuracy) else f"{one.accuracy:.2%}",
             f"{one.documents:,}",
             f"{one.label_tokens:,}",
         ]
@@ -277,6 +277,8 @@ def table(found: Sequence[Evaluation]) -> str:
             line += ["", ""] if one.difference is None else [f"{one.difference:+.4f}", _shown(one.difference_stderr)]
         lines.append(line)
     rows = aligned(lines, texts=1)
+    for one in (one for one in found if one.figures):
+        rows.append(f"{one.model}: " + ", ".join(f"{name} {value:.4g}" for name, value in one.figures.items()))
     if several and any(one.data != found[0].data for one in found):
         rows.append("Models with another tokenizer or template have other tokens, so their losses are not compared.")
     return "\n".join(rows)

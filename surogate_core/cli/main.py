@@ -29,8 +29,9 @@ usage:
   surogate generate MODEL --prompt TEXT        continue a text; MODEL is a directory, a run, an adapter or a hub id
   surogate chat MODEL [MODEL …]                a chat in the terminal
   surogate eval MODEL [MODEL …]                held-out loss, or accuracy on tasks; several models are compared
+  surogate env list|new|tasks|check|eval       environments of reinforcement learning: tasks, rewards of a model
   surogate serve MODEL [--adapter DIR …]       a server of the OpenAI API
-  surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]]
+  surogate tokenize [TASK] [FILE.yaml] [KEY=VALUE …] [--debug [N]]
                                                tokenise and pack the data, show what is trained
   surogate merge [RUN] [--output DIR]          fold a LoRA adapter into its base model; RUN is the latest by default
   surogate export [RUN] --to hub://USER/NAME   upload the result to the Hugging Face hub, or copy it to a directory
@@ -39,7 +40,8 @@ usage:
                                                curves and figures of runs, as files or as a live page
   surogate numerics [KEY=VALUE …] [--recipes A,B]
                                                the same training under each precision recipe, compared
-  surogate plan [FILE.yaml] [KEY=VALUE …]      will it fit, how fast, how long; nothing is trained
+  surogate plan [TASK] [FILE.yaml] [KEY=VALUE …]
+                                               will it fit, how fast, how long; nothing is trained
   surogate plugins list|show NAME|lock|verify|sbom
                                                what is installed, and whether it matches the lock
   surogate plugins new NAME --kind KIND        write a plugin package of your own
@@ -112,6 +114,7 @@ def _dispatch(arguments: list[str]) -> int:
         "generate": _generate,
         "chat": _chat,
         "eval": _evaluate,
+        "env": _environments,
         "serve": _serve,
         "tokenize": _tokenize,
         "merge": _merge,
@@ -151,6 +154,12 @@ def _evaluate(arguments: list[str]) -> int:
     from surogate_core.cli import evaluate
 
     return evaluate.main(arguments)
+
+
+def _environments(arguments: list[str]) -> int:
+    from surogate_core.cli import env
+
+    return env.main(arguments)
 
 
 def _serve(arguments: list[str]) -> int:

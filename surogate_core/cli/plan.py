@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from surogate_core.run.assemble import ResolvedModel
 
 USAGE = """\
-usage: surogate plan [FILE.yaml] [KEY=VALUE …] [--gpu NAME] [--fit SIZE] [--config] [--schedule] [--json]
+usage: surogate plan [TASK] [FILE.yaml] [KEY=VALUE …] [--gpu NAME] [--fit SIZE] [--config] [--schedule] [--json]
 
 Answers before anything is trained: does it fit, how fast is it, how long does it take, what will it choose. Then one
-table shows where the memory goes. Takes what `surogate sft` takes. Nothing is trained and no weight is read; data of up
-to 16 MiB is tokenised, and the run finds the result in the cache.
+table shows where the memory goes. Takes what `surogate sft` takes, or what TASK takes (`surogate plan dpo …`). Nothing
+is trained and no weight is read; data of up to 16 MiB is tokenised, and the run finds the result in the cache.
 
 --gpu h200   plans for such a GPU, which need not be here: a name such as t4, a100, rtx4090, h200 or b200,
              or a compute capability such as sm_90; gpus=8 plans for eight of them
@@ -66,9 +66,10 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], set[str]
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    from surogate_core.cli.arguments import load, parse
+    from surogate_core.cli.arguments import leading_task, load, parse
 
     words, values, switches = _own_flags(argv)
+    task, words = leading_task(words)
     arguments = parse(words, command="surogate plan")
     if arguments.help:
         print(USAGE, end="")
@@ -78,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
     asked = None if "--gpu" not in values else find(values["--gpu"])
     logs.configure()
-    config, registry = load(arguments, None)
+    config, registry = load(arguments, task)
     if asked is not None and config.device == "cpu":
         raise UserError("--gpu: the configuration says device=cpu. Fix: leave --gpu, or set device=auto.")
     with ExitStack() as stack:
@@ -139,7 +140,7 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
         length=length_of(config, registry, resolved),
         here=_number_here(device),
         chosen=plan_view.chosen(asked, config),
-        samples=_samples(config, registry, resolved),
+        **_caches(config, registry, resolved),
         **experts,
     )
     if plan.fits is False and device.type == "cuda" and room.device is not None:
@@ -173,6 +174,11 @@ def _of_experts(
     return {"unused": unused, "routers": routers, "of_experts": (adapted_note(model, lora), *notes)}
 
 
+def _caches(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> dict[str, Any]:
+    """What a run needs beside training to generate: the fields of a plan."""
+    return {"samples": _samples(config, registry, resolved), "rollouts": _rollouts(config, registry, resolved)}
+
+
 def _samples(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> tuple[int, str]:
     """What the samples of a run need; raises `UserError` for a prompt that is wrong."""
     if not config.sample_prompts:
@@ -182,6 +188,20 @@ def _samples(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> 
     from surogate_core.run.samples import cache_note
 
     return cache_note(config, registry, resolved, programs_on_meta(assembly_of(config, registry, resolved)))
+
+
+def _rollouts(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> tuple[int, str]:
+    """What a task needs that samples its steps from the model."""
+    from surogate_core.engine.prediction import programs_on_meta
+    from surogate_core.run.fitting import assembly_of
+    from surogate_core.run.samples import without_values
+    from surogate_core.run.task_spec import task_spec
+
+    spec = task_spec(config, registry)
+    if spec.planned is None or not registry.get("rollout", config.rollout.name).caches:
+        return 0, ""
+    weights = without_values(programs_on_meta(assembly_of(config, registry, resolved)))
+    return spec.planned(config, spec.options_of(config), weights)
 
 
 def _with_number(config: RunConfig, device: torch.device) -> RunConfig:

@@ -33,11 +33,15 @@ class Length:
     data: str
     """What is known of the data, as words."""
     estimated: bool = False
+    sampled: bool = False
+    """Whether the task samples its steps from the model, so that their size is not known."""
 
 
 def length_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> Length:
     """The steps, without reading more than a few megabytes."""
     known = config.max_steps if config.max_steps > 0 else None
+    if not registry.get("task", config.task).needs_data:
+        return Length(steps=known, data="the task makes its data while it trains", sampled=True)
     try:
         found = [_files(entry) for entry in config.datasets]
         if any(files is None for files in found):
@@ -97,7 +101,7 @@ def _counted(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> 
     # The rows of a step of all GPUs are those of one that has all micro-batches.
     config = on_one_gpu(config)
     spec = registry.get("task", config.task)
-    data = prepare(config, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts)
+    data = prepare(config, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts, group=spec.group)
     train = data.report.train
     words = f"{train.documents:,} documents, {train.tokens:,} tokens in {len(data.train):,} rows"
-    return Length(steps=total_steps(config, spec.build(config, data).steps(), done=0), data=words)
+    return Length(steps=total_steps(config, spec.task_of(config, data).steps(), done=0), data=words)

@@ -72,6 +72,8 @@ class Plan:
     """Notes on experts."""
     samples: tuple[int, str] = (0, "")
     """Bytes of the caches of samples, and a sentence about them."""
+    rollouts: tuple[int, str] = (0, "")
+    """The same for a task that samples its steps from the model."""
     more_gpus: tuple[tuple[str, ...], int] | None = None
     """On how many GPUs it fits if it does not fit on these: overrides, and what it needs of each."""
 
@@ -95,7 +97,7 @@ class Plan:
     @property
     def seconds(self) -> float | None:
         """The time of all steps, without evaluations and checkpoints."""
-        if self.speed is None or self.length.steps is None:
+        if self.speed is None or self.length.steps is None or self.length.sampled:
             return None
         return self.speed.seconds * self.length.steps
 
@@ -131,6 +133,7 @@ def as_json(plan: Plan, **extra: Any) -> str:
         "sent_seconds": None if speed is None else speed.wire.seconds,
         "hidden_seconds": None if speed is None else speed.wire.hidden,
         "samples_bytes": plan.samples[0],
+        "rollouts_bytes": plan.rollouts[0],
         "device_bytes": prediction.total("device"),
         "host_bytes": prediction.total("host"),
         "disk_bytes": prediction.total("disk"),
@@ -218,6 +221,8 @@ def _time(plan: Plan) -> str:
     steps, config = plan.length.steps, plan.config
     if steps is None:
         return f"not known: {plan.length.data}"
+    if plan.length.sampled:
+        return f"not estimated: {steps:,} steps, and {plan.length.data}"
     epochs = "" if config.max_steps > 0 else f", {config.num_epochs:g} epochs"
     about = "about " if plan.length.estimated else ""
     count = f"{about}{steps:,} steps of {tokens_per_step(config):,} tokens{epochs} ({plan.length.data})"
@@ -245,7 +250,7 @@ def _notes(plan: Plan) -> list[str]:
     if plan.here is not None and plan.here > ranks == 1:
         notes.append(f"this machine has {plan.here} GPUs; gpus=0 trains on all of them")
     notes += plan.of_experts
-    notes += [plan.samples[1]] if plan.samples[1] else []
+    notes += [sentence for _, sentence in (plan.samples, plan.rollouts) if sentence]
     notes += sharing.notes(plan.config)
     notes += reduction_notes(plan.settings, None, deterministic=plan.config.deterministic)
     notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]

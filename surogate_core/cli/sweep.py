@@ -42,14 +42,25 @@ class Result:
     eval_loss: float | None = None
     """The loss of the last evaluation."""
     best_eval_loss: float | None = None
+    reward: float | None = None
+    """The mean held-out reward of the last evaluation of reinforcement learning."""
+    best_reward: float | None = None
     best_step: int | None = None
     seconds: float | None = None
 
     @property
-    def loss(self) -> float:
-        """The loss by which runs are compared; infinite without one."""
-        found = [loss for loss in (self.best_eval_loss, self.eval_loss) if loss is not None and math.isfinite(loss)]
+    def rank(self) -> float:
+        """What runs are compared by, less is better: the eval loss, or minus the held-out reward; infinite without."""
+        losses = [None if reward is None else -reward for reward in (self.best_reward, self.reward)]
+        losses += [self.best_eval_loss, self.eval_loss]
+        found = [loss for loss in losses if loss is not None and math.isfinite(loss)]
         return found[0] if found and not self.exit_code else math.inf
+
+    @property
+    def shown(self) -> tuple[float | None, float | None]:
+        """The last and the best of what runs are compared by."""
+        rewarded = self.reward is not None
+        return (self.reward, self.best_reward) if rewarded else (self.eval_loss, self.best_eval_loss)
 
 
 class Sweep:
@@ -227,26 +238,29 @@ def result_of(name: str, directory: str, differs: Mapping[str, str], code: int) 
         steps=end.get("step"),
         eval_loss=end.get("last_eval_loss"),
         best_eval_loss=end.get("best_eval_loss"),
+        reward=end.get("last_reward"),
+        best_reward=end.get("best_reward"),
         best_step=end.get("best_step"),
         seconds=end.get("seconds"),
     )
 
 
 def best_of(results: Sequence[Result]) -> Result | None:
-    """The run with the lowest eval loss; None if no run has one."""
-    best = min(results, key=lambda result: result.loss, default=None)
-    return None if best is None or math.isinf(best.loss) else best
+    """The run with the lowest eval loss, or the highest held-out reward; None if no run has one."""
+    best = min(results, key=lambda result: result.rank, default=None)
+    return None if best is None or math.isinf(best.rank) else best
 
 
 def table(results: Sequence[Result], *, page: bool = False) -> str:
     """One line a run, the best one marked; `page`: as Markdown."""
     keys = list(dict.fromkeys(key for result in results for key in result.overrides))
-    head = [*(keys or ["run"]), "eval loss", "best", "at step", "time", "outcome", "directory", ""]
+    measure = "reward" if any(result.reward is not None for result in results) else "eval loss"
+    head = [*(keys or ["run"]), measure, "best", "at step", "time", "outcome", "directory", ""]
     best = best_of(results)
     rows = [head]
     for result in results:
         named = [result.overrides.get(key, "") for key in keys] or [result.name]
-        loss, lowest = (_number(value) for value in (result.eval_loss, result.best_eval_loss))
+        loss, lowest = (_number(value) for value in result.shown)
         step = "–" if result.best_step is None else f"{result.best_step:,}"
         mark = "← best" if result is best else ""
         place = Path(result.directory).name if page else result.directory

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 USAGE = """\
-usage: surogate tokenize [FILE.yaml] [KEY=VALUE …] [--debug [N]] [--json]
+usage: surogate tokenize [TASK] [FILE.yaml] [KEY=VALUE …] [--debug [N]] [--json]
 
 Reads, tokenises and packs the data of a run and reports what it finds. Nothing is trained and no weight is read;
-the run finds the result in the cache. Takes what `surogate sft` takes (task=pt for pre-training).
+the run finds the result in the cache. Takes what `surogate sft` takes, or what TASK takes (`surogate tokenize pt …`).
 
   --debug [N]          show the first N packed documents (3) token by token: what is trained and what is not
   --json               print the report as JSON, and nothing else on standard output
@@ -43,10 +43,11 @@ class _Words:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    from surogate_core.cli.arguments import load, parse
+    from surogate_core.cli.arguments import leading_task, load, parse
 
     words = _own_flags(argv)
-    arguments = parse(words.rest, command="surogate tokenize")
+    task, rest = leading_task(words.rest)
+    arguments = parse(rest, command="surogate tokenize")
     if arguments.help:
         print(USAGE, end="")
         return 0
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core import logs
 
     logs.configure()
-    config, registry = load(arguments, None)
+    config, registry = load(arguments, task)
     with _terminated():
         return _tokenize(config, registry, words)
 
@@ -67,6 +68,7 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 
     pretrained = config.model.path is not None and not config.from_scratch
+    spec = registry.get("task", config.task)
     tokenizer, notes = tokenizer_of_run(config, vocab_size=_vocabulary(config, registry), pretrained=pretrained)
     began = time.perf_counter()
     with shown_progress() as progress:
@@ -74,7 +76,8 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
             config,
             tokenizer,
             registry.all("dataset"),
-            trains_prompts=registry.get("task", config.task).trains_prompts,
+            trains_prompts=spec.trains_prompts,
+            group=spec.group,
             progress=progress,
         )
     seconds = time.perf_counter() - began

@@ -56,7 +56,8 @@ def require_own_data(arguments: Arguments, task: str | None, configs: Sequence[R
     """Raise `ConfigError` if the user's own model would be trained on the example without the user asking for it."""
     from surogate_core.config.resolve import gather
 
-    model = next((config.model.path for config in configs if config.model.path is not None), None)
+    reading = (config for config in configs if registry.get("task", config.task).needs_data)
+    model = next((config.model.path for config in reading if config.model.path is not None), None)
     if model is None:
         return
     multirun, file = arguments.multirun, arguments.config_file

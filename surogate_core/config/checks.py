@@ -184,13 +184,6 @@ RULES: tuple[Rule, ...] = (
         fix="a number of steps, or -1 to let `num_epochs` decide",
     ),
     Rule(
-        name="no_data",
-        key="datasets",
-        wrong=lambda v: not v["datasets"],
-        message="there is no training data.",
-        fix="datasets=my.jsonl, or dataset=embedded",
-    ),
-    Rule(
         name="no_target_modules",
         key="lora_target_modules",
         wrong=lambda v: v["lora"] and not v["lora_target_modules"],

@@ -94,9 +94,9 @@ def _types(cls: type) -> dict[str, str]:
     from surogate_core.bundles.options import field_types
     from surogate_core.config.typed import type_text
 
-    words = dict.fromkeys(("optimizer", "recipe", "offload", "launcher", "fabric"), "an option")
-    words |= {"monitor": "a list of options", "model": "an option, a directory or a hub id"}
     hints = field_types(cls)
+    words = {name: "an option" for name, hint in hints.items() if hint in (Selection, Selection | None)}
+    words |= {"monitor": "a list of options", "model": "an option, a directory or a hub id"}
     return {n: words[n] if cls is RunConfig and n in words else type_text(h) for n, h in hints.items()}
 
 

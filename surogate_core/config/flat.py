@@ -96,11 +96,17 @@ def flat_defaults(registry: Registry) -> dict[str, Any]:
 
 
 def no_effect_notes(config: RunConfig, registry: Registry, used: Callable[[str], bool]) -> list[str]:
-    """What a run says of flat keys that are set while no chosen bundle has the option.
+    """What a run says of flat keys that are set while no chosen bundle has the option, and of an environment that no
+    task asks.
 
     `used`: whether something else than an option of a node reads the key.
     """
     notes = []
+    tasks = registry.all("task")
+    if config.environment is not None and tasks[config.task].online is None:
+        able = " or ".join(name for name, spec in tasks.items() if spec.online is not None)
+        fix = f", or choose task {able}" if able else ""
+        notes.append(f"environment={config.environment.name} has no effect in task {config.task}. Leave it out{fix}.")
     for key, value in config.flat.items():
         flat = flat_keys(registry).get(key)
         if flat is None or flat.chooses is not None or used(key):

@@ -22,6 +22,8 @@ COMMAND_LINE = "command line"
 DATA_KEYS = ("datasets", "validation_datasets")
 LIST_GROUPS = frozenset({"monitor"})
 """Groups of which several options are chosen at once."""
+OPTIONAL_GROUPS = frozenset({"environment"})
+"""Groups of which no option need be chosen, and none is unless the user does."""
 
 
 def flat_keys(registry: Registry) -> Mapping[str, FlatKey]:

@@ -23,6 +23,7 @@ from surogate_core.config.names import (
     DATA_KEYS,
     KEYS,
     LIST_GROUPS,
+    OPTIONAL_GROUPS,
     flat_keys,
     schema_defaults,
     unknown_key,
@@ -94,7 +95,7 @@ class Settings:
     @property
     def groups(self) -> frozenset[str]:
         """The config groups, also those whose every plugin is missing."""
-        return frozenset(self.registry.options) | frozenset(default_groups())
+        return frozenset(self.registry.options) | frozenset(default_groups()) | OPTIONAL_GROUPS
 
     @property
     def keys(self) -> frozenset[str]:
@@ -198,7 +199,7 @@ class Settings:
     def _choose_override(self, override: Override) -> None:
         group = override.key_or_group
         if override.is_delete():
-            if group in LIST_GROUPS:
+            if group in LIST_GROUPS | OPTIONAL_GROUPS:
                 self.choices[group] = Choice([], COMMAND_LINE)
             elif group == "dataset":
                 self.choices[group] = Choice(["none"], COMMAND_LINE)
@@ -280,6 +281,8 @@ class Settings:
             self._choose_mapping(group, dict(value), where)
         elif value is None and group == "dataset":
             self.choices[group] = Choice(["none"], where)
+        elif value is None and group in OPTIONAL_GROUPS:
+            self.choices[group] = Choice([], where)
         else:
             message = f"must be the name of an option; got {value!r}."
             self.problems.append(Problem(key=group, message=message, where=where, fix=f"{group}: NAME"))

@@ -14,10 +14,10 @@ KEYS = frozenset(
 )
 """Flat keys."""
 
-NAMES = frozenset({("task", "grpo")})
+NAMES: frozenset[tuple[str, str]] = frozenset()
 """(group or kind, name)."""
 
-COMMANDS = frozenset({"grpo"})
+COMMANDS: frozenset[str] = frozenset()
 """Sub-commands of `surogate`."""
 
 MESSAGE = "not available in this version."

@@ -305,10 +305,10 @@ def _without_echoes(problems: Sequence[Problem]) -> list[Problem]:
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """The configuration as flat keys and plain values, group nodes with `name` and the options without a flat key."""
-    values = {key: _plain(getattr(config, key)) for key in KEYS}
+    values = {key: plain(getattr(config, key)) for key in KEYS}
     for _, selection in selections(config):
-        values |= {key: _plain(value) for key, value in flat_values(selection.options).items()}
-    return values | {key: _plain(value) for key, value in config.flat.items()}
+        values |= {key: plain(value) for key, value in flat_values(selection.options).items()}
+    return values | {key: plain(value) for key, value in config.flat.items()}
 
 
 def selections(config: RunConfig) -> Iterator[tuple[str, Selection]]:
@@ -340,18 +340,19 @@ def to_yaml(config: RunConfig) -> str:
     return write_yaml(_escaped(to_dict(config)))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value of the configuration as YAML has it."""
     if isinstance(value, Selection):
-        options = {} if value.options is None else _plain(value.options)
+        options = {} if value.options is None else plain(value.options)
         cls: type = type(value.options)
         flat = flat_marks(cls) if value.options is not None else {}
         return {"name": value.name, **{key: item for key, item in options.items() if key not in flat}}
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(item) for name, item in asdict(value).items()}
+        return {name: plain(item) for name, item in asdict(value).items()}
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(v) for v in (sorted(value) if isinstance(value, set | frozenset) else value)]
+        return [plain(v) for v in (sorted(value) if isinstance(value, set | frozenset) else value)]
     return value
 
 

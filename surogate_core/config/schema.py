@@ -317,6 +317,16 @@ class RunConfig:
     sample_steps: Literal["auto"] | Steps = "auto"
     """Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the end."""
 
+    # -------------------------------------------------------------------------- rollouts
+    rollout: Selection = field(default_factory=lambda: _default("rollout"))
+    """The rollout engine, which makes the completions that reinforcement learning trains on; native reads the weights
+    where training has them. `sample_prompts` are always continued by native.
+    """
+    environment: Selection | None = None
+    """The environment of reinforcement learning and its own options: where prompts come from and what answers are
+    worth; null is none.
+    """
+
     # ------------------------------------------------------------------------ automation
     epoch_adjustment: bool = False
     """Replace `num_epochs` by the number that gives 20 tokens per parameter of the model."""

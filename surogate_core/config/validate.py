@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core.bundles.options import field_types, flat_marks, flat_values
+from surogate_core.bundles.tasks import TaskSpec
 from surogate_core.config import offload, peers, sharing
 from surogate_core.config.checks import RULES, model_dtype
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.flat import FlatValues
 from surogate_core.config.model_keys import unknown_model_keys
-from surogate_core.config.names import COMMAND_LINE, LIST_GROUPS, unknown_key, unknown_name
+from surogate_core.config.names import COMMAND_LINE, LIST_GROUPS, OPTIONAL_GROUPS, unknown_key, unknown_name
 from surogate_core.config.places import PLACES_READ, check_places, expand_home
 from surogate_core.config.schema import INSTANTIATE_KEYS, KEYS, ModelSelection, RunConfig, Selection
 from surogate_core.config.typed import Builder, split_names
 from surogate_core.errors import PluginError, Problem
 from surogate_core.files.paths import too_long
 from surogate_core.files.prompts import fault_of
+from surogate_core.plugins.functions import code_of, mistake
 from surogate_core.plugins.registry import Registry
 
-SELECTIONS = ("optimizer", "recipe", "offload", "launcher", "fabric")
+SELECTIONS = ("optimizer", "recipe", "offload", "launcher", "fabric", "rollout", "environment")
 """Keys whose value is a `Selection` of the kind of the same name."""
 
 
@@ -49,6 +51,8 @@ def validate(
             check.problems.append(unknown_key(key, where(key), registry))
         elif key == "model":
             built[key] = check.model(value)
+        elif key in OPTIONAL_GROUPS and value is None:
+            built[key] = None
         elif key in SELECTIONS:
             built[key] = check.selection(key, value, key)
         elif key in LIST_GROUPS:
@@ -60,13 +64,11 @@ def validate(
         else:
             built[key] = check.value(hints[key], value, key)
     check.defaults(built)
-    if isinstance(built["objective"], str) and built["objective"] not in registry.bundles("objective"):
-        names = registry.names("objective")
-        check.problems.append(unknown_name("objective", built["objective"], where("objective"), registry, names))
     check.problems.extend(check.builder.problems)
     check.task(built)
     check.flat_keys(built)
     check.weight_format(built)
+    check.task_options(built)
     check.offload(built)
     check.contradictions(built)
     check.recipe(built)
@@ -152,7 +154,11 @@ class _Validator:
             return None
         options, problems = self.flat.merged(cls, options, key)
         self.problems += problems
-        return Selection(name=name, options=self.builder.dataclass(cls, options, f"{key}."))
+        built = self.builder.dataclass(cls, options, f"{key}.")
+        for field, text, mark in code_of(built) if built is not None else ():
+            if (wrong := mistake(text, self.registry.policy, mark=mark)) is not None:
+                self._problem(f"{key}.{field}", wrong)
+        return Selection(name=name, options=built)
 
     def selections(self, kind: str, value: Any) -> list[Selection | None]:
         """The bundles of a list group, composed as one node each."""
@@ -284,7 +290,7 @@ class _Validator:
 
     # --------------------------------------------------------------------- contradictions
 
-    def task(self, built: Mapping[str, Any]) -> None:
+    def task(self, built: dict[str, Any]) -> None:
         """Hold what is to be trained against what the task can train."""
         name = built["task"]
         if not isinstance(name, str):
@@ -292,10 +298,56 @@ class _Validator:
         specs = {name: provided.bundle for name, provided in sorted(self.registry.bundles("task").items())}
         if name not in specs:
             self.problems.append(unknown_name("task", name, self.where("task"), self.registry, specs))
-        elif built["lora"] is True and not specs[name].adapters:
-            able = " or ".join(other for other, spec in specs.items() if spec.adapters)
+            return
+        spec: TaskSpec = specs[name]
+        if built["lora"] is True and not spec.adapters:
+            same = [
+                s for s in specs.values() if s.needs_data and s.group == spec.group and s.objective == spec.objective
+            ]
+            able = " or ".join(other.name for other in same if other.adapters)
             message = f"must be false in task {name}, which trains every weight."
             self._problem("lora", message, f"lora: false, or task {able}" if able else "lora: false")
+        self._objective(spec, built["objective"])
+        if spec.online is not None and isinstance(built["gpus"], int) and built["gpus"] > 1:
+            message = f"is {built['gpus']}, and task {name}, which samples from the model, trains on one GPU."
+            self._problem("gpus", message, "gpus: 1")
+        if not spec.needs_data and built["epoch_adjustment"] is True:
+            message = f"is true, and task {name} has no data whose size it knows."
+            self._problem("epoch_adjustment", message, "epoch_adjustment: false, and max_steps")
+        if spec.needs_data:
+            if not built["datasets"] and not any(p.key.startswith("datasets") for p in self.problems):
+                self._problem("datasets", "there is no training data.", "datasets=my.jsonl, or dataset=embedded")
+        else:
+            for key in ("datasets", "validation_datasets"):
+                if built[key] and self.flat.is_set(key):
+                    self._problem(key, f"task {name} reads no data set.", f"remove `{key}`")
+                built[key] = []
+
+    def _objective(self, spec: TaskSpec, name: Any) -> None:
+        names = self.registry.names("objective")
+        if spec.objective is None and isinstance(name, str) and name not in names:
+            self.problems.append(unknown_name("objective", name, self.where("objective"), self.registry, names))
+        elif spec.objective is not None and name != RunConfig().objective:
+            self._problem("objective", f"is {name}, and task {spec.name} has an objective of its own.", "remove it")
+
+    def task_options(self, built: dict[str, Any]) -> None:
+        """Take the options of the chosen task, which only flat keys set."""
+        offered = self.registry.bundles("task").get(built["task"]) if isinstance(built["task"], str) else None
+        cls = None if offered is None else self._options_type("task", built["task"], offered.bundle.options, "task")
+        if cls is None:
+            return
+        self._own_options(cls, "task", built)
+        assert offered is not None
+        for key, example in offered.bundle.needs.items():
+            if built["flat"].get(key) is None and not any(p.key == key for p in self.problems):
+                self._problem(key, f"is not set, and task {built['task']} needs it.", f"{key}={example}")
+
+    def _own_options(self, cls: type, key: str, built: dict[str, Any]) -> None:
+        """Add the options of a chosen bundle to the flat values of the run."""
+        options, _ = self.flat.merged(cls, {}, key)
+        before = len(self.builder.problems)
+        built["flat"] = {**built["flat"], **flat_values(self.builder.dataclass(cls, options, f"{key}."))}
+        self.problems += self.builder.problems[before:]
 
     def offload(self, built: dict[str, Any]) -> None:
         """Hold the keys that move tensors against what the offloader and the recipe can do."""
@@ -366,10 +418,7 @@ class _Validator:
         for key, name in asked.items():
             cls = self._weight_format_options(key, name)
             if cls is not None and name == built["weight_format"]:
-                options, _ = self.flat.merged(cls, {}, key)
-                before = len(self.builder.problems)
-                built["flat"] = {**built["flat"], **flat_values(self.builder.dataclass(cls, options, f"{key}."))}
-                self.problems += self.builder.problems[before:]
+                self._own_options(cls, key, built)
 
     def _weight_format_options(self, key: str, name: str) -> type | None:
         offered = self.registry.bundles("quant").get(name)
@@ -383,6 +432,7 @@ class _Validator:
         """Keep the plugins' flat keys that no chosen bundle took; some must not be set without theirs."""
         chosen = {kind: built[kind] if kind in LIST_GROUPS else [built[kind]] for kind in (*SELECTIONS, *LIST_GROUPS)}
         sound = {kind: [s.name for s in found] for kind, found in chosen.items() if None not in found}
+        sound["task"] = [built["task"]]
         self.problems += self.flat.without_use(sound)
         built["flat"] = self.flat.left()
 

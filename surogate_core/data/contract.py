@@ -9,7 +9,7 @@ import numpy as np
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.encoded import EncodeContext, Encoded, RowError
+from surogate_core.data.encoded import EncodeContext, Encoded, Group, RowError, members
 from surogate_core.errors import SurogateError
 
 
@@ -17,16 +17,16 @@ class FormatError(RuntimeError):
     """A format failed or returned something invalid: a bug of its plugin, which the message names."""
 
 
-def encoded(spec: DatasetFormat, row: Mapping[str, Any], options: Any, context: EncodeContext) -> Encoded:
+def encoded(spec: DatasetFormat, row: Mapping[str, Any], options: Any, context: EncodeContext) -> Encoded | Group:
     """Encode a row with its format.
 
     Raises `RowError` for a row that is unusable, and `FormatError` for anything else that the format raises, for a
-    result that is not an `Encoded` of int32, for an id that the tokenizer does not have, and for labels that differ
-    from the ids.
+    result that is neither an `Encoded` of int32 nor a `Group` of them, for an id that the tokenizer does not have, and
+    for labels that differ from the ids.
     """
     assert spec.encode is not None
     try:
-        document = spec.encode(row, options, context)
+        found = spec.encode(row, options, context)
     except (RowError, SurogateError):
         raise
     except RecursionError as error:
@@ -34,19 +34,20 @@ def encoded(spec: DatasetFormat, row: Mapping[str, Any], options: Any, context: 
     except Exception as error:
         text = " ".join(str(error).split()).rstrip(".")
         raise FormatError(f"{_named(spec)}: {type(error).__name__}: {text}") from error
-    fault = fault_of(document, len(context.tokenizer))
-    if fault and "vocabulary" in fault:
-        # Token ids may have gaps; checking for them is slow, so it happens only here.
-        fault = fault_of(document, 1 + max(context.tokenizer.get_vocab().values()))
-    if fault:
-        raise FormatError(f"{_named(spec)}: {fault}")
-    return document
+    for document in members(found):
+        fault = fault_of(document, len(context.tokenizer))
+        if fault and "vocabulary" in fault:
+            # Token ids may have gaps; checking for them is slow, so it happens only here.
+            fault = fault_of(document, 1 + max(context.tokenizer.get_vocab().values()))
+        if fault:
+            raise FormatError(f"{_named(spec)}: {fault}")
+    return found
 
 
 def fault_of(document: object, vocabulary: int) -> str:
     """The fault of a document that `encode` returned, or None. `vocabulary`: one more than the largest id."""
     if not isinstance(document, Encoded):
-        return f"encode returned {type(document).__name__}, not Encoded"
+        return f"encode returned {type(document).__name__}, not Encoded or Group"
     ids, labels = document.input_ids, document.labels
     for name, values in (("input_ids", ids), ("labels", labels)):
         if values.dtype != np.int32:

@@ -108,3 +108,22 @@ class Encoded:
     def label_tokens(self) -> int:
         """Number of tokens that carry loss; the first token never does, because nothing predicts it."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE_LABEL))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """Documents of one row of a data set that a loss compares, such as a chosen and a rejected answer.
+
+    The packer keeps them in one row, one after the other, each with positions from 0.
+    """
+
+    documents: tuple[Encoded, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.documents) < 2 or not all(isinstance(document, Encoded) for document in self.documents):
+            raise ValueError("a group needs two `Encoded` or more")
+
+
+def members(encoded: Encoded | Group) -> tuple[Encoded, ...]:
+    """The documents of a row."""
+    return encoded.documents if isinstance(encoded, Group) else (encoded,)

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ import numpy as np
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.data.chat import encoder_of
 from surogate_core.data.contract import encoded
-from surogate_core.data.encoded import RowError
+from surogate_core.data.encoded import RowError, members
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow
 from surogate_core.errors import MachineError, UserError
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from surogate_core.bundles import DatasetFormat
     from surogate_core.data.chunks import Chunk, Place
-    from surogate_core.data.encoded import EncodeContext, Encoded
+    from surogate_core.data.encoded import EncodeContext, Encoded, Group
 
 WORTH_PROCESSES = 8 << 20
 """Size of a data set in bytes above which starting processes, which takes a few seconds, is worth it."""
@@ -53,7 +53,9 @@ _AHEAD = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedChunk:
-    """The documents of a chunk. Shape suffixes: T tokens of all of them, D documents."""
+    """The documents of a chunk; a group counts as one. Shape suffixes: T tokens of all of them, D documents, G borders
+    inside groups.
+    """
 
     after: Place
     done: int
@@ -68,6 +70,8 @@ class EncodedChunk:
     """Begins with 0 and 1."""
     lengths_D: NDArray[np.int64]
     label_counts_D: NDArray[np.int32]
+    inner_G: NDArray[np.int64]
+    """The tokens, counted from the chunk's first, at which the later documents of groups begin."""
     digests: list[bytes]
     """SHA-256 of each document."""
     ends_special: int
@@ -76,16 +80,22 @@ class EncodedChunk:
     """Field that the format does not read → number of rows with a value in it."""
 
     @classmethod
-    def of(cls, documents: list[Encoded], **facts: Any) -> EncodedChunk:
+    def of(cls, found: Sequence[Encoded | Group], **facts: Any) -> EncodedChunk:
         """The concatenated documents, and the other fields."""
+        groups = [members(one) for one in found]
+        documents = [document for group in groups for document in group]
         codes, values = _weight_codes(documents)
+        lengths = [[len(d.input_ids) for d in group] for group in groups]
+        starts = np.cumsum([0, *chain.from_iterable(lengths)], dtype=np.int64)[:-1]
+        begins = [number > 0 for group in groups for number in range(len(group))]
         return cls(
             tokens_T=_joined([d.input_ids for d in documents], np.int32),
             weights_T=_joined(codes, np.uint8),
             weight_values=values,
-            lengths_D=np.array([len(d.input_ids) for d in documents], np.int64),
-            label_counts_D=np.array([d.label_tokens for d in documents], np.int32),
-            digests=[_document_digest(d) for d in documents],
+            lengths_D=np.array([sum(one) for one in lengths], np.int64),
+            label_counts_D=np.array([sum(d.label_tokens for d in group) for group in groups], np.int32),
+            inner_G=starts[np.array(begins, np.bool_)],
+            digests=[_digest(group) for group in groups],
             **facts,
         )
 
@@ -104,7 +114,7 @@ class RowEncoder:
         special_ids = encoder_of(self.context.tokenizer).special_ids
         read = None if self.format.columns is None else frozenset(self.format.columns(self.options))
         unread: Counter[str] = Counter()
-        documents: list[Encoded] = []
+        documents: list[Encoded | Group] = []
         bad: list[BadRow] = []
         rows = bad_count = ends_special = 0
         for where, row in chunk.rows():
@@ -116,7 +126,7 @@ class RowEncoder:
                     names = (str(name)[:LONGEST_NAME] for name in row.keys() - read if not _is_empty(row[name]))
                     unread.update(name for name in sorted(names) if name in unread or len(unread) < UNREAD_KEPT)
                 document = encoded(self.format, row, self.options, self.context)
-                if document.label_tokens == 0:
+                if any(one.label_tokens == 0 for one in members(document)):
                     raise RowError("no token of it would be trained")
             except RowError as error:
                 bad_count += 1
@@ -124,8 +134,7 @@ class RowEncoder:
                     bad.append(BadRow.of(where, error))
                 continue
             documents.append(document)
-            last = len(document.labels) - 1 - int(np.argmax(document.labels[::-1] != IGNORE_LABEL))
-            ends_special += int(document.labels[last]) in special_ids
+            ends_special += all(_last_label(one) in special_ids for one in members(document))
         return EncodedChunk.of(
             documents,
             after=chunk.after,
@@ -136,6 +145,11 @@ class RowEncoder:
             ends_special=ends_special,
             unread=dict(sorted(unread.items())),
         )
+
+
+def _last_label(document: Encoded) -> int:
+    """The last token that carries loss."""
+    return int(document.labels[len(document.labels) - 1 - int(np.argmax(document.labels[::-1] != IGNORE_LABEL))])
 
 
 def _is_empty(value: Any) -> bool:
@@ -166,6 +180,12 @@ def check_weights(values: list[float]) -> None:
     """Raise `UserError` if a data set has more different loss weights than a byte can index."""
     if len(values) > 256:
         raise UserError("A data set has more than 254 different loss weights. Fix: round the weights of its messages.")
+
+
+def _digest(group: Sequence[Encoded]) -> bytes:
+    """SHA-256 of the document, or of all documents of a group."""
+    digests = [_document_digest(document) for document in group]
+    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
 
 
 def _document_digest(document: Encoded) -> bytes:

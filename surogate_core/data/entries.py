@@ -49,15 +49,30 @@ def parse_entries(
     return [entry for entry in parsed if entry is not None]
 
 
-def check_task(entry: DatasetEntry, task: str) -> None:
-    """Raise `UserError` when the task cannot train on data of the entry's type."""
-    if entry.format.tasks is None or task in entry.format.tasks:
+def check_task(
+    entry: DatasetEntry, task: str, *, group: int = 1, formats: Mapping[str, DatasetFormat] | None = None
+) -> None:
+    """Raise `UserError` when the task cannot train on data of the entry's type. `group`: documents of its groups."""
+    if entry.format.choose is not None or task in (entry.format.tasks or ()):
         return
-    takers = " and ".join(entry.format.tasks)
+    if group > 1 and entry.format.tasks is None:
+        types = " or ".join(f.name for f in (formats or {}).values() if task in (f.tasks or ())) or "of groups"
+        raise UserError(
+            f"{entry.key}: data set {entry.source.path} is of type {entry.format.name}, whose rows are single "
+            f"documents; task {task} compares {group} in each row. Fix: data of type {types}."
+        )
+    if entry.format.tasks is None:
+        return
+    takers = _listed(entry.format.tasks)
     raise UserError(
         f"{entry.key}: data set {entry.source.path} is of type {entry.format.name}, which task {task} cannot train on; "
         + (f"it is for {takers}. Fix: set `task`." if takers else "a later version will have its trainer.")
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), *names[-1:]] if len(names) > 1 else names)
 
 
 def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, DatasetFormat]) -> DatasetEntry:
@@ -86,7 +101,7 @@ def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, Dat
     if problems:
         raise ConfigError(problems)
     fields = ", ".join(f"{name}: {value}" for name, value in choice.fields.items())
-    text = f"type {choice.type} ({fields}), since {choice.reason}"
+    text = f"type {choice.type}{f' ({fields})' if fields else ''}, since {choice.reason}"
     return dataclasses.replace(entry, format=chosen, options=options, chosen=text)
 
 

@@ -58,7 +58,7 @@ class PackSettings:
 
 @dataclass(slots=True, kw_only=True)
 class PackStats:
-    """The result of packing, counted in documents unless stated otherwise."""
+    """The result of packing, counted in documents unless stated otherwise. A group counts as one."""
 
     documents: int = 0
     """Documents that were offered."""
@@ -76,11 +76,18 @@ class PackStats:
     label_tokens: int = 0
     """Positions that carry loss."""
     max_documents: int = 0
-    """Largest number of documents in a row; padding counts as one."""
+    """Largest number of documents in a row; padding counts as one, and a group as all its documents."""
 
 
 class Lengths(Protocol):
-    """The lengths and label counts of documents, as the packer reads them."""
+    """The lengths and label counts of documents, as the packer reads them. A group is one document here."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a document is a group of several."""
+
+    def parts(self, document: int) -> list[int]:
+        """Tokens of each document of a group; of a document that is no group, its own."""
 
     def length(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of each document."""
@@ -150,12 +157,12 @@ def pack(
     """Rows of the documents, window by window; updates `stats`."""
     for first in range(0, len(documents), settings.window):
         window = documents[first : first + settings.window]
-        spans = list(_spans(window, known, settings, stats))
+        units = list(_units(window, known, settings, stats))
         if settings.sample_packing:
-            filled = best_fit_decreasing([span.length for span in spans], settings.sequence_len)
-            rows = [[spans[i] for i in indices] for indices in filled]
+            filled = best_fit_decreasing([sum(s.length for s in unit) for unit in units], settings.sequence_len)
+            rows = [[span for i in indices for span in units[i]] for indices in filled]
         else:
-            rows = [[span] for span in spans]
+            rows = units
         stats.rows += len(rows)
         for row in rows:
             used = sum(span.length for span in row)
@@ -164,16 +171,21 @@ def pack(
         yield rows
 
 
-def _spans(
+def _units(
     documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats
-) -> Iterable[DocumentSpan]:
+) -> Iterable[list[DocumentSpan]]:
+    """Spans that stay together: each alone, and the documents of a group."""
+    grouped = known.grouped
     lengths = known.length(documents).tolist()
     label_counts = known.label_count(documents).tolist()
     for document, length, whole_labels in zip(documents.tolist(), lengths, label_counts, strict=True):
         stats.documents += 1
+        if grouped and len(parts := known.parts(document)) > 1:
+            yield from _group(document, parts, known, settings, stats)
+            continue
         if length <= settings.longest:
             stats.label_tokens += whole_labels
-            yield DocumentSpan(document, 0, length)
+            yield [DocumentSpan(document, 0, length)]
             continue
         match settings.truncation_strategy:
             case "delete":
@@ -190,4 +202,28 @@ def _spans(
                 stats.unlabelled += 1
                 continue
             stats.label_tokens += labels
-            yield DocumentSpan(document, start, part)
+            yield [DocumentSpan(document, start, part)]
+
+
+def _group(
+    document: int, parts: Sequence[int], known: Lengths, settings: PackSettings, stats: PackStats
+) -> Iterable[list[DocumentSpan]]:
+    """The documents of a group if they fit into a row together, each with a label. `split` drops a longer group."""
+    lengths = [min(length, settings.longest) for length in parts]
+    if sum(lengths) > settings.sequence_len:
+        lengths = [min(length, settings.sequence_len // len(parts)) for length in lengths]
+    strategy = "delete" if settings.truncation_strategy == "split" else settings.truncation_strategy
+    cuts = [cut(was, now, strategy) for was, now in zip(parts, lengths, strict=True)]
+    if any(len(found) != 1 for found in cuts):
+        stats.deleted += 1
+        return
+    begins = [sum(parts[:number]) for number in range(len(parts))]
+    spans = [DocumentSpan(document, at + start, size) for at, [(start, size)] in zip(begins, cuts, strict=True)]
+    trained = known.trained(document)
+    labels = [int(np.count_nonzero(trained[s.start + 1 : s.start + s.length])) for s in spans]
+    stats.truncated += lengths != list(parts)
+    if 0 in labels:
+        stats.unlabelled += 1
+        return
+    stats.label_tokens += sum(labels)
+    yield spans

@@ -75,23 +75,18 @@ def prepare(
     formats: Mapping[str, DatasetFormat],
     *,
     trains_prompts: bool = False,
+    group: int = 1,
     progress: Callable[[Progress], None] = lambda event: None,
 ) -> PreparedData:
     """Read, tokenise and pack the data sets of `config`, or map the result of an earlier run.
 
     `trains_prompts`: whether the task trains every token on purpose (`TaskSpec.trains_prompts`).
+    `group`: documents of its groups (`TaskSpec.group`).
     Raises `ConfigError` for a wrong entry, `UserError` for missing, empty or too broken data,
     `MachineError` when the cache's disk is full.
     """
-    entries = [
-        *parse_entries(config.datasets, formats, key="datasets"),
-        *parse_entries(config.validation_datasets, formats, key="validation_datasets"),
-    ]
-    for entry in entries:
-        check_task(entry, config.task)
-    if not config.datasets:
-        raise UserError("`datasets` is empty. Fix: name at least one data set, e.g. dataset=embedded.")
-    encoder = _Encoder(config, tokenizer, formats, progress, trains_prompts=trains_prompts)
+    entries = _entries(config, formats, group=group)
+    encoder = _Encoder(config, tokenizer, formats, progress, trains_prompts=trains_prompts, group=group)
     loaded = [encoder.load(entry) for entry in entries]
     train_sets, eval_sets = loaded[: len(config.datasets)], loaded[len(config.datasets) :]
     packer = _Packer(config, tokenizer, encoder, progress)
@@ -129,6 +124,19 @@ def prepare(
     )
     digest = digest_of([train.digest, held_out.digest if held_out is not None else None])
     return PreparedData(train=train, eval=held_out, report=report, digest=digest)
+
+
+def _entries(config: RunConfig, formats: Mapping[str, DatasetFormat], *, group: int) -> list[DatasetEntry]:
+    """The checked entries of the configuration, those of `validation_datasets` last."""
+    entries = [
+        *parse_entries(config.datasets, formats, key="datasets"),
+        *parse_entries(config.validation_datasets, formats, key="validation_datasets"),
+    ]
+    for entry in entries:
+        check_task(entry, config.task, group=group, formats=formats)
+    if not config.datasets:
+        raise UserError("`datasets` is empty. Fix: name at least one data set, e.g. dataset=embedded.")
+    return entries
 
 
 def _repeated(measured: Documents, trained: NDArray[Any]) -> list[str]:
@@ -245,6 +253,7 @@ class _Encoder:
         progress: Callable[[Progress], None],
         *,
         trains_prompts: bool,
+        group: int,
     ):
         import tokenizers
         import transformers
@@ -257,7 +266,7 @@ class _Encoder:
         self.notices: list[str] = []
         """Further warnings of the report."""
         self._formats = formats
-        self._task = config.task
+        self._task, self._group = config.task, group
         self._trains_prompts = trains_prompts or config.loss_scale == "all"
         self._progress = progress
         self._workers = config.dataloader_num_workers
@@ -289,7 +298,7 @@ class _Encoder:
         """The entry's documents, encoded now unless the cache has them."""
         source = open_source(entry.source)
         entry = choose_format(entry, source, self._formats)
-        check_task(entry, self._task)
+        check_task(entry, self._task, group=self._group, formats=self._formats)
         task = f"tokenise {source.name}"
         key = digest_of(
             {

@@ -140,7 +140,8 @@ class DataReport:
             f"({self.train_fill:.1%} full), {self.trained_share:.1%} of them trained"
         ]
         if self.eval is not None:
-            parts.append(f"{self.eval.tokens:,} tokens in {self.eval.rows:,} rows held out")
+            rows = "1 row" if self.eval.rows == 1 else f"{self.eval.rows:,} rows"
+            parts.append(f"{self.eval.tokens:,} tokens in {rows} held out")
         changes = [
             f"{count:,} {what}"
             for count, what in (

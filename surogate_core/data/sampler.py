@@ -5,7 +5,7 @@ Shape suffixes: N tokens of a micro-batch (rows × sequence_len, flattened), S d
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from surogate_core.data.shards import PackedRows, Row
 
 STATE_VERSION = 1
+
+Make = Callable[["PackedRows", Sequence[int | None]], MicroBatch]
+"""(rows, their numbers in a micro-batch, None for a row of padding) → the micro-batch; `collate` unless a task adds to
+it.
+"""
 
 
 def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
@@ -97,7 +102,7 @@ def count(rows: PackedRows, indices: Sequence[int]) -> Counts:
 def _shift(row: Row, weights: NDArray[np.float32]) -> None:
     """Give each token's loss weight to the position before it, which predicts it; a document's last predicts none."""
     weights[:-1] = row.weights[1:]
-    weights[np.cumsum(row.lengths) - 1] = 0
+    weights[np.cumsum(row.lengths, dtype=np.int64) - 1] = 0
 
 
 def _pairs(row: Row) -> int:
@@ -112,9 +117,11 @@ class StepLoader:
     size changes.
     """
 
-    def __init__(self, rows: PackedRows, *, rows_per_micro_batch: int, micro_batches: int, seed: int):
+    def __init__(
+        self, rows: PackedRows, *, rows_per_micro_batch: int, micro_batches: int, seed: int, make: Make = collate
+    ):
         assert len(rows) > 0
-        self._rows = rows
+        self._rows, self._make = rows, make
         self._rows_per_micro_batch = rows_per_micro_batch
         self._micro_batches = micro_batches
         self._seed = seed
@@ -133,14 +140,19 @@ class StepLoader:
 
     def next_step(self) -> list[MicroBatch]:
         """The micro-batches of the next optimizer step."""
-        return [collate(self._rows, self._next_rows()) for _ in range(self._micro_batches)]
+        return [self._make(self._rows, self._next_rows()) for _ in range(self._micro_batches)]
 
     def next_share(self, own: Container[int]) -> list[MicroBatch | Counts]:
         """As `next_step`, with the figures alone of the micro-batches that are not in `own`."""
         return [
-            collate(self._rows, self._next_rows()) if number in own else count(self._rows, self._next_rows())
+            self._make(self._rows, self._next_rows()) if number in own else self._counts(self._next_rows())
             for number in range(self._micro_batches)
         ]
+
+    def _counts(self, indices: Sequence[int]) -> Counts:
+        if self._make is collate:
+            return count(self._rows, indices)
+        return self._make(self._rows, indices).counts()
 
     def state(self) -> dict[str, Any]:
         """The position in the stream, as JSON values."""
@@ -168,6 +180,13 @@ class StepLoader:
     def _next_rows(self) -> list[int]:
         return [self._next_row() for _ in range(self._rows_per_micro_batch)]
 
+    def first(self, steps: int) -> NDArray[np.int64]:
+        """The rows of the first steps of a run, ascending, each once."""
+        taken = steps * self._rows_per_micro_batch * self._micro_batches
+        if taken >= len(self._rows):
+            return np.arange(len(self._rows), dtype=np.int64)
+        return np.sort(epoch_order(len(self._rows), self._seed, 0)[:taken])
+
     def _next_row(self) -> int:
         epoch, place = divmod(self._taken, len(self._rows))
         if self._order is None or self._order[0] != epoch:
@@ -187,8 +206,8 @@ def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
 class EvalBatches:
     """Every row once, in order; the last micro-batch is filled up with rows of padding."""
 
-    def __init__(self, rows: PackedRows, *, rows_per_micro_batch: int):
-        self._rows = rows
+    def __init__(self, rows: PackedRows, *, rows_per_micro_batch: int, make: Make = collate):
+        self._rows, self._make = rows, make
         self._rows_per_micro_batch = rows_per_micro_batch
 
     def __len__(self) -> int:
@@ -199,7 +218,7 @@ class EvalBatches:
         for first in range(0, len(self._rows), self._rows_per_micro_batch):
             indices: list[int | None] = list(range(first, min(first + self._rows_per_micro_batch, len(self._rows))))
             indices += [None] * (self._rows_per_micro_batch - len(indices))
-            yield collate(self._rows, indices)
+            yield self._make(self._rows, indices)
 
 
 class PackedTask:
@@ -208,24 +227,39 @@ class PackedTask:
     def __init__(self, config: RunConfig, data: PreparedData):
         self._config, self._data = config, data
 
+    def make(self, rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
+        """A micro-batch of these rows. A task that gives its objective columns or another divisor overrides it."""
+        return collate(rows, indices)
+
     def sample(self) -> MicroBatch:
         """The first row, as often as a micro-batch has rows."""
-        return collate(self._data.train, [0] * self._config.per_device_train_batch_size)
+        return self.make(self._data.train, [0] * self._config.per_device_train_batch_size)
 
     def steps(self) -> Steps:
         """The training rows, from the beginning."""
+        return self.loader()
+
+    def loader(self) -> StepLoader:
+        """The same, for a task that asks for the rows of the steps to come."""
         return StepLoader(
             self._data.train,
             rows_per_micro_batch=self._config.per_device_train_batch_size,
             micro_batches=self._config.gradient_accumulation_steps,
             seed=self._config.train_seed,
+            make=self._make,
         )
 
     def evaluation(self) -> EvalBatches | None:
         """The held-out rows; None when nothing is held out."""
         if self._data.eval is None:
             return None
-        return EvalBatches(self._data.eval, rows_per_micro_batch=self._config.per_device_train_batch_size)
+        size = self._config.per_device_train_batch_size
+        return EvalBatches(self._data.eval, rows_per_micro_batch=size, make=self._make)
+
+    @property
+    def _make(self) -> Make:
+        """`collate` itself unless `make` is overridden, because its figures are counted without a micro-batch."""
+        return collate if type(self).make is PackedTask.make else self.make
 
 
 def _short(value: Any) -> str:

@@ -1,9 +1,10 @@
 """Tokenised documents and packed rows as memory-mapped files.
 
-A document shard is five flat files: `tokens` (int32, all documents end to end), `weights` (uint8
+A document shard is six flat files: `tokens` (int32, all documents end to end), `weights` (uint8
 per token: the index of its loss weight among the shard's values, 0 where it is not trained),
-`offsets` (int64, D + 1 borders in tokens), `label_counts` (int32 per document) and `digests`
-(uint64 per document: equal documents have equal ones). Packed rows are `pieces` ([P, 3] int64:
+`offsets` (int64, D + 1 borders in tokens), `inner` (int64, the borders in tokens between the documents of a group,
+which is one document everywhere else), `label_counts` (int32 per document) and `digests` (uint64 per
+document: equal documents have equal ones). Packed rows are `pieces` ([P, 3] int64:
 document, start, length) and `row_offsets` (int64, R + 1 borders in pieces). Nothing but what a batch
 needs is read into memory.
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 SHARD_VERSION = 2
 """Raised when the files' layout changes; part of every key."""
-DOCUMENTS_VERSION = 3
+DOCUMENTS_VERSION = 4
 """Raised when document shards have further files; not part of the rows' digest, which checkpoints record."""
 
 
@@ -62,6 +63,7 @@ class DocumentWriter:
         self.documents: int = state["documents"] if state else 0
         self.tokens: int = state["tokens"] if state else 0
         self.label_tokens: int = state["label_tokens"] if state else 0
+        self.inner: int = state["inner"] if state else 0
         self.weight_values: list[float] = list(state["weight_values"]) if state else [0.0, 1.0]
         """The loss weights that the indices in `weights` refer to."""
         self._content = bytes.fromhex(state["content"]) if state else b""
@@ -71,6 +73,7 @@ class DocumentWriter:
             "offsets": 8 * (self.documents + 1),
             "label_counts": 4 * self.documents,
             "digests": 8 * self.documents,
+            "inner": 8 * self.inner,
         }
         self._files = {}
         for name, size in sizes.items():
@@ -97,6 +100,8 @@ class DocumentWriter:
         self._files["offsets"].write((self.tokens + np.cumsum(chunk.lengths_D, dtype=np.int64)).tobytes())
         self._files["label_counts"].write(chunk.label_counts_D.tobytes())
         self._files["digests"].write(b"".join(digest[:8] for digest in chunk.digests))
+        self._files["inner"].write((self.tokens + chunk.inner_G).tobytes())
+        self.inner += len(chunk.inner_G)
         self.documents += len(chunk.lengths_D)
         self.tokens += len(chunk.tokens_T)
         self.label_tokens += int(chunk.label_counts_D.sum())
@@ -120,6 +125,7 @@ class DocumentWriter:
             "documents": self.documents,
             "tokens": self.tokens,
             "label_tokens": self.label_tokens,
+            "inner": self.inner,
             "weight_values": self.weight_values,
             "content": self._content.hex(),
         }
@@ -139,6 +145,7 @@ class DocumentShard:
         self.offsets: NDArray[np.int64] = _map(directory / "offsets", np.int64)
         self.label_counts: NDArray[np.int32] = _map(directory / "label_counts", np.int32)
         self.digests: NDArray[np.uint64] = _map(directory / "digests", np.dtype("<u8"))
+        self._inner: NDArray[np.int64] = _map(directory / "inner", np.int64)
 
     def __len__(self) -> int:
         return len(self.label_counts)
@@ -147,6 +154,18 @@ class DocumentShard:
     def weighted(self) -> bool:
         """Whether a trained token counts other than 1 in the loss."""
         return len(self._values) > 2
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a document is a group of several."""
+        return len(self._inner) > 0
+
+    def parts(self, document: int) -> list[int]:
+        """Tokens of each document of a group; of a document that is no group, its own."""
+        borders = self.offsets[document : document + 2]
+        first, last = np.searchsorted(self._inner, borders)
+        parts: list[int] = np.diff(np.concatenate([borders[:1], self._inner[first:last], borders[1:]])).tolist()
+        return parts
 
     def span(self, document: int, start: int, length: int) -> Span:
         """(tokens, loss weights) of a part of a document: a view of the file, and float32."""
@@ -171,10 +190,24 @@ class Documents:
         """Whether a trained token counts other than 1 in the loss."""
         return any(shard.weighted for shard in self._shards)
 
+    @property
+    def grouped(self) -> bool:
+        """Whether a document is a group of several."""
+        return any(shard.grouped for shard in self._shards)
+
     def span(self, document: int, start: int, length: int) -> Span:
         """(tokens, loss weights) of a part of a document."""
+        shard, local = self._place(document)
+        return shard.span(local, start, length)
+
+    def parts(self, document: int) -> list[int]:
+        """Tokens of each document of a group; of a document that is no group, its own."""
+        shard, local = self._place(document)
+        return shard.parts(local)
+
+    def _place(self, document: int) -> tuple[DocumentShard, int]:
         shard = int(np.searchsorted(self._first, document, side="right")) - 1
-        return self._shards[shard].span(document - int(self._first[shard]), start, length)
+        return self._shards[shard], document - int(self._first[shard])
 
     def digests(self) -> NDArray[np.uint64]:
         """Digest of each document's tokens, labels and weights, uint64 [D]; a copy in memory."""

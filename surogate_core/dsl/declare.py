@@ -372,6 +372,28 @@ class LMHead:
     tied: Setting
 
 
+SCORE = "score.weight"
+"""Name of a reward model's head in files."""
+CAUSAL, SCORED = "ForCausalLM", "ForSequenceClassification"
+"""Ends of the names of transformers' classes."""
+
+
+def is_scored(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a reward model."""
+    return any(str(name).endswith(SCORED) for name in config.get("architectures") or ())
+
+
+def scored_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The ``config.json`` of a reward model with the layers of a language model of class `architecture`."""
+    label = "reward"
+    return {
+        **config,
+        "architectures": [architecture.replace(CAUSAL, SCORED)],
+        "id2label": {"0": label},
+        "label2id": {label: 0},
+    }
+
+
 class Model:
     """Base of a family's model: ``embed``, ``layers`` and ``head`` declare it.
 
@@ -392,9 +414,19 @@ class Model:
         return {}
 
     @property
+    def scored(self) -> bool:
+        """Whether the head is a reward model's: one score for each token instead of logits."""
+        return is_scored(self.config)
+
+    @property
+    def hf_class(self) -> str:
+        """The class of transformers that loads it."""
+        return self.architecture.replace(CAUSAL, SCORED) if self.scored else self.architecture
+
+    @property
     def tied(self) -> bool:
         """Whether the head uses the embedding's weight."""
-        return bool(self.head.tied.value(self.config))
+        return not self.scored and bool(self.head.tied.value(self.config))
 
     @property
     def vocab_size(self) -> int:
@@ -407,7 +439,9 @@ class Model:
         return self.embed.width.size(self.config)
 
     def logits(self, x_ND: Tensor, head: Mapping[str, Tensor]) -> Tensor:
-        """[N, V] in the dtype of x: the head. `head`: the tensors of `head_specs` by name. Traced with its backward."""
+        """[N, V] in the dtype of x: the head; [N, 1] of a reward model. `head`: the tensors of `head_specs` by name.
+        Traced with its backward.
+        """
         h_ND = ops.rms_norm(x_ND, head["norm"], float(self.head.eps.value(self.config)))
         return h_ND @ head["weight"].t()
 
@@ -449,7 +483,9 @@ class Model:
         )
 
     def head_specs(self, *, train_base: bool) -> tuple[TensorSpec, ...]:
-        """The head's tensors: the norm and the projection, which may be the embedding's own."""
+        """The head's tensors: the norm and the projection, which may be the embedding's own. The projection of a reward
+        model is trained beside adapters too, because it begins from random numbers.
+        """
         norm = TensorSpec(
             name="norm",
             hf_name=self.head.norm_hf_name,
@@ -466,4 +502,6 @@ class Model:
             role="embedding",
             init="normal",
         )
+        if self.scored:
+            weight = replace(weight, hf_name=SCORE, shape=(1, self.width), trainable=True)
         return norm, weight

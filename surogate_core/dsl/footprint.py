@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
 from surogate_core.dsl.products import defer_products
 from surogate_core.dsl.trace import Compiler, Function, Recompute, Signature, _split, _summed, trace_joint
@@ -60,9 +60,7 @@ def footprint(
     )
 
 
-def joint_bytes(
-    function: Callable[..., Tensor], inputs: Sequence[Signature], *, compiler: Compiler, summed: int = 0
-) -> int:
+def joint_bytes(function: Function, inputs: Sequence[Signature], *, compiler: Compiler, summed: int = 0) -> int:
     """Most that exists at one time besides inputs in what `with_gradients` would make of the function."""
     joint = trace_joint(function, inputs)
     defer_products(joint, 1 + _summed(inputs, summed))

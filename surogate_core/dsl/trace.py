@@ -551,13 +551,14 @@ def differentiate(
     )
 
 
-def with_gradients(
-    function: Callable[..., Tensor], inputs: Sequence[Signature], *, compiler: Compiler, summed: int = 0
-) -> _Call:
-    """Compile the joint graph whole: ([*inputs, d_output]) → [output, *gradients]; `summed` as in `differentiate`."""
+def with_gradients(function: Function, inputs: Sequence[Signature], *, compiler: Compiler, summed: int = 0) -> _Call:
+    """Compile the joint graph whole: ([*inputs, d_output]) → [*outputs, *gradients]; `summed` as in `differentiate`.
+
+    One output depends on inputs that require gradients; others must be detached.
+    """
     joint = trace_joint(function, inputs)
     names = [n.name for n in joint.graph.nodes if n.op == "placeholder"]
-    products = defer_products(joint, 1 + _summed(inputs, summed))
+    products = defer_products(joint, joint.meta[_OUTPUTS] + _summed(inputs, summed))
     return _compiled(joint, names, compiler, products)
 
 

@@ -21,6 +21,7 @@ from surogate_core.bundles import Optimizer, RecipeState
 from surogate_core.dsl.sides import REAL
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.device_memory import grow_segments
+from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.inputs import Inputs
 from surogate_core.engine.lanes import Lanes
@@ -134,6 +135,9 @@ class Engine:
         )
         by_number = self.mesh.world > 1 or settings.exact
         self.losses = LossSum(settings.device, numbers=settings.micro_batches if by_number else 0)
+        self.figures = FigureSums(
+            self.assembly.objective, settings.device, numbers=settings.micro_batches if by_number else 0
+        )
         self._lanes = Lanes(self.parameters.flat.sums())
         self.own_work = Stopwatch(settings.device)
         """Times the micro-steps that need no other rank, if there are several."""
@@ -151,6 +155,7 @@ class Engine:
             placement=placement,
             norm=norm,
             losses=self.losses,
+            figures=self.figures,
             rows=self.rows,
             sides=self.sides,
             rounding_seed=self._rounding_seed,
@@ -164,6 +169,8 @@ class Engine:
             device=settings.device,
             progress=progress,
         )
+        self.evaluated: Mapping[str, float] = {}
+        """The objective's figures in the last evaluation, by name."""
         self.step = MicroStep(
             plan=self.plan,
             inputs=self.inputs,
@@ -172,6 +179,7 @@ class Engine:
             stores=self.stores,
             norm=norm,
             losses=self.losses,
+            figures=self.figures,
             rows=self.rows,
             sides=self.sides,
             traffic=self.traffic,
@@ -211,8 +219,11 @@ class Engine:
         for chunk in self.programs.chunks():
             self.programs.head(self.plan.head, chunk.stop - chunk.start, training=True)
             if self.assembly.objective.sequence_loss is not None:
-                self.programs.head(self.plan.head, chunk.stop - chunk.start, training=False)
+                if not self.programs.scales_head:
+                    self.programs.head(self.plan.head, chunk.stop - chunk.start, training=False)
                 self.programs.sequence_loss()
+            if self.assembly.objective.sequence_figures is not None:
+                self.programs.sequence_figures()
 
     def _compile_evaluation(self) -> None:
         """All programs of evaluation. A rank alone compiles them one by one during its first evaluation."""
@@ -331,6 +342,7 @@ class Engine:
             self._run_micro_step(first, last, not self._sums_hold)
             if len(batches) == self.settings.micro_batches:
                 self.losses.keep(number)
+                self.figures.keep(number)
                 self.sides.keep(number)
             self._sums_hold = not self._lanes.after(share, micro_step)
 
@@ -379,6 +391,7 @@ class Engine:
         self.update.take_loss()
         self._accumulate(batches, step=step, loss_weight=loss_weight)
         self.sides.clear()
+        self.figures.clear()
         return self.update.take_loss().item() / (loss_weight or 1)
 
     @torch.no_grad()
@@ -394,6 +407,9 @@ class Engine:
             self._evaluates = True
         self.traffic.freshen()
         label_tokens, loss_weight = 0, 0.0
+        self.figures.clear()
+        self.evaluated = {}
+        sums: list[Tensor] = []
         losses: list[Tensor] = [torch.zeros_like(self.losses.take())]
         seeds, waiting = self.seeds(0, 0), None
         for number, batch in enumerate(batches):
@@ -405,11 +421,18 @@ class Engine:
                 waiting = None
             else:
                 losses.append(torch.zeros_like(losses[0]))
+            if self.figures.names:
+                sums.append(self.figures.take_sums())
         if waiting is not None and rank:
             # The last round is not full, and a forward may need all ranks: its loss is not counted.
             self._evaluate_one(waiting, seeds)
         total = torch.stack(losses)
         self.traffic.add(total)
+        if sums:
+            rows = torch.stack(sums)
+            self.traffic.add(rows)
+            self.figures.put_sums(rows.sum(0))
+            self.evaluated = self.figures.named(self.figures.take(self.traffic).tolist(), label_tokens=label_tokens)
         return sum(total.tolist()) / (loss_weight or 1), label_tokens
 
     def _evaluate_one(self, batch: MicroBatch, seeds: Tensor) -> Tensor:
@@ -428,6 +451,17 @@ class Engine:
         x_ND, head = self.step.hidden(), self.plan.head
         tensors = zip(head.specs, self.parameters.inputs(head), strict=True)
         return self.model.logits(x_ND, {spec.name: tensor for spec, tensor in tensors})
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Tensor:
+        """[N] fp32 on the device: the log-probability of each label, 0 where there is none, without dropout.
+
+        `temperature` divides the logits, in fp32. The forward is that of evaluations. All ranks call it with the same
+        micro-batch.
+        """
+        self.traffic.freshen()
+        self.inputs.load(batch, self.seeds(0, 0), 0.0)
+        return self.step.logprobs(temperature)
 
     def freshen(self) -> None:
         """Bring the weights that programs read up to the last step. All ranks call it."""

@@ -26,11 +26,12 @@ from surogate_core.dsl.trace import (
     without_gradients,
 )
 from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.figures import of_chunk, of_sequences
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.pieces import Piece
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.errors import SurogateError
-from surogate_core.kernels import registry
+from surogate_core.kernels import ops, registry
 
 
 @contextmanager
@@ -67,6 +68,7 @@ class ProgramBuilder:
     _evaluations_by_key: dict[str, _Call] = field(default_factory=dict)
     _heads: dict[Any, _Call] = field(default_factory=dict)
     _sequence_loss: _Call | None = None
+    _sequence_figures: _Call | None = None
 
     @property
     def settings(self) -> EngineSettings:
@@ -219,24 +221,39 @@ class ProgramBuilder:
 
     def _head_function(
         self, piece: Piece, tokens: int, *, training: bool
-    ) -> tuple[Callable[..., Tensor], list[Signature]]:
+    ) -> tuple[Callable[..., Sequence[Tensor]], list[Signature]]:
         model, objective, names = self.plan.assembly.model, self.plan.assembly.objective, self.settings.columns
-        by_sequence = objective.sequence_loss is not None
+        by_sequence, scaled = objective.sequence_loss is not None, self.scales_head
+        factored = by_sequence and training and not scaled
 
-        def run(*flat: Tensor) -> Tensor:
+        def run(*flat: Tensor) -> Sequence[Tensor]:
             head = {spec.name: tensor for spec, tensor in zip(piece.specs, flat, strict=False)}
             x_ND, labels_N, *rest = flat[len(piece.specs) :]
             columns = dict(zip(names, rest, strict=False))
-            loss_N = objective.token_loss(model.logits(x_ND, head), labels_N, columns)
-            if by_sequence and not training:
-                return loss_N
-            factor_N = rest[-1] if by_sequence else columns.get(WEIGHTS)
-            return (loss_N if factor_N is None else loss_N * factor_N).sum()
+            logits_NV = model.logits(x_ND, head)
+            loss_N = objective.token_loss(logits_NV, labels_N, columns)
+            if factored:
+                return [(loss_N * rest[-1]).sum()]
+            found = of_chunk(objective, logits_NV, labels_N, columns)
+            if by_sequence:
+                return [loss_N.sum(), *found, loss_N.detach().clone()] if training else [loss_N, *found]
+            if objective.sequence_figures is not None:
+                found.append(loss_N.detach().clone())
+            weights_N = columns.get(WEIGHTS)
+            return [(loss_N if weights_N is None else loss_N * weights_N).sum(), *found]
 
         column = Signature((tokens,), torch.float32, self.device)
         inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True)]
         inputs += [Signature((tokens,), torch.int64, self.device), *[column] * len(names)]
-        return run, [*inputs, column] if by_sequence and training else inputs
+        return run, [*inputs, column] if factored else inputs
+
+    @property
+    def scales_head(self) -> bool:
+        """Whether the head runs once under a `sequence_loss`: nothing of it is trained, so the gradient of each token's
+        hidden state is that of its own loss, multiplied by its coefficient.
+        """
+        trained = any(spec.trainable for spec in self.plan.head.specs)
+        return self.plan.assembly.objective.sequence_loss is not None and not trained
 
     def head_bytes(self, piece: Piece, tokens: int) -> int:
         """Most that exists at one time besides inputs while head and loss of a chunk run; compiles nothing."""
@@ -248,8 +265,10 @@ class ProgramBuilder:
         """Head and loss of a chunk: ([*tensors of the head, x_ND, labels_N, *columns_N(, d_loss)]).
 
         Gives [summed loss, gradients of trainable tensors…, d_x], or [summed loss] in evaluation. Gradients may be
-        `Product`s, as those of a layer. Under an objective with a `sequence_loss`, training takes a coefficient for
-        each token's loss after the columns, and evaluation gives [loss_N].
+        `Product`s, as those of a layer. After the loss come the token figures, if the objective has any, and loss_N
+        if it has sequence figures. Under an objective with a `sequence_loss`, training takes a coefficient for each
+        token's loss after the columns and gives no figures, and evaluation gives [loss_N], then the token figures. If
+        it `scales_head`, training takes no coefficients: it gives the sum, the token figures, loss_N and d_x.
         """
         key = (tokens, training)
         if key not in self._heads:
@@ -262,6 +281,27 @@ class ProgramBuilder:
                     )
                 else:
                     self._heads[key] = without_gradients(run, inputs, compiler=self.settings.compiler)
+        return self._heads[key]
+
+    def logprobs(self, piece: Piece, tokens: int, temperature: float = 1.0) -> _Call:
+        """Log-probabilities of a chunk's labels: ([*tensors of the head, x_ND, labels_N]) → [logprob_N]."""
+        key = (tokens, f"logprobs at {temperature}")
+        if key not in self._heads:
+            model = self.plan.assembly.model
+
+            def run(*flat: Tensor) -> Tensor:
+                head = {spec.name: tensor for spec, tensor in zip(piece.specs, flat, strict=False)}
+                x_ND, labels_N = flat[len(piece.specs) :]
+                logits_NV = model.logits(x_ND, head)
+                # As an objective at a temperature has it, to the bit.
+                tempered_NV = logits_NV if temperature == 1 else ops.wide(logits_NV) / temperature
+                return -ops.cross_entropy(tempered_NV, labels_N)
+
+            inputs = [*self._inputs(piece), self._activation(tokens, requires_grad=True)]
+            with self._making("tracing the head for log-probabilities"):
+                self._heads[key] = without_gradients(
+                    run, [*inputs, Signature((tokens,), torch.int64, self.device)], compiler=self.settings.compiler
+                )
         return self._heads[key]
 
     def sequence_loss(self) -> _Call:
@@ -278,3 +318,17 @@ class ProgramBuilder:
             with self._making("differentiating the loss of sequences"):
                 self._sequence_loss = with_gradients(run, inputs, compiler=self.settings.compiler)
         return self._sequence_loss
+
+    def sequence_figures(self) -> _Call:
+        """The objective's `sequence_figures`: ([loss_N, positions_N, *columns_N]) → [figures_F]."""
+        if self._sequence_figures is None:
+            objective, names, n = self.plan.assembly.objective, self.settings.columns, self.settings.tokens
+
+            def run(loss_N: Tensor, positions_N: Tensor, *columns_N: Tensor) -> Tensor:
+                return of_sequences(objective, loss_N, positions_N, dict(zip(names, columns_N, strict=True)))
+
+            inputs = [Signature((n,), torch.float32, self.device), Signature((n,), torch.int32, self.device)]
+            inputs += [Signature((n,), torch.float32, self.device)] * len(names)
+            with self._making("tracing the figures of sequences"):
+                self._sequence_figures = without_gradients(run, inputs, compiler=self.settings.compiler)
+        return self._sequence_figures

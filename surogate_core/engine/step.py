@@ -5,7 +5,7 @@ Shape suffixes: N tokens of a micro-batch, D features, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from surogate_core.bundles import GradientStore, RecipeState, Store, TensorKind
 from surogate_core.dsl.products import Product, add_products
+from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.gradient_norm import FlatNorm
 from surogate_core.engine.inputs import Inputs
 from surogate_core.engine.parameters import Parameters
@@ -158,6 +159,7 @@ class MicroStep:
     stores: StoreSet
     norm: FlatNorm
     losses: LossSum
+    figures: FigureSums
     rows: RecipeRows | None
     sides: SideSums
     traffic: Traffic
@@ -200,9 +202,24 @@ class MicroStep:
         assert flow.x is not None
         return flow.x
 
+    def logprobs(self, temperature: float = 1.0) -> Tensor:
+        """[N] fp32: the log-probability of each label of the micro-batch in `inputs`, 0 without a label; no dropout."""
+        found: list[Tensor] = []
+
+        def head(flow: _Flow) -> None:
+            x_ND, flow.x = flow.x, None
+            assert x_ND is not None
+            tensors = self.parameters.inputs(self.plan.head)
+            for chunk in self.programs.chunks():
+                program = self.programs.logprobs(self.plan.head, chunk.stop - chunk.start, temperature)
+                found.append(program([*tensors, x_ND[chunk], self.inputs.labels[chunk]])[0])
+
+        self._run(self.evaluation, training=False, loss=head)
+        return torch.cat(found)
+
     # ------------------------------------------------------------------------- schedule
 
-    def _run(self, schedule: Sequence[Action], *, training: bool) -> None:
+    def _run(self, schedule: Sequence[Action], *, training: bool, loss: Callable[[_Flow], None] | None = None) -> None:
         begin_pass(self.stores.weights)
         flow = _Flow()
         for action in schedule:
@@ -229,6 +246,8 @@ class MicroStep:
                 case "put":
                     self.stores.residuals.put(action.key, flow.residuals)
                     flow.residuals = ()
+                case "loss" if loss is not None:
+                    loss(flow)
                 case "loss":
                     if training:
                         self.sides.settle()
@@ -273,8 +292,8 @@ class MicroStep:
         assert x is not None
         head = self.plan.head
         tensors = self.parameters.inputs(head)
-        by_sequence = self.plan.assembly.objective.sequence_loss is not None
-        coefficients = self._coefficients(tensors, x) if by_sequence else None
+        by_sequence, scaled = self.plan.assembly.objective.sequence_loss is not None, self.programs.scales_head
+        coefficients = self._coefficients(tensors, x) if by_sequence and not (training and scaled) else None
         if not training:
             if coefficients is None:
                 self._evaluate_head(tensors, x)
@@ -282,14 +301,20 @@ class MicroStep:
         sums = self.stores.gradients.fetch(head.key)
         dx = torch.empty_like(x)
         totals: list[tuple[Tensor, Tensor]] = []
+        losses: list[Tensor] = []
         for number, chunk in enumerate(self.programs.chunks()):
             if number and number % LOSSES_IN_FP32 == 0:
                 self.losses.fold()
             program = self.programs.head(head, chunk.stop - chunk.start, training=True)
             arguments = self._of_chunk(tensors, x, chunk)
-            if coefficients is None:
+            if scaled:
+                _, *gradients, loss_N, dx[chunk] = program([*arguments, self.inputs.one])
+                losses.append(loss_N)
+                self._add_figures(gradients, losses)
+            elif coefficients is None:
                 loss, *gradients, dx[chunk] = program([*arguments, self.inputs.loss_scale])
                 self.losses.add(loss)
+                self._add_figures(gradients, losses)
             else:
                 # The scale of the loss is in the coefficients.
                 _, *gradients, dx[chunk] = program([*arguments, coefficients[chunk], self.inputs.one])
@@ -299,6 +324,9 @@ class MicroStep:
             # Otherwise they would live while the next chunk's are made.
             del gradients, plain
         flow.dx, flow.gradients = dx, totals
+        self._add_sequences(losses)
+        if scaled:
+            torch.mul(dx, self._of_sequences(losses)[:, None], out=dx)
 
     def _of_chunk(self, tensors: Sequence[Tensor], x: Tensor, chunk: slice) -> list[Tensor]:
         """What the head's programs take of a chunk of the tokens."""
@@ -307,20 +335,47 @@ class MicroStep:
 
     def _evaluate_head(self, tensors: Sequence[Tensor], x: Tensor) -> None:
         """Add the losses of a micro-batch."""
+        losses: list[Tensor] = []
         for number, chunk in enumerate(self.programs.chunks()):
             if number and number % LOSSES_IN_FP32 == 0:
                 self.losses.fold()
             program = self.programs.head(self.plan.head, chunk.stop - chunk.start, training=False)
-            self.losses.add(program(self._of_chunk(tensors, x, chunk))[0])
+            loss, *found = program(self._of_chunk(tensors, x, chunk))
+            self.losses.add(loss)
+            self._add_figures(found, losses)
+        self._add_sequences(losses)
+
+    def _add_figures(self, found: list[Tensor], losses: list[Tensor]) -> None:
+        """Add the token figures that the head's program gave of a chunk, and take them from the front of `found`; the
+        losses of tokens, from which the figures of sequences are made, go to `losses`.
+        """
+        objective = self.plan.assembly.objective
+        if objective.of_tokens:
+            self.figures.add_tokens(found.pop(0))
+        if objective.sequence_figures is not None and objective.sequence_loss is None:
+            losses.append(found.pop(0))
+
+    def _add_sequences(self, losses: Sequence[Tensor]) -> None:
+        """Add the figures of sequences, from the losses of all chunks; nothing without losses."""
+        if losses and self.plan.assembly.objective.sequence_figures is not None:
+            arguments = [torch.cat(list(losses)), self.inputs.positions, *self.inputs.columns.values()]
+            self.figures.add_sequences(self.programs.sequence_figures()(arguments)[0])
 
     def _coefficients(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
         """[N] fp32: the gradient of the objective's loss of sequences by each token's loss; the loss is added."""
         parts = []
         for chunk in self.programs.chunks():
             program = self.programs.head(self.plan.head, chunk.stop - chunk.start, training=False)
-            parts.append(program(self._of_chunk(tensors, x, chunk))[0])
+            loss_N, *found = program(self._of_chunk(tensors, x, chunk))
+            parts.append(loss_N)
+            self._add_figures(found, parts)
+        self._add_sequences(parts)
+        return self._of_sequences(parts)
+
+    def _of_sequences(self, losses: Sequence[Tensor]) -> Tensor:
+        """The same from the losses of the chunks."""
         inputs = self.inputs
-        arguments = [torch.cat(parts), inputs.positions, *inputs.columns.values(), inputs.loss_scale]
+        arguments = [torch.cat(list(losses)), inputs.positions, *inputs.columns.values(), inputs.loss_scale]
         loss, coefficients = self.programs.sequence_loss()(arguments)
         self.losses.add(loss)
         return coefficients

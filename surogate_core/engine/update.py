@@ -12,6 +12,7 @@ from torch import Tensor
 from surogate_core.bundles import Optimizer, RangedState
 from surogate_core.dsl.sides import Role
 from surogate_core.engine.assembly import Assembly
+from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.gradient_norm import FlatNorm, SegmentNorm, StreamedNorm
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
@@ -34,6 +35,8 @@ class StepResult:
     micro_steps: int
     _figures: Tensor
     _ready: torch.cuda.Event | None
+    _own: FigureSums
+    """Names the objective's figures."""
     _sides: Mapping[str, tuple[Role, torch.Size]]
     """Name of a side output → its role and [layers, *its shape], in the order of the figures."""
 
@@ -56,11 +59,20 @@ class StepResult:
         loss_sum, norm = self._figures[:2].tolist()
         return loss_sum / (self.loss_weight or 1), norm
 
+    def figures(self) -> dict[str, float]:
+        """The objective's figures by name."""
+        if not self._own.names:
+            return {}
+        self._wait()
+        values = self._figures[2 : 2 + len(self._own.names)].tolist()
+        return self._own.named(values, label_tokens=self.label_tokens)
+
     def used_range(self, columns: int) -> Tensor:
         """[P, K] fp32 on the host, of a recipe whose state is a `RangedState` with K `columns`."""
         self._wait()
         sides = sum(shape.numel() for _, shape in self._sides.values())
-        return self._figures[2 : self._figures.numel() - sides].view(-1, columns)
+        first = 2 + len(self._own.names)
+        return self._figures[first : self._figures.numel() - sides].view(-1, columns)
 
 
 def norm_of(
@@ -112,6 +124,7 @@ class Update:
         placement: Placement,
         norm: FlatNorm,
         losses: LossSum,
+        figures: FigureSums,
         rows: RecipeRows | None,
         sides: SideSums,
         rounding_seed: Tensor,
@@ -123,6 +136,7 @@ class Update:
         self._traffic = traffic
         self._settings, self._parameters, self._norm = settings, parameters, norm
         self._losses, self.rows, self._cleared = losses, rows, cleared
+        self._own = figures
         self._rounding_seed = rounding_seed
         self._sides = sides
         self._side_shapes = sides.shapes()
@@ -134,8 +148,9 @@ class Update:
         self._lr = torch.zeros((), dtype=torch.float32, device="cpu" if on_cpu else settings.device)
         ranges = rows.state.rows.numel() if rows is not None and isinstance(rows.state, RangedState) else 0
         self._ranges = ranges
-        figures = 2 + ranges + sum(shape.numel() for _, shape in self._side_shapes.values())
-        self._figures = torch.zeros(figures, dtype=torch.float32, device=settings.device)
+        self._first = 2 + len(figures.names)
+        size = self._first + ranges + sum(shape.numel() for _, shape in self._side_shapes.values())
+        self._figures = torch.zeros(size, dtype=torch.float32, device=settings.device)
 
     def set(self, *, lr: float, step: int) -> None:
         """Set the learning rate of the next update and, from the step's number, its rounding seed."""
@@ -163,14 +178,18 @@ class Update:
         with using(self._kernels):
             self.optimizer.step(lr=self._lr, clip=clip, skip=skip)
         self._figures[:2].copy_(torch.stack((self.take_loss().float(), norm.to(settings.device))))
+        if self._own.names:
+            self._figures[2 : self._first].copy_(self._own.take(self._traffic))
         if self.rows is not None:
             self._traffic.largest(self.rows.observed)
             if isinstance(self.rows.state, RangedState):
-                self._figures[2 : 2 + self._ranges].copy_(self.rows.state.used_range(self.rows.observed).view(-1))
+                self._figures[self._first : self._first + self._ranges].copy_(
+                    self.rows.state.used_range(self.rows.observed).view(-1)
+                )
             self.rows.state.update(self.rows.observed, skip.to(settings.device))
             self.rows.observed.zero_()
         if self._sides.sums:
-            self._figures[2 + self._ranges :].copy_(self._sides.take(self._traffic))
+            self._figures[self._first + self._ranges :].copy_(self._sides.take(self._traffic))
         self._parameters.refresh(on_host=on_host)
         for sums in self._cleared:
             sums.zero_()
@@ -202,4 +221,4 @@ class Update:
             figures.copy_(self._figures, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        return StepResult(label_tokens, loss_weight, tokens, micro_steps, figures, ready, self._side_shapes)
+        return StepResult(label_tokens, loss_weight, tokens, micro_steps, figures, ready, self._own, self._side_shapes)

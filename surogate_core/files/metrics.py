@@ -17,6 +17,8 @@ from surogate_core.events import (
     Event,
     Progress,
     ReportWritten,
+    Rollouts,
+    RolloutSamples,
     RoutingStats,
     RunEnd,
     RunStart,
@@ -35,7 +37,7 @@ SECONDS = 0.5
 """Time between two writes of steps."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
-_ONCE_A_STEP = ("step_end", "eval_end", "block_figures", "routing_stats")
+_ONCE_A_STEP = ("step_end", "eval_end", "block_figures", "routing_stats", "rollouts", "rollout_samples", "rollout_eval")
 
 
 # -------------------------------------------------------------------------------- reading
@@ -126,7 +128,7 @@ class MetricsWriter:
         """Take the event; raises the error of an earlier write."""
         if self._error is not None:
             raise self._error
-        if isinstance(event, StepEnd | BlockFigures | RoutingStats):
+        if isinstance(event, StepEnd | BlockFigures | RoutingStats | Rollouts | RolloutSamples):
             self._waiting.append((time.time(), event))
         elif isinstance(event, ReportWritten):
             pass  # The report is made from this file, which ends with the run's end.

@@ -35,32 +35,41 @@ def parsed_line(line: str, name: str) -> Any:
     return value
 
 
+def json_rows(text: str, name: str) -> list[tuple[str, Any]]:
+    """(name and line, value) of each line that is not blank; raises what `parsed_line` raises."""
+    lines = ((f"{name}:{place}", line) for place, line in enumerate(text.split("\n"), start=1) if line.strip())
+    return [(where, parsed_line(line, where)) for where, line in lines]
+
+
 def prompt_rows(text: str, name: str) -> list[tuple[str, str | dict[str, Any]]]:
     """(name and line, row) of each line of a file. Raises `UserError` for a line that is no prompt."""
-    found = []
-    for place, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{name}:{place}"
-        row = parsed_line(line, where)
-        if not isinstance(row, str) and (fault := fault_of(row)) is not None:
-            raise UserError(f"{where}: {fault[0]} Fix: {fault[1]}")
-        found.append((where, row))
-    return found
+    return _prompts(json_rows(text, name))
 
 
-def read_prompts(file: str | Path, *, key: str) -> list[tuple[str, str | dict[str, Any]]]:
-    """The rows of a file, at least one. `key`: the flag or the key that names it, for messages."""
+def read_rows(file: str | Path, *, key: str) -> list[tuple[str, Any]]:
+    """(name and line, value) of each line of a file of JSON lines. `key`: the flag or the key that names it."""
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
         raise UserError(f"{key} {file}: cannot be read: {reason}. Fix: name a file of JSON lines.") from error
-    return some_prompts(prompt_rows(text, str(file)), f"{key} {file}")
+    return json_rows(text, str(file))
+
+
+def read_prompts(file: str | Path, *, key: str) -> list[tuple[str, str | dict[str, Any]]]:
+    """The rows of a file, at least one. `key`: the flag or the key that names it, for messages."""
+    return some_prompts(_prompts(read_rows(file, key=key)), f"{key} {file}")
 
 
 def some_prompts(rows: list[tuple[str, str | dict[str, Any]]], name: str) -> list[tuple[str, str | dict[str, Any]]]:
     """The rows; raises `UserError` if there are none."""
     if not rows:
         raise UserError(f'{name}: has no prompt. Fix: one object a line, such as {{"prompt": "…"}}')
+    return rows
+
+
+def _prompts(rows: list[tuple[str, Any]]) -> list[tuple[str, str | dict[str, Any]]]:
+    for where, row in rows:
+        if not isinstance(row, str) and (fault := fault_of(row)) is not None:
+            raise UserError(f"{where}: {fault[0]} Fix: {fault[1]}")
     return rows

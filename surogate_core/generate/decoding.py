@@ -21,7 +21,7 @@ from surogate_core.engine.assembly import Assembly
 from surogate_core.generate.cache import Cache, CachedAttention, Documents, Places, Reader, Shape, Steps, with_own
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
-from surogate_core.generate.sampling import Rows, choose, filtered
+from surogate_core.generate.sampling import Rows, choose, filtered, tempered
 from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import using
@@ -65,6 +65,7 @@ class Kind:
     rows: int
     longest: int
     filters: bool
+    tempered: bool
     penalty: bool
     """Whether some row has a repetition penalty."""
 
@@ -111,7 +112,9 @@ class State:
         self.ids_N, self.slots_N, self.positions_N, self.live_N, self.top_k_N = torch.zeros(
             5, rows, dtype=torch.int64, device=device
         )
-        self.temperature_N, self.top_p_N, self.min_p_N, self.penalty_N = torch.ones(4, rows, device=device)
+        self.temperature_N, self.top_p_N, self.min_p_N, self.penalty_N, self.logprob_temperature_N = torch.ones(
+            5, rows, device=device
+        )
         self.keys_N2 = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self.numbers_N = torch.zeros(rows, dtype=torch.int32, device=device)
         self.tokens_BN = torch.zeros(2 * BLOCK, rows, dtype=torch.int64, device=device)
@@ -155,6 +158,7 @@ class State:
             (self.top_p_N, chosen.top_p_N),
             (self.min_p_N, chosen.min_p_N),
             (self.penalty_N, chosen.penalty_N),
+            (self.logprob_temperature_N, chosen.logprob_temperature_N),
             (self.keys_N2, chosen.keys_N2),
             (self.numbers_N, chosen.positions_N),
         ):
@@ -172,6 +176,8 @@ class State:
             keys_N2=self.keys_N2[:count],
             positions_N=self.numbers_N[:count],
             filters=kind.filters,
+            logprob_temperature_N=self.logprob_temperature_N[:count],
+            tempered=kind.tempered,
         )
 
     def advance(self, count: int, tokens_N: Tensor, logprobs_N: Tensor, last: int) -> None:
@@ -423,6 +429,7 @@ class SteppedRunner:
             rows=self._rows,
             longest=_longest(self._reach + steps, self.cache.context, shortest=self._shortest),
             filters=filtered(samplings),
+            tempered=tempered(samplings),
             penalty=_penalised(samplings),
         )
 

@@ -68,23 +68,33 @@ def _bounded(kernels: KernelTable, longest: int) -> KernelTable:
     return with_own(kernels, attention=attention)
 
 
-def _losses(weights: Weights, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """(negative log-likelihood of each label in float64, whether it is the most probable token), on the host."""
+def logits_of(weights: Weights, batch: MicroBatch) -> Iterator[tuple[slice, Tensor]]:
+    """(positions of a part of the micro-batch, [n, V] their logits on the device), in order, without gradients."""
     device, model = weights.device, weights.plan.assembly.model
     tables = [*model.tables(batch.positions.to(device), weights.parameters.dtype).values()]
     tables.append(batch.cu_seqlens.to(device))
     if REAL in weights.plan.tables:
         assert batch.real is not None
         tables.append(batch.real.to(device))
-    losses, hits = [], []
-    with using(_bounded(weights.programs.kernels, batch.max_seqlen)):
+    kernels = _bounded(weights.programs.kernels, batch.max_seqlen)
+    with torch.no_grad(), using(kernels):
         x_ND = weights.embedded(batch.input_ids.to(device))
         for layer in weights.layers():
             x_ND = layer(x_ND, tables)
-        labels_N = batch.labels.to(device)
-        size = max(1, LOGITS // model.vocab_size)
-        for part_ND, part_N in zip(x_ND.split(size), labels_N.split(size), strict=True):
-            logits_NV = weights.logits(part_ND)
-            losses.append(ops.cross_entropy(logits_NV, part_N))
-            hits.append(logits_NV.argmax(-1) == part_N)
+    size = max(1, LOGITS // model.vocab_size)
+    for start in range(0, len(x_ND), size):
+        part = slice(start, min(start + size, len(x_ND)))
+        with torch.no_grad(), using(kernels):
+            logits_NV = weights.logits(x_ND[part])
+        yield part, logits_NV
+
+
+def _losses(weights: Weights, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """(negative log-likelihood of each label in float64, whether it is the most probable token), on the host."""
+    losses, hits = [], []
+    for part, logits_NV in logits_of(weights, batch):
+        labels_N = batch.labels[part].to(weights.device)
+        with using(weights.programs.kernels):
+            losses.append(ops.cross_entropy(logits_NV, labels_N))
+        hits.append(logits_NV.argmax(-1) == labels_N)
     return torch.cat(losses).double().cpu(), torch.cat(hits).cpu()

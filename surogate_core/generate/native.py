@@ -110,8 +110,9 @@ class NativeEngine:
             running = going
 
     def forget(self) -> None:
-        """Prompts are prefilled anew, since weights have changed."""
+        """Prompts are prefilled anew, since weights have changed. What follows does not depend on earlier calls."""
         self._prompts = [()] * self.slots
+        self._used, self._uses = [0] * self.slots, count(1)
 
     @torch.no_grad()
     def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:

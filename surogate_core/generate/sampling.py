@@ -38,6 +38,10 @@ class Rows:
     """int32: the number of the token in its completion."""
     filters: bool
     """Whether some row may choose among some of its tokens only."""
+    logprob_temperature_N: Tensor
+    """What divides the logits of which the log-probabilities are: the temperature, or 1."""
+    tempered: bool
+    """Whether it is another value than 1 in some row."""
 
     @classmethod
     def of(
@@ -61,6 +65,8 @@ class Rows:
             keys_N2=torch.tensor(list(keys), dtype=torch.int32, device=device),
             positions_N=column(positions, torch.int32),
             filters=filtered(samplings),
+            logprob_temperature_N=column([logprob_temperature(s) for s in samplings]),
+            tempered=tempered(samplings),
         )
 
 
@@ -69,8 +75,18 @@ def filtered(samplings: Sequence[Sampling]) -> bool:
     return any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in samplings)
 
 
+def logprob_temperature(sampling: Sampling) -> float:
+    """What divides the logits of which a completion's log-probabilities are."""
+    return sampling.temperature if sampling.tempered_logprobs and sampling.temperature > 0 else 1.0
+
+
+def tempered(samplings: Sequence[Sampling]) -> bool:
+    """Whether one of them wants log-probabilities at another temperature than 1."""
+    return any(logprob_temperature(s) != 1 for s in samplings)
+
+
 def choose(logits_NV: Tensor, rows: Rows, seen_NV: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(tokens_N int64, log-probabilities_N fp32 under the model itself).
+    """(tokens_N int64, log-probabilities_N fp32 of the logits over `Rows.logprob_temperature_N`).
 
     `seen_NV`: the tokens that the repetition penalty applies to.
     """
@@ -79,8 +95,9 @@ def choose(logits_NV: Tensor, rows: Rows, seen_NV: Tensor | None = None) -> tupl
     if rows.filters:
         bounds = token_bounds(scores_NV, rows.temperature_N, rows.top_k_N, rows.top_p_N, rows.min_p_N)
     tokens_N, logprobs_N = choose_tokens(scores_NV, rows.temperature_N, rows.keys_N2, rows.positions_N, *bounds)
-    if seen_NV is not None:
-        logprobs_N = torch.log_softmax(logits_NV.float(), dim=-1).gather(1, tokens_N[:, None])[:, 0]
+    if seen_NV is not None or rows.tempered:
+        logits_NV = logits_NV.float() / rows.logprob_temperature_N[:, None]
+        logprobs_N = torch.log_softmax(logits_NV, dim=-1).gather(1, tokens_N[:, None])[:, 0]
     return tokens_N, logprobs_N
 
 

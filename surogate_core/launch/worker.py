@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import io
 import json
-import os
 import re
 import signal
 import sys
@@ -16,6 +14,8 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from surogate_core.parents import die_with
 
 if TYPE_CHECKING:
     from surogate_core.mesh.lifeline import Tied
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     supervisor's process.
     """
     directory, rank = Path(arguments[0]), int(arguments[1])
-    _die_with(int(arguments[3]))
+    die_with(int(arguments[3]))
     # Until the run handles it, Ctrl-C ends this process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     stacks = (directory / STACKS.format(rank)).open("w", encoding="utf-8")
@@ -97,15 +97,6 @@ def _write_outcome(file: Path, *, kind: str, code: int, message: str = "") -> No
     with contextlib.suppress(OSError):  # a full disk: the exit code says it too
         beside.write_text(json.dumps(values), encoding="utf-8")
         beside.replace(file)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, the supervisor, dies."""
-    with contextlib.suppress(OSError, AttributeError):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from surogate_core.plugins.discovery import InstalledPlugin
     from surogate_core.plugins.registry import Registry
 
-KINDS_WITH_FLAT_KEYS = ("optimizer", "recipe", "quant", "offload", "launcher", "fabric", "monitor")
+KINDS_WITH_FLAT_KEYS = ("optimizer", "recipe", "quant", "offload", "launcher", "fabric", "rollout", "monitor", "task")
 """Kinds whose bundle is chosen for the run as a whole; entries of `datasets` have fields instead."""
 
 

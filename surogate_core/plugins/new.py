@@ -46,6 +46,8 @@ KINDS: Mapping[str, Kind] = {
         has_option=False,
     ),
     "task": Kind(what="the task", file="steps", use="surogate task=@NAME@"),
+    "advantage": Kind(what="the advantage", file="advantage", use="surogate grpo advantage=@NAME@", has_option=False),
+    "environment": Kind(what="the environment", file="environment", use="surogate env check @NAME@"),
     "launcher": Kind(what="the launcher", file="launch", use="surogate launcher=@NAME@"),
     "fabric": Kind(what="the fabric", file="links", use="surogate gpus=2 device=cpu fabric=@NAME@"),
     "monitor": Kind(what="the monitor", file="monitor", use="surogate monitor=[console,jsonl,@NAME@]"),

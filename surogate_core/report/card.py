@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from surogate_core.report import compare, contents
+from surogate_core.report import charts, compare, contents
 from surogate_core.report.curves import figure
 from surogate_core.report.records import RunRecord
 
@@ -54,8 +54,11 @@ def _of_runs(runs: Sequence[RunRecord]) -> Card:
     best = compare.best(runs)
     tone = "good" if set(counts) == {"finished"} else "plain"
     if best is not None:
-        title, (step, loss) = compare.titles(runs)[best], runs[best].best or (0, 0.0)
-        said += f". Lowest eval loss: {loss:.4f}, {title}, step {step:,}"
+        (place, word), title = best, compare.titles(runs)[best[0]]
+        rewarded = word == "highest"
+        step, value = (runs[place].best_reward if rewarded else runs[place].best) or (0, 0.0)
+        what = "held-out reward" if rewarded else "eval loss"
+        said += f". {word.capitalize()} {what}: {value:.4f}, {title}, step {step:,}"
     group = runs[0].group if len({run.group for run in runs}) == 1 else ""
     models = dict.fromkeys(_subtitle(run) for run in runs)
     return Card(
@@ -129,8 +132,24 @@ def verdict(run: RunRecord) -> str:
     said = f"{outcome.capitalize()}: {at}" if run.end is not None else f"{at.capitalize()}. {outcome.capitalize()}"
     if run.end is not None and run.end.get("reason") == "finished" and last == planned:
         said = f"Finished after {last:,} steps"
+    if change := _reward_change(run):
+        return f"{said}. {change}"
     change = _eval_change(run)
     return f"{said}. Eval loss {change}" if change else said
+
+
+def _reward_change(run: RunRecord) -> str:
+    """``Held-out reward rose from 0.1 to 0.8``; of training if tasks were held out less than twice."""
+    if len(values := contents.finite(run, "eval/reward/mean")) > 1:
+        first, last, what, remark = float(values[0]), float(values[-1]), "Held-out reward", ""
+    elif len(values := contents.finite(run, "reward/mean")) > 1:
+        each = min(RECENT_STEPS, len(values) // 2)
+        first, last, what = float(values[:each].mean()), float(values[-each:].mean()), "Reward"
+        remark = f" (means of {each} steps)" if each > 1 else ""
+    else:
+        return ""
+    word = "fell" if last < first else "rose" if last > first else "stayed"
+    return f"{what} {word} from {first:.4f} to {last:.4f}{remark}"
 
 
 def _eval_change(run: RunRecord) -> str:
@@ -171,10 +190,12 @@ def _running(run: RunRecord) -> list[tuple[str, str, str]]:
     latest = {name: float(column[-1]) for name, column in run.series.items() if len(column)}
 
     def add(name: str, series: str, remark: str = "") -> None:
-        if series in latest and (np.isfinite(latest[series]) or contents.recorded(run, series) or series == "loss"):
+        if series in latest and (np.isfinite(latest[series]) or charts.recorded(run, series) or series == "loss"):
             found.append((name, _shown(latest[series]), remark))
 
-    add("train loss", "loss")
+    found += _reward_tiles(run, last=1)
+    if not len(run.curve("reward/mean")[0]):
+        add("train loss", "loss")
     found += _eval_tiles(run)
     add("learning rate", "lr")
     add("grad norm", "grad_norm")
@@ -193,8 +214,9 @@ def _running(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def _ended(run: RunRecord) -> list[tuple[str, str, str]]:
     """The figures of the whole run."""
-    found = _eval_tiles(run)
-    if len(losses := contents.finite(run, "loss")):
+    found = _reward_tiles(run, last=RECENT_STEPS) + _eval_tiles(run)
+    # The loss of reinforcement learning follows the advantages, so its change says nothing.
+    if len(losses := contents.finite(run, "loss")) and not len(run.curve("reward/mean")[0]):
         tail = losses[-20:]
         remark = f"mean of the last {len(tail)}" if len(tail) > 1 else ""
         found.append(("train loss", f"{figure(float(losses[0]))} → {figure(float(tail.mean()))}", remark))
@@ -252,6 +274,58 @@ def _routing_tiles(run: RunRecord, *, last: int) -> list[tuple[str, str, str]]:
     worst = contents.finite(run, "moe_worst_imbalance")
     remark = f"worst layer {float(worst[-last:].mean()):.2f}" if len(worst) else ""
     return [("expert imbalance", f"{first}{float(tail.mean()):.2f}", remark)]
+
+
+MEASURES = (
+    ("completion length", "completions/length_mean", "tokens", 1.0),
+    ("truncated", "completions/truncated", "of completions", 100.0),
+    ("without signal", "rollouts/without_signal", "of groups", 100.0),
+    ("entropy", "train/entropy", "nats per token", 1.0),
+    ("reward margin", "train/rewards/margins", "chosen − rejected", 1.0),
+    ("reward accuracy", "train/rewards/accuracies", "", 100.0),
+    ("KL divergence", "train/kl", "nats", 1.0),
+    ("agreement", "train/agreement", "with the teacher", 100.0),
+)
+"""(tile, series, remark, factor) of reinforcement learning and preference training; 100 for shares."""
+
+
+def _reward_tiles(run: RunRecord, *, last: int) -> list[tuple[str, str, str]]:
+    """Rewards, and other measures of the last steps, each as its first value → the mean of the last ones."""
+    found: list[tuple[str, str, str]] = []
+    evaluated = contents.finite(run, "eval/reward/mean")
+    if len(evaluated):
+        first = f"{evaluated[0]:.3f} → " if len(evaluated) > 1 else ""
+        remark = f"highest {best[1]:.3f}, step {best[0]:,}" if (best := run.best_reward) else ""
+        found.append(("held-out reward", f"{first}{evaluated[-1]:.3f}", remark))
+    for name, series, remark, factor in (("reward", "reward/mean", "", 1.0), *MEASURES):
+        values = factor * contents.finite(run, series)
+        if not len(values):
+            continue
+        mean = float(values[-last:].mean())
+        first = f"{_measure(float(values[0]), factor)} → " if last > 1 and len(values) > 1 else ""
+        found.append((name, f"{first}{_measure(mean, factor)}", remark))
+    if len(run.curve("rollouts/faults")[1]) and (faults := contents.finite(run, "rollouts/faults").sum()):
+        found.append(("faults", f"{faults:,.0f}", "completions without a reward"))
+    return [*found, *_phase_tiles(run)]
+
+
+def _measure(value: float, factor: float) -> str:
+    return f"{value:.1f}%" if factor == 100.0 else figure(float(f"{value:.3g}"))
+
+
+def _phase_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
+    """The phase of a step that takes longest, and its share of the recent steps' time."""
+    sums = {
+        name.removeprefix("time/"): float(contents.finite(run, name)[-RECENT_STEPS:].sum())
+        for name in run.names
+        if name.startswith("time/")
+    }
+    total = sum(sums.values())
+    if not total:
+        return []
+    longest = max(sums, key=lambda name: sums[name])
+    others = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in sums.items() if name != longest)
+    return [("longest phase", f"{longest} {sums[longest] / total:.0%}", others)]
 
 
 def _places(run: RunRecord) -> Rows:

@@ -18,8 +18,6 @@ ABOUT_PLACES = frozenset({"output_dir", "checkpoint_dir", "run_name", "log_file"
 NAMED_BY = 3
 """Most keys in a run's name."""
 
-BEST = "lowest"
-
 
 def titles(runs: Sequence[RunRecord]) -> list[str]:
     """Names that distinguish the runs: those of a sweep by the values that differ, the others by their directories."""
@@ -37,21 +35,26 @@ def titles(runs: Sequence[RunRecord]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
 
 
-def best(runs: Sequence[RunRecord]) -> int | None:
-    """The place of the run with the lowest eval loss; None if fewer than two runs were evaluated."""
+def best(runs: Sequence[RunRecord]) -> tuple[int, str] | None:
+    """(place, ``highest``) of the run with the highest held-out reward, or (place, ``lowest``) of that with the lowest
+    eval loss; None if fewer than two runs were evaluated.
+    """
+    rewards = [run.best_reward[1] if run.best_reward else -math.inf for run in runs]
+    if sum(map(math.isfinite, rewards)) > 1:
+        return rewards.index(max(rewards)), "highest"
     losses = [run.best[1] if run.best else math.inf for run in runs]
     if sum(map(math.isfinite, losses)) < 2:
         return None
-    return losses.index(min(losses))
+    return losses.index(min(losses)), "lowest"
 
 
 def table(runs: Sequence[RunRecord]) -> tuple[tuple[str, ...], Rows]:
     """(header, a row for each run) of the runs' figures; columns that no run fills are left out."""
-    first, lowest = titles(runs), best(runs)
+    first, (marked, word) = titles(runs), best(runs) or (None, "")
     found = [_figures(run) for run in runs]
     names = [name for name in found[0] if any(figures[name] for figures in found)]
     rows = [
-        (f"{title} ({BEST})" if place == lowest else title, *(figures[name] for name in names))
+        (f"{title} ({word})" if place == marked else title, *(figures[name] for name in names))
         for place, (title, figures) in enumerate(zip(first, found, strict=True))
     ]
     return ("run", *names), rows
@@ -63,10 +66,13 @@ def _figures(run: RunRecord) -> dict[str, str]:
     speed = run.median("tokens_per_second")
     seconds = run.along("time")
     planned = run.start.get("steps")
+    rewards, held_out = (contents.finite(run, name) for name in ("reward/mean", "eval/reward/mean"))
     last = int(run.steps[-1]) if len(run.steps) else 0
     return {
         "outcome": run.outcome,
         "steps": f"{last:,} of {planned:,}" if planned and planned != last else f"{last:,}",
+        "held-out reward": f"{held_out[0]:.4f} → {held_out[-1]:.4f}" if len(held_out) > 1 else "",
+        "reward": f"{rewards[-20:].mean():.4f}" if len(rewards) else "",
         "eval loss": f"{losses[0]:.4f} → {losses[-1]:.4f}" if len(losses) > 1 else "",
         "best eval loss": f"{run.best[1]:.4f} (step {run.best[0]:,})" if run.best and len(steps) > 1 else "",
         "train loss": f"{trained[-20:].mean():.4f}" if len(trained) else "",

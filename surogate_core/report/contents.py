@@ -14,55 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.files.metrics import as_number
-from surogate_core.report.curves import Band, Mark, figure, kept_places, smoothed
+from surogate_core.report.curves import Band, Mark, figure
 from surogate_core.report.records import RunRecord
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from surogate_core.report.curves import Point
-
 Rows = list[tuple[str, ...]]
-
-CURVES = (
-    ("Loss", "loss", ""),
-    ("Eval loss", "eval", ""),
-    ("Learning rate", "lr", ""),
-    ("Grad norm", "grad_norm", "before clipping"),
-    ("Throughput", "tokens_per_second", "tokens/s"),
-    ("Peak memory", "peak_memory_bytes", "GiB"),
-    ("MFU", "speed_of_light", "% of a measured matmul"),
-    ("Expert load imbalance", "moe_load_imbalance", "busiest / mean"),
-    ("Worst layer's imbalance", "moe_worst_imbalance", "busiest / mean"),
-    ("Experts used", "moe_expert_utilization", "% in a step"),
-    ("Entropy of expert loads", "moe_entropy", "share of log E"),
-    ("Dead experts", "moe_dead_experts", "in 50 steps"),
-    ("Load-balancing loss", "moe_aux_loss_raw", "raw"),
-    ("Router z loss", "moe_z_loss_raw", "raw"),
-    ("GPU utilization", "gpu.utilization", "%"),
-    ("GPU memory", "gpu.memory_used_bytes", "GiB, all processes"),
-    ("GPU power", "gpu.power_watts", "W"),
-    ("GPU temperature", "gpu.temperature_celsius", "°C"),
-    ("GPU clock", "gpu.sm_clock_mhz", "MHz"),
-)
-"""(title, series, unit). A curve that no run recorded is left out. One run's eval loss is drawn with its loss."""
-
-SCALES = {
-    "peak_memory_bytes": 2.0**-30,
-    "gpu.memory_used_bytes": 2.0**-30,
-    "speed_of_light": 100.0,
-    "moe_expert_utilization": 100.0,
-    "gpu.utilization": 100.0,
-}
-
-FROM_ZERO = frozenset(series for _, series, _ in CURVES) - {
-    *("loss", "eval", "lr", "grad_norm"),
-    *("moe_entropy", "moe_aux_loss_raw", "moe_z_loss_raw"),
-}
-"""Series whose axis begins at 0, so that a small change of a large amount looks small."""
-
-SMOOTHED = ("loss", "grad_norm")
-"""Curves that are noisy. A mean of the others would show what was never there, such as a later learning rate."""
 
 SMOOTH = 0.8
 """Weight that a mean keeps with each further step, unless the reader chooses another."""
@@ -73,6 +31,7 @@ LONGEST_PROMPT = 300
 LONGEST_SAMPLE = 2000
 """Characters of a sample that are shown."""
 
+COMPLETIONS_HEADER = ("step", "reward", "prompt", "text", "ended by", "tokens", "rewards")
 EXPERTS_HEADER = ("layer", "imbalance", "highest", "busiest expert", "experts without a token")
 EVALUATION_HEADER = ("model", "task", "metric", "value", "± stderr", "rows", "measured")
 PLUGIN_HEADER = ("plugin", "distribution", "version")
@@ -94,32 +53,6 @@ class Section:
     """Whether it is closed until the reader opens it."""
 
 
-def recorded(run: RunRecord, series: str) -> bool:
-    """Whether the run has a finite value of the curve at any step."""
-    values = run.curve(series)[1]
-    return bool(len(values)) and bool(np.isfinite(values[-1]) or np.isfinite(values).any())
-
-
-def shown_curves(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
-    """(title, series, unit) of the curves that a report of these runs has; none without a step and an evaluation."""
-    if not any(len(run.curve(series)[0]) for run in runs for series in ("loss", "eval")):
-        return []
-    # Losses that are all not finite have a chart too, which says so.
-    found = [c for c in CURVES if any(recorded(run, c[1]) for run in runs)]
-    if len(runs) > 1:
-        return found
-    return [c for c in found if c[1] != "eval" or not len(runs[0].steps)]
-
-
-def points_of(run: RunRecord, series: str, *, smooth: float = 0.0, limit: int) -> list[Point]:
-    """A curve's points, or those of its mean where `smooth` is not 0, at most `limit`; x is the step."""
-    steps, values = run.curve(series)
-    places = kept_places(values, limit)
-    shown = smoothed(values, smooth, places) if smooth else values[places]
-    heights = shown * SCALES.get(series, 1.0)
-    return list(zip(steps[places].astype(float).tolist(), heights.tolist(), strict=True))
-
-
 def facts(run: RunRecord) -> Rows:
     """What was trained, on what, with which versions, (what, value)."""
     start, known = run.start, run.facts
@@ -134,8 +67,8 @@ def facts(run: RunRecord) -> Rows:
             ("experts", _experts(run.routing)),
             ("trained parameters", f"{trained:,}{share}"),
             ("device", str(start.get("device"))),
-            ("tokens per step", f"{start['tokens_per_step']:,}" if "tokens_per_step" in start else ""),
-            ("epochs", f"{start['epochs']:.4g}" if "epochs" in start else ""),
+            ("tokens per step", f"{start['tokens_per_step']:,}" if start.get("tokens_per_step") else ""),
+            ("epochs", f"{start['epochs']:.4g}" if start.get("epochs") else ""),
         ]
     if bad := len(run.steps) - len(finite(run, "loss")):
         rows.append(("steps that were not finite", f"{bad:,}"))
@@ -149,6 +82,7 @@ def sections(run: RunRecord, *, with_plugins: bool = True) -> list[Section]:
     zero = [(what, value) for what, value in counted if value == "0"]
     found = [
         Section(title="Samples", header=("prompt", "step", "text"), rows=samples(run)),
+        Section(title="Completions", header=COMPLETIONS_HEADER, rows=completions(run)),
         Section(title="Evaluations", header=EVALUATION_HEADER, rows=evaluations(run)),
         Section(title="Advice", header=("step", "seen", "key", "change", "evidence"), rows=advice(run)),
         Section(title="Notes", items=notices(run)),
@@ -192,6 +126,33 @@ def samples(run: RunRecord, count: int = 12) -> Rows:
     return rows
 
 
+def completions(run: RunRecord, steps: int = 5, each: int = 4) -> Rows:
+    """Completions of the last step and of some before it, the best and the worst of each step, `COMPLETIONS_HEADER`."""
+    found = run.completions[::-1]
+    places = np.unique(np.linspace(0, len(found) - 1, min(steps, len(found))).round().astype(int)).tolist()
+    rows: Rows = []
+    for record in (found[place] for place in places):
+        samples = [one for one in record.get("samples") or () if isinstance(one, Mapping)]
+        if len(samples) > each:
+            samples = [*samples[: -(-each // 2)], *samples[-(each // 2) :]]
+        rows += [_completion(int(record.get("step", 0)), sample) for sample in samples]
+    return rows
+
+
+def _completion(step: int, sample: Mapping[str, Any]) -> tuple[str, ...]:
+    reason, prompt = str(sample.get("reason") or ""), str(sample.get("prompt"))
+    text = _sample(str(sample.get("completion")), ended=reason == "stop")
+    by_name = sample.get("rewards")
+    named = by_name if isinstance(by_name, Mapping) and len(by_name) > 1 else {}
+    rewards = ", ".join(f"{name} {_reward(value)}" for name, value in named.items())
+    asked = prompt if len(prompt) <= LONGEST_PROMPT else f"{prompt[:LONGEST_PROMPT]} …"
+    return f"{step:,}", _reward(sample.get("reward")), asked, text, reason, str(sample.get("length", "")), rewards
+
+
+def _reward(value: Any) -> str:
+    return "none" if value is None else _shown(as_number(value))
+
+
 def _sample(text: str, *, ended: bool) -> str:
     """A sample for a table: not longer than needed to judge it, and with a mark if it was cut."""
     shown = re.sub(r"\n\s*\n\s*", "\n\n", text).strip("\n")[:LONGEST_SAMPLE]
@@ -211,12 +172,28 @@ def evaluations(run: RunRecord) -> Rows:
     return rows
 
 
-def milestones(run: RunRecord, count: int = 12) -> Rows:
-    """(step, train loss, learning rate, grad norm, tokens/s) at `count` steps, the first and the last among them."""
+COURSE = {
+    "train loss": "loss",
+    "learning rate": "lr",
+    "grad norm": "grad_norm",
+    "tokens/s": "tokens_per_second",
+    "reward": "reward/mean",
+    "length": "completions/length_mean",
+    "entropy": "train/entropy",
+    "margin": "train/rewards/margins",
+    "accuracy": "train/rewards/accuracies",
+}
+"""Column of `milestones` → its series. Those after the first four are left out of a run that has none of them."""
+
+
+def milestones(run: RunRecord, count: int = 12) -> tuple[tuple[str, ...], Rows]:
+    """(header, rows): figures at `count` steps, the first and the last among them."""
     last = len(run.steps) - 1
     places = sorted({round(i * last / (count - 1)) for i in range(count)}) if last >= 0 else []
-    names = ("loss", "lr", "grad_norm", "tokens_per_second")
-    return [(f"{run.steps[i]:,}", *(_shown(run.series[name][i]) for name in names)) for i in places]
+    found = {name: dict(zip(*(v.tolist() for v in run.curve(series)), strict=True)) for name, series in COURSE.items()}
+    names = [name for place, name in enumerate(COURSE) if place < 4 or found[name]]
+    at = [int(run.steps[place]) for place in places]
+    return ("step", *names), [(f"{s:,}", *(_shown(found[n][s]) if s in found[n] else "" for n in names)) for s in at]
 
 
 def ranks(run: RunRecord) -> Rows:

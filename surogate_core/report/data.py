@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.report import compare, contents, heat, palette
+from surogate_core.report import charts, compare, contents, heat, palette
 from surogate_core.report.card import card_of
 from surogate_core.report.curves import POINTS, kept_places, smoothed
 from surogate_core.report.records import RunRecord
@@ -47,12 +47,13 @@ def figures(
     """The changing part of the page: the head, curves with at most `POINTS` points each, phases and advice.
 
     `begin` and `end` are places on `axis`, one of `AXES`. The head is that of the whole run. Where `smooth` (0 to
-    0.999) is not 0, the curves of `contents.SMOOTHED` have a third list, of means over all steps of the run.
+    0.999) is not 0, the curves of `charts.smooths` have a third list, of means over all steps of the run.
     """
     part = _Part(begin=begin, end=end, smooth=smooth, axis=axis)
     found = [_figures(title, run, part) for title, run in zip(compare.titles(runs), runs, strict=True)]
     return {
         "runs": found,
+        "charts": shown_charts(runs),
         "card": dataclasses.asdict(card_of(runs)) if runs else None,
         "tables": [dataclasses.asdict(table) for table in tables(runs)],
     }
@@ -61,22 +62,44 @@ def figures(
 def _figures(title: str, run: RunRecord, part: _Part) -> dict[str, Any]:
     steps, evaluated = run.steps, run.curve("eval")[0]
     last = int(steps[-1]) if len(steps) else 0
-    all_series = [series for _, series, _ in contents.CURVES]
+    all_series = [*charts.FIXED_SERIES, *run.names]
     begin, end = _steps_between(run, part)
     return {
         "title": title,
         "over": run.end is not None,
         "step": last,
         "range": [min(int(s[0]) for s in (steps, evaluated) if len(s)), last] if len(steps) else [0, last],
-        "recorded": [series for series in all_series if contents.recorded(run, series)],
+        "recorded": [series for series in all_series if charts.recorded(run, series)],
         "axes": _axes(run, begin, end),
         "curves": {series: _points(run, series, begin, end, part.smooth) for series in all_series},
         "bands": [[band.begin, band.end, band.label] for band in contents.bands(run)],
         "marks": [mark.at for mark in contents.marks(run)],
         "loads": [len(run.loads.columns), run.loads.columns[-1].last] if run.loads.columns else [],
         "revision": [str(run.start.get("time")), len(run.config_text), len(run.facts), run.outcome]
-        + [len(found) for found in (run.advice, run.phases, run.notices, run.samples, evaluated)],
+        + [len(found) for found in (run.advice, run.phases, run.notices, run.samples, evaluated)]
+        + [str(one.get("step")) for one in run.completions[-1:]],
     }
+
+
+def shown_charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """The charts of these runs: title, unit, lines, and how their axes are."""
+    return [
+        {
+            "title": chart.title,
+            "unit": chart.unit,
+            "zero": chart.zero,
+            "log": chart.log,
+            "lines": [
+                {"series": one.series, "label": one.label, "dots": one.dots, "style": _style(one, place)}
+                for place, one in enumerate(chart.lines)
+            ],
+        }
+        for chart in charts.charts_of(runs)
+    ]
+
+
+def _style(line: charts.Line, place: int) -> int:
+    return palette.style_of(place if line.style is None else line.style)
 
 
 def texts(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -106,12 +129,8 @@ def tables(runs: Sequence[RunRecord]) -> list[contents.Section]:
 
 
 def layout() -> dict[str, Any]:
-    """The constants of the scripts: curves, line styles and phases."""
+    """The constants of the scripts: line styles and phases."""
     return {
-        "curves": [
-            {"title": title, "series": series, "unit": unit, "zero": series in contents.FROM_ZERO}
-            for title, series, unit in contents.CURVES
-        ],
         "dashes": [[int(length) for length in dash.split()] for dash in palette.DASHES],
         "phases": palette.PHASES,
         "smooth": contents.SMOOTH,
@@ -154,9 +173,9 @@ def _points(run: RunRecord, series: str, low: float, high: float, smooth: float)
     steps, values = run.curve(series)
     begin, end = _around(steps, low, high)
     places = begin + kept_places(values[begin:end], POINTS)
-    scale = contents.SCALES.get(series, 1.0)
+    scale = charts.SCALES.get(series, 1.0)
     shown = [values[places]]
-    if smooth and series in contents.SMOOTHED:
+    if smooth and charts.smooths(series):
         shown.append(smoothed(values, smooth, places))
     return [steps[places].tolist(), *([_plain(v * scale) for v in column.tolist()] for column in shown)]
 

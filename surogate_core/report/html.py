@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from surogate_core.report import compare, contents, heat
+from surogate_core.report import charts, compare, contents, heat
 from surogate_core.report.card import Card, card_of
 from surogate_core.report.curves import Curve, chart, legend
 from surogate_core.report.data import embedded, experts, figures, tables
@@ -14,9 +14,6 @@ from surogate_core.report.records import RunRecord
 
 SVG_POINTS = 400
 """Most points of a curve in the pictures that are shown without a script."""
-
-EVAL_STYLE = 1
-"""Style of the eval loss in the chart of one run's losses."""
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -29,7 +26,9 @@ def render(runs: Sequence[RunRecord]) -> str:
         "DETAILS": "".join(_details(runs)),
     }
     shown = figures(runs, smooth=contents.SMOOTH)
-    return static_page(card.title, parts, embedded({"runs": shown["runs"], "experts": experts(runs)}))
+    return static_page(
+        card.title, parts, embedded({"runs": shown["runs"], "charts": shown["charts"], "experts": experts(runs)})
+    )
 
 
 def _card(card: Card) -> str:
@@ -60,38 +59,38 @@ def _card(card: Card) -> str:
 def _curves(runs: Sequence[RunRecord]) -> Iterable[str]:
     if len(runs) > 1:
         yield legend([(title, place, False) for place, title in enumerate(compare.titles(runs))])
-    for title, series, unit in contents.shown_curves(runs):
-        curves = [c for place, run in enumerate(runs) for c in _lines(run, series, place if len(runs) > 1 else None)]
-        loss = series == "loss" and len(runs) == 1
+    for number, shown in enumerate(charts.charts_of(runs)):
+        # The first chart of a run shows its phases and where advice was given.
+        first = number == 0 and len(runs) == 1
+        curves = [curve for place, run in enumerate(runs) for curve in _lines(run, shown, place, single=len(runs) == 1)]
         yield chart(
-            title,
+            shown.title,
             curves,
-            unit=unit,
-            from_zero=series in contents.FROM_ZERO,
-            bands=contents.bands(runs[0]) if loss else (),
-            marks=contents.marks(runs[0]) if loss else (),
+            unit=shown.unit,
+            from_zero=shown.zero,
+            bands=contents.bands(runs[0]) if first else (),
+            marks=contents.marks(runs[0]) if first else (),
             log=False,
             tips=True,
         )
 
 
-def _lines(run: RunRecord, series: str, place: int | None) -> list[Curve]:
-    """A run's lines of a chart: the values, or pale values behind their mean; one run's loss with its eval loss."""
-    style, points = place or 0, contents.points_of(run, series, limit=SVG_POINTS)
-    if series == "eval":
-        return [Curve(label="", points=points, dots=True, style=EVAL_STYLE if place is None else style)]
-    if series not in contents.SMOOTHED:
-        return [Curve(label="", points=points, style=style)]
-    means = contents.points_of(run, series, smooth=contents.SMOOTH, limit=SVG_POINTS)
-    single = place is None and series == "loss"
-    lines = [
-        Curve(label="train" if single else "", points=points, style=style, pale=True),
-        Curve(label="train, smoothed" if single else "", points=means, style=style),
-    ]
-    if single and len(run.curve("eval")[0]):
-        evaluated = contents.points_of(run, "eval", limit=SVG_POINTS)
-        lines.append(Curve(label="eval", points=evaluated, dots=True, style=EVAL_STYLE))
-    return lines
+def _lines(run: RunRecord, shown: charts.Chart, place: int, *, single: bool) -> Iterable[Curve]:
+    """A run's lines of a chart: the values, or pale values behind their mean."""
+    several = single and (len(shown.lines) > 1 or shown.lines[0].series == "loss")
+    for number, line in enumerate(shown.lines):
+        style = place
+        if single:
+            style = number if line.style is None else line.style
+        label, points = line.label if several else "", charts.points_of(run, line.series, limit=SVG_POINTS)
+        if line.dots or not charts.smooths(line.series):
+            yield Curve(label=label, points=points, dots=line.dots, style=style)
+            continue
+        means = charts.points_of(run, line.series, smooth=contents.SMOOTH, limit=SVG_POINTS)
+        yield Curve(label=label, points=points, style=style, pale=True)
+        of_means = sum(charts.smooths(other.series) and not other.dots for other in shown.lines)
+        name = f"{label}, smoothed" if label and of_means == 1 else label
+        yield Curve(label=name, points=means, style=style)
 
 
 def _details(runs: Sequence[RunRecord]) -> Iterable[str]:

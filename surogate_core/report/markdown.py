@@ -9,8 +9,6 @@ from surogate_core.report.card import card_of
 from surogate_core.report.data import tables
 from surogate_core.report.records import RunRecord
 
-COURSE = ("step", "train loss", "learning rate", "grad norm", "tokens/s")
-
 
 def render(runs: Sequence[RunRecord]) -> str:
     """The text of one run, or of several one after the other behind tables that compare them."""
@@ -38,8 +36,9 @@ def _run(title: str, run: RunRecord, *, with_plugins: bool) -> list[str]:
     lines += _table(("", ""), [*figures, *card.places])
     for purpose, command in card.commands:
         lines += [f"To {purpose}:", "", *_fenced(command, "sh"), ""]
-    if course := contents.milestones(run):
-        lines += ["## Steps", "", *_table(COURSE, course)]
+    header, course = contents.milestones(run)
+    if course:
+        lines += ["## Steps", "", *_table(header, course)]
     for section in contents.sections(run, with_plugins=with_plugins):
         lines += _section(section, level=2)
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +15,7 @@ import yaml
 
 from surogate_core.errors import UserError
 from surogate_core.files.evaluations import read_evaluations
+from surogate_core.files.figures import TRAIN_TIME, named_figures
 from surogate_core.files.metrics import METRICS, as_number, parsed, read_lines
 from surogate_core.masking import masked_values, masked_yaml
 from surogate_core.report.loads import Loads
@@ -34,13 +35,23 @@ ROUTING_FIELDS = (
 GPU_FIELDS = ("utilization", "memory_used_bytes", "power_watts", "temperature_celsius", "sm_clock_mhz")
 
 
+NAMED = ("rollouts", "rollout_eval", "step_end", "eval_end")
+"""Events with figures that have names of their own."""
+
+COUNTED = "rollouts/faults_"
+"""Figures that a step without their name has 0 of."""
+
+COMPLETIONS = 64
+"""Most steps whose completions are kept; of more, every second one."""
+
+
 class Table:
     """Columns of figures over rising steps, which grow at the end.
 
     One thread may add while others read: a row counts once all of it is there.
     """
 
-    def __init__(self, fields: tuple[str, ...]):
+    def __init__(self, fields: tuple[str, ...] = ()):
         self._fields = fields
         self._steps: NDArray[np.int64] = np.empty(256, np.int64)
         self._values: NDArray[np.float64] = np.empty((len(fields), 256), np.float64)
@@ -51,10 +62,24 @@ class Table:
         """The step of each row."""
         return self._steps[: self._count]
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return self._fields
+
     def column(self, name: str) -> NDArray[np.float64]:
         """The values of a field; NaN where a row has none."""
-        values, count = self._values, self._count
-        return values[self._fields.index(name), :count]
+        # The place first: a field that a reader can see has its row of values.
+        place, count = self._fields.index(name), self._count
+        return self._values[place, :count]
+
+    def widen(self, names: Iterable[str]) -> None:
+        """Add the fields that are not there yet, NaN in all rows so far."""
+        new = tuple(name for name in names if name not in self._fields)
+        if new:
+            added = np.full((len(new), self._values.shape[1]), np.nan)
+            self._values = np.concatenate([self._values, added])
+            self._fields += new
 
     def add(self, step: int, record: Mapping[str, Any]) -> None:
         """Add the fields of a record. A run that has gone back to an earlier step drops what it had after it."""
@@ -87,6 +112,8 @@ class RunRecord:
     advice: list[Mapping[str, Any]] = field(default_factory=list)
     samples: list[Mapping[str, Any]] = field(default_factory=list)
     """Texts that the model generated for `sample_prompts`."""
+    completions: list[Mapping[str, Any]] = field(default_factory=list)
+    """Completions of reinforcement learning with their rewards: ``rollout_samples`` of at most `COMPLETIONS` steps."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Figures of `surogate eval --report`."""
     notices: list[Mapping[str, Any]] = field(default_factory=list)
@@ -109,6 +136,9 @@ class RunRecord:
     _evaluations: Table = field(default_factory=lambda: Table(EVAL_FIELDS))
     _gpu: Table = field(default_factory=lambda: Table(GPU_FIELDS))
     _routing: Table = field(default_factory=lambda: Table(ROUTING_FIELDS))
+    _named: dict[str, Table] = field(default_factory=lambda: {kind: Table() for kind in NAMED})
+    _phases: tuple[int, float] = (-1, 0.0)
+    """The step of the last ``rollouts``, and the seconds that they took."""
     loads: Loads = field(default_factory=Loads)
     """The tokens of each expert."""
 
@@ -127,10 +157,23 @@ class RunRecord:
         """Held-out losses."""
         return self._evaluations.column("loss")
 
+    @property
+    def names(self) -> list[str]:
+        """The figures that have names of their own, as `named_figures` has them, each a curve."""
+        return [name for table in list(self._named.values()) for name in table.fields]
+
     def curve(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(steps, values) of a field of ``step_end``, of ``eval`` or ``gap``, of ``gpu.FIELD``, or a ``moe_FIELD`` of
-        ``routing_stats``; equally long.
+        """(steps, values) of a field of ``step_end``, of ``eval`` or ``gap``, of ``gpu.FIELD``, of a ``moe_FIELD`` of
+        ``routing_stats``, or of one of `names`; equally long, and empty for a name that the run does not have.
         """
+        if "/" in name:
+            found = [table for table in self._named.values() if name in table.fields]
+            if not found:
+                return np.empty(0, np.int64), np.empty(0, np.float64)
+            values = found[0].column(name)
+            if name.startswith(COUNTED):
+                values = np.nan_to_num(values, nan=0.0)
+            return found[0].steps[: len(values)], values
         if name == "eval":
             table, column = self._evaluations, "loss"
         elif name == "gap":
@@ -173,6 +216,16 @@ class RunRecord:
         return int(steps[place]), float(losses[place])
 
     @property
+    def best_reward(self) -> tuple[int, float] | None:
+        """(step, reward) of the evaluation after the first step with the highest held-out reward; None without one."""
+        steps, rewards = self.curve("eval/reward/mean")
+        finite = np.isfinite(rewards) & (steps > 0)
+        if not finite.any():
+            return None
+        place = int(np.where(finite, rewards, -np.inf).argmax())
+        return int(steps[place]), float(rewards[place])
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         """``config.yaml`` as a mapping; empty where it is missing or cannot be read."""
         return _settings(self.config_text)
@@ -189,6 +242,7 @@ class RunRecord:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take one event, as ``metrics.jsonl`` has it."""
+        self._add_named(record)
         match record.get("event"):
             case "step_end":
                 self._steps.add(int(record["step"]), record)
@@ -215,19 +269,40 @@ class RunRecord:
                 self.advice.append(record)
             case "samples":
                 self.samples.append(record)
+            case "rollout_samples":
+                self._add_completions(record)
             case "progress":
                 over = 0 < int(record.get("total", 0)) <= int(record.get("done", 0))
                 self.progress = None if over else record
             case "notice" if record.get("level") != "info" or "learning rate ×" in str(record.get("message")):
                 self.notices.append(record)
 
+    def _add_named(self, record: Mapping[str, Any]) -> None:
+        figures, kind = named_figures(record), str(record.get("event"))
+        if not figures and kind not in NAMED[:2]:
+            return
+        step = int(record["step"])
+        if kind == "rollouts":
+            self._phases = step, sum(value for name, value in figures.items() if name.startswith("time/"))
+        elif kind == "step_end" and self._phases[0] == step:
+            figures[TRAIN_TIME] = max(0.0, as_number(record.get("seconds")) - self._phases[1])
+        self._named[kind].widen(figures)
+        self._named[kind].add(step, figures)
+
+    def _add_completions(self, record: Mapping[str, Any]) -> None:
+        step = int(record.get("step", 0))
+        found = [one for one in self.completions if int(one.get("step", 0)) < step]
+        self.completions = [*(found[::2] if len(found) >= COMPLETIONS else found), record]
+
     def drop_after(self, step: int) -> None:
         """Drop everything after `step`, from which the run continues."""
-        for table in (self._steps, self._evaluations, self._gpu, self._routing, self.loads):
+        for table in (self._steps, self._evaluations, self._gpu, self._routing, *self._named.values()):
             table.drop_after(step)
+        self.loads.drop_after(step)
         self.phases = [p for p in self.phases if int(p.get("step", 0)) <= step]
         self.advice = [a for a in self.advice if int(a.get("step", 0)) <= step]
         self.samples = [s for s in self.samples if int(s.get("step", 0)) <= step]
+        self.completions = [c for c in self.completions if int(c.get("step", 0)) <= step]
 
     def read_files(self) -> None:
         """Read the configuration, ``run.json`` and the evaluations, as far as they are there; secrets are masked."""

@@ -17,6 +17,7 @@ from surogate_core.bundles import (
     Recipe,
     RecipeContext,
     RecipeSpec,
+    TaskSpec,
     WeightFormat,
     WeightFormatSpec,
 )
@@ -26,7 +27,7 @@ from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl import Model
-from surogate_core.dsl.declare import GROUPS, LoRA, target_names
+from surogate_core.dsl.declare import GROUPS, SCORE, LoRA, is_scored, scored_config, target_names
 from surogate_core.dsl.experts import expanded
 from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
@@ -43,6 +44,7 @@ from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.run.ranks import micro_batches_of
 from surogate_core.run.router import router_losses
+from surogate_core.run.task_spec import objective_of, task_spec
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -152,27 +154,48 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         values = scaled_config(values, config.rope_scaling, config.max_model_len)
     elif (chosen.path is None or config.from_scratch) and "max_position_embeddings" not in chosen.config:
         values = covering(values, config.sequence_len)
-    model = (family := _family(chosen.name, values, families, title)).build(values)
+    family = _family(chosen.name, values, families, title)
+    values, model = _built(family, values, registry.all("task").get(config.task))
     weights = weights and weights.with_experts(model.fused_tensors())
     fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
-    adapter = None
-    if config.adapter_path is not None:
-        if chosen.path is None or config.from_scratch:
-            raise UserError(
-                f"adapter_path: {title} begins from random weights, and an adapter belongs to trained ones. "
-                f"Fix: set model=DIR_OR_HUB_ID, or adapter_path=null."
-            )
-        adapter = InitialAdapter.open(config.adapter_path, config.adapter_init_mode, model.fused_tensors())
     return ResolvedModel(
         title=title,
         family=family,
         model=model,
         weights=weights,
         fingerprint=fingerprint,
-        adapter=adapter,
+        adapter=_adapter(config, title, model),
         commit=commit,
         base_overrides=config_overrides(weights.config, values) if weights else {},
     )
+
+
+def _adapter(config: RunConfig, title: str, model: Model) -> InitialAdapter | None:
+    """The adapter that the run begins with."""
+    if config.adapter_path is None:
+        return None
+    if config.model.path is None or config.from_scratch:
+        raise UserError(
+            f"adapter_path: {title} begins from random weights, and an adapter belongs to trained ones. "
+            f"Fix: set model=DIR_OR_HUB_ID, or adapter_path=null."
+        )
+    return InitialAdapter.open(config.adapter_path, config.adapter_init_mode, model.fused_tensors())
+
+
+def _built(family: ModelFamily, values: dict[str, Any], task: TaskSpec | None) -> tuple[dict[str, Any], Model]:
+    """The model and its ``config.json``, with the head that the task trains."""
+    model = family.build(values)
+    if task is None or not task.scores or model.scored:
+        return values, model
+    values = scored_config(values, model.architecture)
+    return values, family.build(values)
+
+
+def check_head(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> None:
+    """Raise `ConfigError` if the model is a reward model and the task trains next tokens."""
+    if resolved.model.scored and not task_spec(config, registry).scores:
+        message = f"{resolved.title} is a reward model, whose head gives scores; task {config.task} trains next tokens."
+        raise ConfigError([Problem(key="task", message=message, fix="task=reward, or name a language model.")])
 
 
 def adapter_notes(config: RunConfig, resolved: ResolvedModel, files: Mapping[str, str]) -> list[str]:
@@ -430,14 +453,20 @@ def weight_format_notes(
 
 
 def assemble(
-    config: RunConfig, registry: Registry, resolved: ResolvedModel, *, borders: int, columns: tuple[str, ...] = ()
+    config: RunConfig,
+    registry: Registry,
+    resolved: ResolvedModel,
+    *,
+    borders: int,
+    columns: tuple[str, ...] | None = None,
 ) -> Assembly:
     """The parts of the run, without its stores.
 
-    `borders`, `columns`: document borders and names of the columns of every micro-batch. Raises `UserError` if the
-    objective reads a column that there is not.
+    `borders`, `columns`: document borders and names of the columns of every micro-batch; None: those that the
+    objective reads. Raises `UserError` if the objective reads a column that there is not.
     """
-    device, objective = resolve_device(config), registry.get("objective", config.objective)
+    device, objective = resolve_device(config), objective_of(config, registry)
+    columns = tuple(sorted(objective.columns)) if columns is None else columns
     check_columns(objective, columns, task=config.task)
     offloader = resolve_offloader(config, registry)
     gradients = offloader.moves("gradients")
@@ -491,12 +520,16 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
         raise ConfigError([problem])
     specs = tuple(distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len)))
     shapes = {n: shape for s in specs if s.role != "adapter" for n, shape in expanded(s.hf_name, s.shape).items()}
+    if not is_scored(resolved.weights.config):
+        shapes.pop(SCORE, None)  # it begins from random numbers
     unused = resolved.weights.check(shapes)
     if resolved.adapter is not None:
         check_merging(resolved.adapter.stack, shapes, tied=resolved.model.tied, key="adapter_path")
         if lora is not None:
+            start = resolved.adapter.start
+            trained = [s for s in specs if s.trainable and (s.hf_name != SCORE or (start and start.replaces(SCORE)))]
             resolved.adapter.check_continues(
-                {n: shape for s in specs if s.trainable for n, shape in expanded(s.hf_name, s.shape).items()},
+                {n: shape for s in trained for n, shape in expanded(s.hf_name, s.shape).items()},
                 rank=lora.adapter.rank,
                 alpha=config.lora_alpha,
             )

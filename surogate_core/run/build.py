@@ -163,7 +163,7 @@ def settled(
     *,
     room: int | None,
     borders: int,
-    columns: tuple[str, ...] = (),
+    columns: tuple[str, ...] | None = None,
 ) -> RunConfig:
     """The configuration with the fastest choice that is predicted to fit into `room` bytes.
 
@@ -182,7 +182,7 @@ def _fitting(
     *,
     room: int | None,
     borders: int,
-    columns: tuple[str, ...],
+    columns: tuple[str, ...] | None,
     prefer: Choice | None = None,
 ) -> Iterator[Choice]:
     """The choices that are predicted to fit, in order, and at last the smallest one. `prefer` comes first."""

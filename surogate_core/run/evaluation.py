@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from surogate_core.bundles import Objective, PreparingTask, Task
 from surogate_core.config.grammar import encode
 from surogate_core.config.schema import RunConfig
 from surogate_core.data import pipeline
@@ -16,9 +17,12 @@ from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.generate.losses import Document, documents_of
 from surogate_core.run.generation import Prepared
+from surogate_core.run.objective_evaluation import measured, refuse_references
 from surogate_core.run.subject import refuse_nan
+from surogate_core.run.task_spec import objective_of, task_spec
 
 if TYPE_CHECKING:
+    from surogate_core.generate.weights import Weights
     from surogate_core.plugins.registry import Registry
 
 
@@ -43,6 +47,9 @@ class Evaluation:
     """Loss minus that of the first model; None for the first, and where the tokens differ."""
     difference_stderr: float | None = None
     """Standard error of the difference, from the documents in pairs."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Further figures of a task with an objective of its own, whose `loss` this is then; perplexity and the standard
+    error are NaN, and the accuracy is that of its rewards."""
 
 
 def evaluate(
@@ -55,18 +62,25 @@ def evaluate(
 ) -> tuple[Evaluation, list[Document]]:
     """The model's figures and its documents. `first`: those of the model to compare with."""
     config = prepared.config
+    spec = task_spec(config, registry)
     data = pipeline.prepare(
         config,
         prepared.tokenizer,
         registry.all("dataset"),
-        trains_prompts=registry.get("task", config.task).trains_prompts,
+        trains_prompts=spec.trains_prompts,
+        group=spec.group,
         progress=progress,
     )
     if data.eval is None:
         raise UserError("surogate eval: nothing is held out. Fix: name the rows to evaluate, datasets=FILE.jsonl")
+    task = spec.task_of(config, data) if spec.objective is not None else None
+    if task is not None:
+        refuse_references(task, spec.name)
     weights = prepared.load(
         registry, progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total))
     )
+    if task is not None and not isinstance(task, PreparingTask):
+        return _by_objective(name, task, objective_of(config, registry), weights, data.eval.digest, progress), []
     batches = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
     documents: list[Document] = []
     for done, found in enumerate(documents_of(weights, batches), start=1):
@@ -74,6 +88,36 @@ def evaluate(
         documents += found
         progress(Progress(task=f"{name}: evaluating", done=done, total=len(batches), unit="micro-batches"))
     return _figures(name, documents, data.eval.digest, first), documents
+
+
+def _by_objective(
+    name: str,
+    task: Task,
+    objective: Objective,
+    weights: Weights,
+    digest: str,
+    progress: Callable[[Progress], None],
+) -> Evaluation:
+    """The figures under the objective of a task."""
+    found = measured(
+        task,
+        objective,
+        weights,
+        lambda done, total: progress(
+            Progress(task=f"{name}: evaluating", done=done, total=total, unit="micro-batches")
+        ),
+    )
+    return Evaluation(
+        model=name,
+        loss=found.loss,
+        stderr=math.nan,
+        perplexity=math.nan,
+        accuracy=found.figures.get("rewards/accuracies", math.nan),
+        documents=found.documents,
+        label_tokens=found.label_tokens,
+        data=digest,
+        figures=found.figures,
+    )
 
 
 def evaluate_all(
@@ -84,7 +128,7 @@ def evaluate_all(
     first = None
     for name, one in prepared.items():
         figures, documents = evaluate(name, one, registry, progress=progress, first=first)
-        first = first or (figures, documents)
+        first = first or ((figures, documents) if documents else None)
         found.append(figures)
     return found
 

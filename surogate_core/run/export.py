@@ -13,6 +13,7 @@ import torch
 from surogate_core import __version__
 from surogate_core.config.resolve import to_dict
 from surogate_core.config.schema import RunConfig
+from surogate_core.dsl.declare import SCORE
 from surogate_core.engine.engine import Engine
 from surogate_core.hf.card import Card, changed_keys
 from surogate_core.hf.export import export_adapter, export_full, generation_of
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from surogate_core.data.report import DataReport
+    from surogate_core.hf.weights import ModelDir
 
 SHOWN_KEYS = ("learning_rate", "lr_scheduler_type", "sequence_len", "train_seed")
 """Keys whose values the model card always has."""
@@ -175,6 +177,7 @@ def _export_adapter(trained: Trained, own: LoraAdapter, card: Card, progress: Ca
         stacked_on=Path(below[-1].source) if below else None,
         expert_names=resolved.model.expert_names(),
         generation_config=generation_of(resolved.weights, resolved.model.config, trained.tokenizer),
+        task_type="SEQ_CLS" if resolved.model.scored else "CAUSAL_LM",
     )
 
 
@@ -183,16 +186,18 @@ def _export_model(
 ) -> None:
     config, resolved, tokenizer = trained.config, trained.resolved, trained.tokenizer
     parameters = trained.engine.parameters
-    values = {**resolved.model.config, "architectures": [resolved.model.architecture]}
+    values = {**resolved.model.config, "architectures": [resolved.model.hf_class]}
     values.pop("quantization_config", None)  # the exported weights are not quantised
     if resolved.weights is None:
         # A preset has the token ids of the published model's tokenizer, not of this one.
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         values.update({name: getattr(tokenizer, name) for name in names})
+    if resolved.model.scored and values.get("pad_token_id") is None:
+        values["pad_token_id"] = tokenizer.pad_token_id  # transformers finds the last token of a text by it
     # Folding starts from the files, whose dtypes are kept, and rounds once. With a quantised base it starts from the
     # weights that the adapter was trained on.
     files = resolved.weights if config.lora and trained.weight_format is None else None
-    tensors = ((n, files.get(n)) for n in files.names()) if files else parameters.base_tensors()
+    tensors = _of_files(files, trained) if files else parameters.base_tensors()
     export_full(
         places(config)[0],
         _shown("the model", folded(tensors, stack), len(parameters.specs), progress),
@@ -201,6 +206,16 @@ def _export_model(
         card=card,
         generation_config=generation_of(resolved.weights, values, tokenizer),
     )
+
+
+def _of_files(files: ModelDir, trained: Trained) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the files. A reward model has the trained head in place of that of the language model."""
+    scored = trained.resolved.model.scored
+    for name in files.names():
+        if not (scored and name in (SCORE, "lm_head.weight")):
+            yield name, files.get(name)
+    if scored:
+        yield from ((n, t) for n, t in trained.engine.parameters.base_tensors() if n == SCORE)
 
 
 def _shown(

@@ -29,6 +29,7 @@ from surogate_core.run.assemble import (
     DTYPES,
     ResolvedModel,
     assemble,
+    check_head,
     check_weights,
     resolve_model,
 )
@@ -149,14 +150,8 @@ class Prepared:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end a completion: those of the generation config or, without one, of the configuration, the
-        tokenizer's end of text, and the token with which the chat template ends a turn.
-        """
-        found: set[int] = set()
-        own = self.generation_config.get("eos_token_id", self.model.config.get("eos_token_id"))
-        for value in (own, self.tokenizer.eos_token_id, turn_end_id(self.tokenizer)):
-            found |= set(value if isinstance(value, list | tuple) else [value]) - {None}
-        return frozenset(found)
+        """The tokens that end a completion."""
+        return stop_ids(self.generation_config, self.model.config, self.tokenizer)
 
     @property
     def sampling(self) -> Sampling:
@@ -195,13 +190,34 @@ class Prepared:
         )
 
 
-def prepare(found: Named, config: RunConfig, registry: Registry) -> Prepared:
+def stop_ids(
+    generation_config: Mapping[str, Any], model_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """The tokens that end a completion: those of ``generation_config.json`` or, without one, of ``config.json``, the
+    tokenizer's end of text, and the token with which the chat template ends a turn.
+    """
+    found: set[int] = set()
+    own = generation_config.get("eos_token_id", model_config.get("eos_token_id"))
+    for value in (own, tokenizer.eos_token_id, turn_end_id(tokenizer)):
+        found |= set(value if isinstance(value, list | tuple) else [value]) - {None}
+    return frozenset(found)
+
+
+def prepare(found: Named, config: RunConfig, registry: Registry, *, scored: bool = False) -> Prepared:
     """The model that `config` describes, with the adapters of `found` on it; no weight is read.
 
-    Raises `UserError` for a model, an adapter or a tokenizer that cannot be used.
+    `scored`: whether it may be a reward model. Raises `UserError` for a model, an adapter or a tokenizer that cannot be
+    used.
     """
     config = replace(on_one_gpu(config), recompute=False, lmhead_chunks=1)
     resolved = _with_adapters(resolve_model(config, registry), found)
+    if resolved.model.scored and scored:
+        check_head(config, registry, resolved)
+    elif resolved.model.scored:
+        raise UserError(
+            f"{resolved.title} is a reward model, which scores texts and writes none. "
+            f"Fix: `surogate eval MODEL datasets=pairs.jsonl` measures it on pairs of answers"
+        )
     lora, resolved, notes = _lora(resolved, DTYPES[config.lora_dtype])
     check_weights(config, replace(resolved, adapter=None), lora)
     tokenizer, said = _tokenizer(config, found, resolved)

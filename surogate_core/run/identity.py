@@ -11,6 +11,7 @@ from surogate_core.bundles.options import essential_values
 from surogate_core.config.schema import RunConfig
 from surogate_core.run.assemble import ResolvedModel, weight_format_options, weight_format_spec
 from surogate_core.run.changes import recorded
+from surogate_core.run.task_spec import objective_of, task_spec
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -21,18 +22,18 @@ def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
 
     ``essential`` must be equal for a run to resume; `check_compatible` reports differences in the rest.
     """
-    weight_format = weight_format_spec(config, registry, resolved.model)
+    weight_format, task = weight_format_spec(config, registry, resolved.model), task_spec(config, registry)
     essential = {
         "model": resolved.fingerprint,
         **{f"model.config.{key}": value for key, value in resolved.model.config.items()},
-        "objective": config.objective,
+        "objective": objective_of(config, registry).name,
         "optimizer": config.optimizer.name,
         "recipe": config.recipe.name,
         "lora": config.lora,
     }
     if config.master_dtype == "bf16":
         essential["master_dtype"] = config.master_dtype
-    essential |= essential_values(config.recipe.options)
+    essential |= essential_values(config.recipe.options) | essential_values(task.options_of(config))
     if weight_format is not None:
         essential["weight_format"] = weight_format.name
         essential |= essential_values(weight_format_options(config, weight_format))
@@ -55,7 +56,7 @@ def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
             ("model", resolved.family.name),
             ("recipe", config.recipe.name),
             ("optimizer", config.optimizer.name),
-            ("objective", config.objective),
+            ("objective", config.objective) if task.objective is None else ("task", task.name),
             *([("quant", weight_format.name)] if weight_format is not None else []),
         ]
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.config.schema import RunConfig
-from surogate_core.dsl.declare import TensorSpec
+from surogate_core.dsl.declare import SCORE, TensorSpec, is_scored
 from surogate_core.dsl.experts import EXPERT, expanded
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.pieces import InFile, Kept, OneByOne, RandomSource, Source, pieces
@@ -65,7 +65,7 @@ class _Files:
     weights: ModelDir
     adapter: InitialAdapter | None
     random: Source
-    """The source of new adapters."""
+    """The source of new adapters, and of a new head of a reward model."""
     device: torch.device
     dtype: torch.dtype
     packed: Collection[str]
@@ -105,11 +105,12 @@ class _Files:
     def _is_in_file(self, name: str) -> bool:
         """Whether a tensor is in a file as it is used."""
         folds = any(adapter.adapts(name) for adapter in self._folded)
-        return EXPERT not in name and not folds and not self.weights.is_quantised(name)
+        return name in self.weights.names() and EXPERT not in name and not folds and not self.weights.is_quantised(name)
 
     def _one(self, spec: TensorSpec, *, adopts: bool = False) -> Tensor | Kept:
         name, start, folded = spec.hf_name, self._start, self._folded
-        if spec.role == "adapter" and start is None:
+        new = name == SCORE and not is_scored(self.weights.config) and not (start is not None and start.replaces(name))
+        if new or (spec.role == "adapter" and start is None):
             drawn = self.random(spec)
             assert isinstance(drawn, Tensor)
             return drawn

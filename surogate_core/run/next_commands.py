@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
 
 
-def next_commands(config: RunConfig) -> tuple[tuple[str, str], ...]:
-    """(purpose, command line) of what can be done with the exported result."""
+def next_commands(config: RunConfig, *, scored: bool = False) -> tuple[tuple[str, str], ...]:
+    """(purpose, command line) of what can be done with the exported result; `scored`: it is a reward model."""
     place = Path(config.place)
     whole = not config.lora or config.merge_adapter
     model = place / ("model" if whole else "merged")
@@ -26,10 +26,8 @@ def next_commands(config: RunConfig) -> tuple[tuple[str, str], ...]:
     ours = not whole and config.model.path is not None and Path(config.model.path).expanduser().is_dir()
     sent = shlex.quote(str(model)) if ours else run
     tried = f"surogate generate {run} --prompt TEXT" if config.task == "pt" else f"surogate chat {run}"
-    return (
-        *merge,
-        ("try it", tried),
-        read,
-        ("publish (private)", f"surogate export {sent} --to hub://USER/NAME"),
-        ("serve (vLLM)", f"vllm serve {shlex.quote(str(model))}"),
-    )
+    publish = ("publish (private)", f"surogate export {sent} --to hub://USER/NAME")
+    if scored:
+        # `surogate merge` does not fold an adapter with a head of its own; a run with merge_adapter=true does.
+        return (("measure it", f"surogate eval {run} datasets=pairs.jsonl"), read, *(() if ours else (publish,)))
+    return (*merge, ("try it", tried), read, publish, ("serve (vLLM)", f"vllm serve {shlex.quote(str(model))}"))

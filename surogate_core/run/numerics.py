@@ -15,6 +15,7 @@ import torch
 
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
+from surogate_core.data.referenced import ReferencedTask
 from surogate_core.data.sampler import collate
 from surogate_core.dsl import Model
 from surogate_core.engine.engine import Engine, StepResult
@@ -22,8 +23,11 @@ from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.run.assemble import resolve_device, resolve_model, resolve_recipe, resolve_weight_format
 from surogate_core.run.build import Choice, build_engine
+from surogate_core.run.identity import identity_of
 from surogate_core.run.ranks import on_one_gpu
+from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.rounding import Rounded, Roundings, rounding_of
+from surogate_core.run.task_spec import task_spec
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.drive import drive
 from surogate_core.train.precision import PrecisionWatch
@@ -96,8 +100,17 @@ def measure(
     tokenizer, _ = tokenizer_of_run(
         first, vocab_size=resolved.model.vocab_size, pretrained=resolved.weights is not None
     )
-    spec = registry.get("task", first.task)
-    data = prepare(first, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts, progress=progress)
+    spec = task_spec(first, registry)
+    if spec.online is not None:
+        raise UserError(f"task {spec.name}: samples from the model, so runs of it see different data. Fix: task=sft")
+    data = prepare(
+        first,
+        tokenizer,
+        registry.all("dataset"),
+        trains_prompts=spec.trains_prompts,
+        group=spec.group,
+        progress=progress,
+    )
     device = resolve_device(first)
     roundings = _roundings([config for _, config in runs], registry, resolved.model, device)
     trainings: list[Training] = []
@@ -151,15 +164,18 @@ def _train(
     *,
     prefer: Choice | None,
 ) -> tuple[Engine, Training]:
-    task = registry.get("task", config.task).build(config, data)
+    task, resolved = task_spec(config, registry).task_of(config, data), resolve_model(config, registry)
     engine = build_engine(
         config,
         registry,
-        resolve_model(config, registry),
+        resolved,
         sample=task.sample(),
         progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total)),
         prefer=prefer,
     )
+    if isinstance(task, ReferencedTask):
+        policy = policy_of(identity_of(config, registry, resolved)["essential"], config, registry, {})
+        add_references(config, engine, task, policy=policy, show=progress)
     watch = PrecisionWatch.of(engine)
     held: list[tuple[int, float]] = []
     losses: list[float] = []

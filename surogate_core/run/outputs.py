@@ -35,6 +35,7 @@ from surogate_core.train.checkpoint import CheckpointDir
 
 if TYPE_CHECKING:
     from surogate_core.bundles import Monitor
+    from surogate_core.data.pipeline import PreparedData
     from surogate_core.plugins.registry import Registry
 
 log = structlog.get_logger(__name__)
@@ -163,7 +164,6 @@ class Outputs:
     def write_files(self, config: RunConfig, run: str, identity: Mapping[str, Any], material: Material) -> None:
         """Write ``config.yaml`` and ``run.json``. `config`: with what the run's data and model have changed in it."""
         header = f"# The resolved configuration of this run; `surogate {config.task}` on this file repeats it.\n"
-        data = material.data
         facts = {
             "run": run,
             "surogate": __version__,
@@ -171,17 +171,8 @@ class Outputs:
             "plugins": self._registry.plugin_set(digests=True),
             "plugins_in_use": sorted(identity["plugins"]),
             "seeds": {"train_seed": config.train_seed, "eval_seed": config.eval_seed},
-            "data": data.digest,
-            "data_report": {
-                "rows_read": data.report.rows_read,
-                "bad_rows": data.report.bad_row_count,
-                "trained_share": data.report.trained_share,
-                "longest_document": material.longest,
-                "datasets": [dataclasses.asdict(d) for d in data.report.datasets],
-                "train": dataclasses.asdict(data.report.train),
-                "eval": dataclasses.asdict(data.report.eval) if data.report.eval else None,
-                "examples": examples(data.train, material.tokenizer),
-            },
+            "data": material.data.digest if material.data is not None else None,
+            "data_report": _data_facts(material.data, material) if material.data is not None else None,
             "base_model": identity["base_model"],
             "base_commit": identity["base_commit"],
             "base_files": identity["base_files"],
@@ -199,7 +190,23 @@ class Outputs:
     def write_result(self, end: RunEnd) -> None:
         """Add the result to ``run.json``."""
         names: tuple[str, ...] = ("reason", "step", "seconds", "first_eval_loss", "last_eval_loss", "last_eval_step")
+        names += ("first_reward", "last_reward", "best_reward")
         names += ("best_eval_loss", "best_step", "export_path", "export_step")
         result = {name: strict_json(getattr(end, name)) for name in names}
         text = json.dumps({**self._facts, "result": result}, indent=1) + "\n"
         atomic.replace_file(self._directory / FACTS, text.encode(), key="output_dir")
+
+
+def _data_facts(data: PreparedData, material: Material) -> dict[str, Any]:
+    """What ``run.json`` says of the data."""
+    report = data.report
+    return {
+        "rows_read": report.rows_read,
+        "bad_rows": report.bad_row_count,
+        "trained_share": report.trained_share,
+        "longest_document": material.longest,
+        "datasets": [dataclasses.asdict(d) for d in report.datasets],
+        "train": dataclasses.asdict(report.train),
+        "eval": dataclasses.asdict(report.eval) if report.eval else None,
+        "examples": examples(data.train, material.tokenizer),
+    }

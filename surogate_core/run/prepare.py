@@ -12,19 +12,22 @@ import structlog
 import torch
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Evaluation, Recipe, Steps, TaskSpec, WeightFormat
+from surogate_core.bundles import Evaluation, PrepareContext, PreparingTask, Recipe, Steps, Task, WeightFormat
+from surogate_core.bundles.tasks import evaluator_of
 from surogate_core.config import sharing
 from surogate_core.config.flat import flat_defaults, no_effect_notes
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.preview import suspicious_examples
 from surogate_core.dsl.rope import check_covers
+from surogate_core.engine.device_memory import give_back
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
 from surogate_core.hf.contents import Contents, check_contents, digest_cache
 from surogate_core.run.assemble import (
     ResolvedModel,
     check_commit,
+    check_head,
     check_weights,
     pinned,
     resolve_device,
@@ -41,6 +44,7 @@ from surogate_core.run.changes import changes_note
 from surogate_core.run.experts import expert_notes
 from surogate_core.run.ranks import on_one_gpu
 from surogate_core.run.router import router_notes
+from surogate_core.run.task_spec import Surroundings, check_end, online_task, task_keys, task_spec
 from surogate_core.run.token_budget import adjusted_epochs, token_budget
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
@@ -86,7 +90,9 @@ class Material:
     """What a run trains on."""
 
     tokenizer: PreTrainedTokenizerBase
-    data: PreparedData
+    data: PreparedData | None
+    """The packed rows; None for a task that reads no data set."""
+    task: Task
     sample: MicroBatch
     """Has the shapes of every micro-batch."""
     steps: Steps
@@ -115,9 +121,9 @@ def _lora_notes(config: RunConfig) -> list[str]:
     if config.lora:
         return []
     usual = RunConfig()
-    found = [
-        f.name for f in fields(config) if f.name in _LORA_KEYS and getattr(config, f.name) != getattr(usual, f.name)
-    ]
+    values = ((f.name, getattr(config, f.name)) for f in fields(config) if f.name in _LORA_KEYS)
+    # A task's option may switch dropout off, which is how it is without adapters too.
+    found = [k for k, value in values if value != getattr(usual, k) and (k, value) != ("lora_dropout", 0.0)]
     return [f"{', '.join(found)}: no effect with lora=false."] if found else []
 
 
@@ -142,6 +148,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     show(Progress(task="fetching the model", done=0, total=1))
     resolved = resolve_model(config, registry)
     show(Progress(task="fetching the model", done=1, total=1))
+    check_head(config, registry, resolved)
     config = pinned(config, resolved)
     unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
     if unused:
@@ -150,7 +157,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     recipe = resolve_recipe(config, registry, device)
     notes = [recipe.note] if recipe.note else []
     notes += [*expert_notes(config, resolved, recipe, device), *router_notes(config, resolved.model)]
-    keys = weight_format_keys(config, registry, resolved.model)
+    keys = weight_format_keys(config, registry, resolved.model) | task_keys(config, registry)
     notes += no_effect_notes(config, registry, used=lambda key: key in keys)
     notes += [
         *sharing.notes(config),
@@ -158,7 +165,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
         *_init_notes(config, recipe, resolve_weight_format(config, registry, resolved.model)),
     ]
     notes += weight_format_notes(config, registry, resolved, device)
-    notes += [n for n in (unused_note(unused, tied=resolved.model.tied), *resolved.notes) if n]
+    notes += [n for n in (unused_note(unused, tied=resolved.model.tied or resolved.model.scored), *resolved.notes) if n]
     contents = None
     if resolved.weights is not None and digests:
         # In the background: a run that resumes nothing needs the digests only for its first checkpoint.
@@ -210,28 +217,48 @@ def checkpoint_to_resume(
     return checkpoint, notes
 
 
-def prepare_material(base: Base, registry: Registry, checkpoint: Checkpoint | None, show: Show) -> Material:
+def prepare_material(
+    base: Base, registry: Registry, checkpoint: Checkpoint | None, show: Show, surroundings: Surroundings
+) -> Material:
     """Tokenise and pack the data, or map the cached result; the steps continue from the checkpoint."""
     config, model = base.config, base.resolved.model
     tokenizer, of_tokenizer = tokenizer_of_run(
         config, vocab_size=model.vocab_size, pretrained=base.resolved.weights is not None
     )
-    spec: TaskSpec = registry.get("task", config.task)
-    data = prepare(config, tokenizer, registry.all("dataset"), trains_prompts=spec.trains_prompts, progress=show)
-    longest = max(rows.longest for rows in (data.train, data.eval) if rows is not None)
+    spec = task_spec(config, registry)
+    data, longest, notes = None, config.sequence_len, [*of_tokenizer]
+    if spec.needs_data:
+        data = prepare(
+            config,
+            tokenizer,
+            registry.all("dataset"),
+            trains_prompts=spec.trains_prompts,
+            group=spec.group,
+            progress=show,
+        )
+        longest = max(rows.longest for rows in (data.train, data.eval) if rows is not None)
+        notes += [data.report.summary(), *data.report.warnings, *suspicious_examples(data, tokenizer)]
     check_covers(model.config, longest)
-    # A step has the same rows however many ranks share it.
-    task = spec.build(on_one_gpu(config), data)
-    if config.load_best and task.evaluation() is None:
+    if spec.online is not None:
+        task = online_task(config, registry, base.resolved, tokenizer, data, surroundings)
+    else:
+        assert data is not None
+        # A step has the same rows however many ranks share it.
+        task = spec.task_of(on_one_gpu(config), data)
+    if isinstance(task, PreparingTask):
+        task.prepare(PrepareContext(config=config, tokenizer=tokenizer, registry=registry, show=show))
+        give_back()
+    if config.load_best and task.evaluation() is None and evaluator_of(task) is None:
         message = "there is no held-out data to tell which step is best."
         raise ConfigError([Problem(key="load_best", message=message, fix="validation_split_ratio=0.1")])
     steps = task.steps()
+    check_end(config, steps)
     if checkpoint is not None:
         steps.load_state(checkpoint.state.get("loader", {}))
-    notes = [*of_tokenizer, data.report.summary(), *data.report.warnings, *suspicious_examples(data, tokenizer)]
     return Material(
         tokenizer=tokenizer,
         data=data,
+        task=task,
         sample=task.sample(),
         steps=steps,
         evaluation=task.evaluation(),

@@ -78,8 +78,8 @@ def facts_of(base: Base, material: Material, registry: Registry, checkpoint: Che
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "the model": base.resolved.fingerprint,
-        "the training rows": data.train.digest,
-        "the held-out rows": data.eval.digest if data.eval is not None else None,
+        "the training rows": data.train.digest if data is not None else None,
+        "the held-out rows": data.eval.digest if data is not None and data.eval is not None else None,
         "the step of the checkpoint": checkpoint.step if checkpoint is not None else None,
     }
     for plugin in registry.plugin_set(digests=True):

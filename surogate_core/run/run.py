@@ -6,16 +6,18 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 import torch
 
+from surogate_core.bundles.tasks import evaluator_of, is_online
 from surogate_core.config.schema import RunConfig
+from surogate_core.data.referenced import ReferencedTask
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import SurogateError
-from surogate_core.events import Progress, RunEnd, RunStart
+from surogate_core.events import Event, Progress, RunEnd, RunStart
 from surogate_core.hf.contents import Contents
 from surogate_core.hf.export import check_place
 from surogate_core.mesh.lifeline import PeerFailed
@@ -49,7 +51,9 @@ from surogate_core.run.ranks import (
 )
 from surogate_core.run.rate_check import rate_note
 from surogate_core.run.record import new_run_id
+from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.samples import Sampler, rows_of
+from surogate_core.run.task_spec import Surroundings
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.follow import Follower
@@ -57,6 +61,7 @@ from surogate_core.train.loop import Loop
 from surogate_core.train.signals import StopSignals
 
 if TYPE_CHECKING:
+    from surogate_core.bundles import OnlineSteps
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.watch import Watch
 
@@ -145,11 +150,16 @@ class _Run:
         self.config = base.config
         checkpoints.run = new_run_id() if checkpoint is None else checkpoint.run
         with self.mesh.first("data"):
-            material = prepare_material(base, self.registry, checkpoint, self._show)
+            material = prepare_material(base, self.registry, checkpoint, self._show, self._surroundings())
             sampler, notes = Sampler.of(self.config, self.registry, base.resolved, material.tokenizer, self._show)
         self.notes += [*material.notes, *notes]
         self._compare(base, material, checkpoint)
         engine = self._build(base, material, checkpoint)
+        if isinstance(material.task, ReferencedTask):
+            # The engine has the weights from before the first step, also in a run that resumes.
+            files = base.files(self._show) if self.mesh.leads else {}
+            policy = policy_of(identity["essential"], self.config, self.registry, files)
+            add_references(self.config, engine, material.task, policy=policy, show=self._show)
         if not self.mesh.leads:
             return self._follow(engine, material, checkpoints.root, checkpoint)
         identity |= {
@@ -173,9 +183,11 @@ class _Run:
             gemm_flops_per_second=self.rate,
             mesh=self.mesh,
         )
-        loop.sampler = sampler
+        loop.sampler, loop.evaluator = sampler, evaluator_of(material.task)
         self._accept(loop, checkpoint, checkpoints, material)
         loop.emit(self._start(base, material, loop))
+        if is_online(material.steps):
+            cast("OnlineSteps", material.steps).attach(engine)
         reason = loop.run()
         self._finish(reason, base, material, loop)
         loop.leader.end()
@@ -254,7 +266,7 @@ class _Run:
         self.notes += product_notes(engine.programs.kernels.chosen, engine.model, base.device)
         # Kernel packs are looked up only now.
         self.notes += self.registry.untold()
-        if self.config.epoch_adjustment:
+        if self.config.epoch_adjustment and material.data is not None:
             parameters, tokens = engine.parameters.counts()[0], material.data.report.train.tokens
             self.config, note = with_adjusted_epochs(self.config, parameters=parameters, tokens=tokens)
             self.notes.append(note)
@@ -288,7 +300,7 @@ class _Run:
             tokenizer=material.tokenizer,
             state=loop.state,
             exported_step=loop.state.step,
-            data=data_in_words(self.config, material.data.report),
+            data=data_in_words(self.config, material.data.report) if material.data is not None else "",
             longest=material.longest,
             base_files=base.files(self._show),
             weight_format=weight_format.name if weight_format is not None else None,
@@ -298,7 +310,8 @@ class _Run:
             place = export(trained, self._progress)
         message = _own_data(self.config) if reason == "finished" else f"Stopped: {loop.stop_reason}."
         end = self._end(reason, place, message)
-        end = replace(end, export_step=trained.exported_step, next_commands=next_commands(self.config))
+        commands = next_commands(self.config, scored=base.resolved.model.scored)
+        end = replace(end, export_step=trained.exported_step, next_commands=commands)
         self.outputs.write_result(end)
         self.bus.emit(end)
 
@@ -326,6 +339,15 @@ class _Run:
     def _show(self, event: Progress) -> None:
         self.bus.emit(event)
         self._stop_if_asked()
+
+    def _surroundings(self) -> Surroundings:
+        """What the task may use while the run trains."""
+
+        def emit(event: Event) -> None:
+            assert self.loop is not None
+            self.loop.emit(event)
+
+        return Surroundings(emit=emit, stopped=lambda: self.signals.received is not None)
 
     def _stop_if_asked(self) -> None:
         # Once the ranks are connected, they end together: the loop agrees on it before the first step. Until then the
@@ -357,15 +379,16 @@ class _Run:
             model=resolved.title,
             parameters=parameters,
             trainable_parameters=trainable,
-            train_tokens=material.data.report.train.tokens,
+            train_tokens=material.data.report.train.tokens if material.data is not None else 0,
             steps=loop.total_steps,
             start_step=loop.state.step,
-            tokens_per_step=engine.settings.tokens * engine.settings.micro_batches,
+            tokens_per_step=0 if is_online(material.steps) else engine.settings.tokens * engine.settings.micro_batches,
             epochs=loop.total_steps / material.steps.steps_per_epoch,
             device=_in_words(engine.settings.device, ranks=self.mesh.world),
             gpus=self.mesh.world,
             gemm_flops_per_second=self.rate,
             active_parameters=parameters - idle if (idle := idle_parameters(engine)) else None,
+            objective=engine.assembly.objective.name,
             notes=tuple(notes),
         )
 
@@ -381,6 +404,9 @@ class _Run:
             last_eval_step=state.evaluated_step or None if state else None,
             best_eval_loss=state.best_eval_loss if state else None,
             best_step=state.best_step if state else None,
+            first_reward=state.first_reward if state else None,
+            last_reward=state.last_reward if state else None,
+            best_reward=state.best_reward if state else None,
             export_path=str(place) if place else None,
             # Repeat the failure of a monitor, such as the one that keeps the record: it may be hours old.
             message="\n".join(text for text in (message, *self.bus.failures) if text),

@@ -184,6 +184,13 @@ class Sampler:
         )
 
 
+def without_values(programs: ProgramBuilder) -> Weights:
+    """The weights of an engine on the device ``meta``, to predict what generation needs."""
+    return Weights(
+        plan=programs.plan, parameters=programs.parameters, programs=programs, store=DeviceStore("weights"), rows=None
+    )
+
+
 def cache_note(
     config: RunConfig, registry: Registry, resolved: ResolvedModel, programs: ProgramBuilder
 ) -> tuple[int, str]:
@@ -194,9 +201,8 @@ def cache_note(
     tokenizer, _ = tokenizer_of_run(config, vocab_size=resolved.model.vocab_size, pretrained=pretrained)
     sampler, _ = Sampler.of(config, registry, resolved, tokenizer)
     assert sampler is not None
-    plan, parameters = programs.plan, programs.parameters
-    weights = Weights(plan=plan, parameters=parameters, programs=programs, store=DeviceStore("weights"), rows=None)
-    slots = usual_slots(plan.assembly.settings.device, sampler.requests)
+    weights = without_values(programs)
+    slots = usual_slots(programs.plan.assembly.settings.device, sampler.requests)
     longest = longest_of(sampler.requests)
     nbytes = needed_bytes(weights, longest)(slots)
     what = f"{slots} sequences of {longest:,} tokens need" if slots > 1 else f"a sequence of {longest:,} tokens needs"

@@ -108,8 +108,10 @@ def prompt_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, name: str) 
     return _checked(ids, name)
 
 
-def prompt_of_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, name: str) -> Prompt:
-    """The tokens of a conversation up to the assistant's next turn."""
+def prompt_of_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, name: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> Prompt:
+    """The tokens of a conversation up to the assistant's next turn. `tools`: those that the template lists."""
     if not messages:
         raise UserError(f"{name}: has no message. Fix: give at least one.")
     for place, message in enumerate(messages):
@@ -117,9 +119,9 @@ def prompt_of_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, *
             state = "has no role" if isinstance(message, Mapping) else "is text" if isinstance(message, str) else None
             what = f"messages[{place}] {state or 'is no object'}"
             raise UserError(f'{name}: {what}. Fix: each message is {{"role": …, "content": …}}')
-    chat = chat_of(tokenizer)
+    chat = chat_of(tokenizer, tools or None)
     try:
-        text = chat.render(chat.encoder.guarded(list(messages)), add_generation_prompt=True)
+        text = chat.render(chat.encoder.guarded(list(messages)), tools or None, add_generation_prompt=True)
     except RowError as error:
         raise UserError(f"{name}: {str(error).rstrip('.')}. Fix: correct the messages, or `template`.") from error
     if chat.encoder.backend is not None:
@@ -202,6 +204,13 @@ def settings_of(weights: Weights, requests: Sequence[Request], *, slots: int | N
     least = 1 if slots is None else slots
     fix = "fewer --slots, a lower --max-new-tokens, or a shorter prompt"
     return RolloutSettings(slots=fitting_slots(weights, context, wanted, least=least, fix=fix), context=context)
+
+
+def warm_up(engine: RolloutEngine, *, slots: int, context: int) -> None:
+    """Compile and capture what the first request would wait for, and find weights that are not numbers."""
+    one = Request(prompt=(0,), max_new_tokens=min(2, context - 1), sampling=Sampling(temperature=0))
+    for count in sorted({1, slots}):  # a GPU has one kind of step for few sequences and one for many
+        engine.generate([one] * count)
 
 
 def longest_of(requests: Sequence[Request]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surogate_core.bundles import Request, RolloutSettings, Sampling
+from surogate_core.bundles import RolloutSettings, Sampling
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import UserError
 from surogate_core.run.adapters import Adapters, prepare_beside
@@ -21,7 +21,7 @@ from surogate_core.run.generation import (
     rollout_of,
     with_adapter,
 )
-from surogate_core.run.texts import fitting_slots
+from surogate_core.run.texts import fitting_slots, warm_up
 from surogate_core.serve.models import Served
 from surogate_core.serve.server import Note, Server
 from surogate_core.serve.worker import Worker
@@ -96,11 +96,8 @@ def load(
         fix="fewer --slots, or a lower --context",
     )
     engine = spec.open(weights, RolloutSettings(slots=slots, context=context, frozen=True))
-    # What the first request would wait for is compiled now, and weights that are not numbers are found.
     progress("warming up", 0, 1)
-    one = Request(prompt=(0,), max_new_tokens=min(2, context - 1), sampling=Sampling(temperature=0))
-    for count in sorted({1, slots}):  # a GPU has one kind of step for few sequences and one for many
-        engine.generate([one] * count)
+    warm_up(engine, slots=slots, context=context)
     progress("warming up", 1, 1)
 
     def activate(name: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from surogate_core.bundles import DatasetFormat, FormatChoice
 from surogate_core.data.contract import fault_of
-from surogate_core.data.encoded import EncodeContext, Encoded, RowError
+from surogate_core.data.encoded import EncodeContext, Encoded, Group, RowError, members
 from surogate_core.errors import UserError
 from surogate_core.testing.chat_templates import byte_tokenizer
 from surogate_core.testing.check import NotApplicable, ensure
@@ -29,11 +29,11 @@ def _examples(spec: DatasetFormat) -> list[tuple[Mapping[str, Any], Any]]:
     return [(row, spec.options(**fields)) for row, fields in spec.examples]
 
 
-def _encode(spec: DatasetFormat, row: Mapping[str, Any], options: Any, around: EncodeContext) -> Encoded:
+def _encode(spec: DatasetFormat, row: Mapping[str, Any], options: Any, around: EncodeContext) -> tuple[Encoded, ...]:
     assert spec.encode is not None
     found = spec.encode(row, options, around)
-    ensure(isinstance(found, Encoded), f"encode returned {type(found).__name__}, not Encoded")
-    return found
+    ensure(isinstance(found, Encoded | Group), f"encode returned {type(found).__name__}, not Encoded or Group")
+    return members(found)
 
 
 def labels_are_inputs(spec: DatasetFormat) -> None:
@@ -48,13 +48,14 @@ def labels_are_inputs(spec: DatasetFormat) -> None:
                 if around.tokenizer.chat_template:
                     raise
                 continue
-            ids, labels = found.input_ids, found.labels
-            fault = fault_of(found, 1 + max(around.tokenizer.get_vocab().values()))
-            ensure(not fault, fault)
-            ensure(found.label_tokens > 0, "no token is trained")
             again = _encode(spec, row, options, around)
-            ensure(np.array_equal(again.input_ids, ids), "the same row gives other tokens")
-            ensure(np.array_equal(again.labels, labels), "the same row gives other labels")
+            ensure(len(again) == len(found), "the same row gives another number of documents")
+            for document, same in zip(found, again, strict=True):
+                fault = fault_of(document, 1 + max(around.tokenizer.get_vocab().values()))
+                ensure(not fault, fault)
+                ensure(document.label_tokens > 0, "no token is trained")
+                ensure(np.array_equal(same.input_ids, document.input_ids), "the same row gives other tokens")
+                ensure(np.array_equal(same.labels, document.labels), "the same row gives other labels")
 
 
 def refuses_bad_rows(spec: DatasetFormat) -> None:

@@ -28,11 +28,16 @@ from surogate_core.events import (
     Progress,
     RankStats,
     ReportWritten,
+    RolloutEval,
+    Rollouts,
+    RolloutSample,
+    RolloutSamples,
     RoutingStats,
     RunEnd,
     RunInfo,
     RunStart,
     Samples,
+    Spread,
     StepEnd,
 )
 from surogate_core.testing.check import NotApplicable, ensure
@@ -47,7 +52,7 @@ _STEP: dict[str, Any] = {
 
 def events() -> list[Event]:
     """The events of one run in order, including a loss and a norm that are not finite."""
-    steps = [StepEnd(step=n, loss=3.0 / n, **_STEP) for n in (1, 2)]
+    steps = [StepEnd(step=n, loss=3.0 / n, figures={"rewards/margins": 0.1 * n}, **_STEP) for n in (1, 2)]
     bad = StepEnd(step=3, loss=float("nan"), **(_STEP | {"grad_norm": float("inf")}))
     return [
         Progress(task="loading weights", done=1, total=2),
@@ -75,14 +80,34 @@ def events() -> list[Event]:
             worst="layer 0 mlp.up_proj activation", worst_excess=1.5,
         ),
         Notice(level="warning", message="something", data={"key": 1}),
+        *_rollouts(),
         bad,
-        EvalEnd(step=3, loss=2.0, label_tokens=32, seconds=0.1, gap=0.5),
+        EvalEnd(step=3, loss=2.0, label_tokens=32, seconds=0.1, gap=0.5, figures={"rewards/margins": 0.2}),
         Samples(step=3, prompts=("Once upon",), texts=(" a time",)),
         CheckpointSaved(step=3, path="checkpoint-3", seconds=0.1, reason="end"),
         RunEnd(
             reason="finished", step=3, seconds=1.0, first_eval_loss=4.0, last_eval_loss=2.0, export_path=None
         ),
         ReportWritten(path="report.html"),
+    ]  # fmt: skip
+
+
+def _rollouts() -> list[Event]:
+    """Those of a step of reinforcement learning in which a reward is not finite and one is missing."""
+    sample = RolloutSample(
+        prompt="2 + 2", completion=" 4", reward=1.0, rewards={"correct": 1.0, "format": None}, advantage=0.7,
+        reason="stop", length=2,
+    )  # fmt: skip
+    missing = RolloutSample(prompt="2 + 2", completion=" [", reward=None, reason="timeout", length=8)
+    lengths, rewards = Spread(5.0, 3.0, 2.0, 8.0), {"correct": Spread(0.5, 0.5, 0.0, 1.0)}
+    return [
+        Rollouts(
+            step=3, prompts=2, completions=4, reward=Spread(0.5, float("nan"), 0.0, 1.0), rewards=rewards,
+            without_signal=0.5, refills=1, kept=0.5, faults={"timeout": 1}, length=lengths, terminated_length=None,
+            truncated=0.25, tokens=20, turns=1.5, seconds={"generate": 0.2, "score": 0.01},
+        ),
+        RolloutSamples(step=3, samples=(sample, missing)),
+        RolloutEval(step=3, tasks=4, reward=None, faults={"timeout": 4}, length=lengths, tokens=20, seconds=0.1),
     ]  # fmt: skip
 
 

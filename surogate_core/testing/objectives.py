@@ -76,6 +76,24 @@ def has_a_differentiable_loss_of_sequences(objective: Objective) -> None:
     ensure(bool(gradient_N[labels_N != IGNORE_LABEL].any()), "no trained token has a gradient")
 
 
+def reports_its_figures(objective: Objective) -> None:
+    """Each of `figures`, where there are any: finite, one value a token or 0-d, and a count that is not negative."""
+    logits_NV, labels_N, columns = _case(objective, torch.float32)
+    positions_N = torch.arange(6, dtype=torch.int32).repeat(2)
+    with torch.no_grad():
+        loss_N = objective.token_loss(logits_NV, labels_N, columns)
+        of_tokens = objective.token_figures(logits_NV, labels_N, columns) if objective.token_figures else ()
+        sums = objective.sequence_figures(loss_N, positions_N, columns) if objective.sequence_figures else ()
+    names = objective.figures
+    ensure(len(of_tokens) + len(sums) == len(names), f"{len(of_tokens) + len(sums)} figures for the names {names}")
+    for name, value in zip(names, [*of_tokens, *sums], strict=True):
+        shape = labels_N.shape if name in names[: objective.of_tokens] else torch.Size()
+        ensure(value.shape == shape, f"{name} has shape {tuple(value.shape)}, not {tuple(shape)}")
+        values = value[labels_N != IGNORE_LABEL] if value.dim() else value
+        ensure(bool(values.isfinite().all()), f"{name} is not finite")
+    ensure(not sums or float(sums[0]) >= 0, "the count of the sequence figures is negative")
+
+
 def trains(objective: Objective) -> None:
     """It is traced with the head, whole and in chunks, and on a tiny model the loss falls."""
     batch = tiny.batches(0)[0]
@@ -93,5 +111,6 @@ CHECKS = (
     is_differentiable,
     does_not_look_at_other_tokens,
     has_a_differentiable_loss_of_sequences,
+    reports_its_figures,
     trains,
 )

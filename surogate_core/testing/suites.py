@@ -21,6 +21,7 @@ APART = frozenset({"monitor", "launcher"})
 _MODULES = {
     "objective": "objectives",
     "task": "tasks",
+    "advantage": "advantages",
     "recipe": "recipes",
     "quant": "weight_formats",
     "optimizer": "optimizers",
@@ -31,6 +32,7 @@ _MODULES = {
     "rollout": "rollouts",
     "export": "exports",
     "eval": "evaluators",
+    "environment": "environments",
     "launcher": "launchers",
     "fabric": "fabrics",
 }

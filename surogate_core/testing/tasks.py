@@ -10,17 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import DatasetFormat, NoOptions, Task, TaskSpec
 from surogate_core.bundles.tasks import next_share
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.encoded import EncodeContext, Encoded
+from surogate_core.data.encoded import EncodeContext, Encoded, Group
 from surogate_core.data.pipeline import prepare
+from surogate_core.data.referenced import ReferencedTask, References
+from surogate_core.data.shards import PackedRows
 from surogate_core.errors import UserError
 from surogate_core.testing.chat_templates import byte_tokenizer
-from surogate_core.testing.check import ensure
+from surogate_core.testing.check import NotApplicable, ensure
 
 STEPS = 7
 """Number of steps that are compared; more than an epoch of the data here has."""
@@ -31,9 +35,26 @@ def _encode(row: Mapping[str, Any], options: Any, context: EncodeContext) -> Enc
     return Encoded.from_mask(ids, [place > 0 for place in range(len(ids))])
 
 
+@dataclasses.dataclass(frozen=True)
+class _EncodeGroup:
+    """A group of documents of the row, each shorter than the one before."""
+
+    size: int
+
+    def __call__(self, row: Mapping[str, Any], options: Any, context: EncodeContext) -> Group:
+        text = row["text"]
+        parts = (text[: len(text) // (number + 2) + 2] for number in range(self.size))
+        return Group(documents=tuple(_encode({"text": part}, options, context) for part in parts))
+
+
 @contextmanager
 def small(spec: TaskSpec, *, documents: int = 40) -> Iterator[Task]:
-    """The task on a few rows of 64 tokens, two a micro-batch and two micro-batches a step; an eighth is held out."""
+    """The task on a few rows of 64 tokens, two a micro-batch and two micro-batches a step; an eighth is held out.
+
+    Raises `NotApplicable` for a task that makes its steps with the model.
+    """
+    if spec.online is not None:
+        raise NotApplicable("the task makes its steps with the model")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         rows = (
@@ -50,19 +71,40 @@ def small(spec: TaskSpec, *, documents: int = 40) -> Iterator[Task]:
             gradient_accumulation_steps=2,
             validation_split_ratio=0.125,
         )
-        lines = DatasetFormat(name="lines", options=NoOptions, encode=_encode)
-        data = prepare(config, byte_tokenizer(), {"lines": lines}, trains_prompts=spec.trains_prompts)
-        yield spec.build(config, data)
+        encode = _encode if spec.group == 1 else _EncodeGroup(spec.group)
+        tasks = None if spec.group == 1 else (spec.name,)
+        lines = DatasetFormat(name="lines", options=NoOptions, encode=encode, tasks=tasks)
+        data = prepare(config, byte_tokenizer(), {"lines": lines}, trains_prompts=spec.trains_prompts, group=spec.group)
+        task = spec.task_of(config, data)
+        if isinstance(task, ReferencedTask):
+            task.refer([_references(rows, wanted) for rows, wanted in task.referenced(1000)])
+        yield task
+
+
+def _references(rows: PackedRows, wanted_R: NDArray[np.int64]) -> References:
+    """Arbitrary log-probabilities."""
+    logprobs_RL = -np.random.default_rng(0).random((len(wanted_R), rows.sequence_len), np.float32)
+    return References(rows_R=wanted_R, logprobs_RL=logprobs_RL)
 
 
 def _difference(a: MicroBatch, b: MicroBatch) -> str:
     """The first field in which two micro-batches differ; empty where they are equal."""
-    for field in dataclasses.fields(MicroBatch):
-        left, right = getattr(a, field.name), getattr(b, field.name)
-        both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
-        if not (torch.equal(left, right) if both else left == right):
-            return field.name
+    left, right = _values(a), _values(b)
+    for name in {**left, **right}:
+        one, other = left.get(name), right.get(name)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            equal = torch.equal(one, other)
+        else:
+            equal = type(one) is type(other) and one == other
+        if not equal:
+            return name
     return ""
+
+
+def _values(batch: MicroBatch) -> dict[str, Any]:
+    """Its fields and columns by name."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(MicroBatch)}
+    return {**{f"column {name}": column for name, column in values.pop("columns").items()}, **values}
 
 
 def _ensure_equal(found: list[list[MicroBatch]], expected: list[list[MicroBatch]], when: str) -> None:
@@ -159,8 +201,8 @@ def evaluates_the_same(spec: TaskSpec) -> None:
 
 
 def _shapes(batch: MicroBatch) -> dict[str, str]:
-    tensors = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    return {n: f"{list(t.shape)} {t.dtype} {t.device}" for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+    tensors = {name: value for name, value in _values(batch).items() if isinstance(value, torch.Tensor)}
+    return {name: f"{list(t.shape)} {t.dtype} {t.device}" for name, t in tensors.items()}
 
 
 CHECKS = (

@@ -12,8 +12,8 @@ from surogate_core.mesh.mesh import Mesh
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.flops import Work
 from surogate_core.train.leading import Interrupted, Led, Order
-from surogate_core.train.loop import peak_memory, settled_objects
-from surogate_core.train.prefetch import Prefetcher
+from surogate_core.train.measures import peak_memory, settled_objects
+from surogate_core.train.prefetch import Batches
 from surogate_core.train.restore import load_tensors
 from surogate_core.train.signals import StopSignals
 
@@ -44,14 +44,14 @@ class Follower:
 
     def run(self) -> None:
         """Follow rank 0's orders to the last one."""
-        batches = Prefetcher.of(self._engine, self._loader, self._work)
+        batches = Batches.of(self._engine, self._loader, self._work)
         try:
             with settled_objects() if self._engine.settings.device.type == "cuda" else nullcontext():
                 self._follow(batches)
         finally:
             batches.close()
 
-    def _follow(self, batches: Prefetcher) -> None:
+    def _follow(self, batches: Batches) -> None:
         launched: StepResult | None = None
         while True:
             order, value = self._ranks.order()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import resource
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Evaluation, Steps
+from surogate_core.bundles import Evaluation, Steps, Stopped
+from surogate_core.bundles.tasks import is_online
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import SurogateError, UserError
@@ -28,6 +25,7 @@ from surogate_core.events import (
     Notice,
     Progress,
     RankStats,
+    RolloutEval,
     Samples,
     StepEnd,
 )
@@ -37,15 +35,13 @@ from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.flops import Work
 from surogate_core.train.leading import Interrupted, Leader, Order
 from surogate_core.train.lr import faded, rate_of
+from surogate_core.train.measures import Clock, Mebibytes, not_finite, peak_memory, settled_objects
 from surogate_core.train.precision import WINDOW, PrecisionWatch
-from surogate_core.train.prefetch import Prefetcher
+from surogate_core.train.prefetch import Batches, Made
 from surogate_core.train.restore import load_tensors
 from surogate_core.train.sides import SideFigures
 from surogate_core.train.signals import StopSignals
 from surogate_core.train.telemetry import GpuTelemetry
-
-SPEED_SMOOTHING = 0.1
-"""Weight of the newest step in the moving average that the ETA is made from."""
 
 GAP_WINDOW = 20
 """Most training losses that a held-out loss is compared with."""
@@ -53,6 +49,8 @@ GAP_WINDOW = 20
 Reason = Literal["finished", "stopped", "signal"]
 Sampler = Callable[[Engine, int, Callable[[], bool]], Samples | Notice | None]
 """(engine, step, whether a signal has come) → the samples, or why there are none; None after a signal."""
+Evaluator = Callable[[int], Event | None]
+"""Step → the figures of an evaluation that the task does itself; None after a signal."""
 
 
 class DivergedError(UserError):
@@ -78,8 +76,13 @@ class LoopState:
     """The step of the last samples."""
     best_eval_loss: float | None = None
     """The lowest held-out loss after the first step."""
+    first_reward: float | None = None
+    """The mean held-out reward of the first evaluation."""
+    last_reward: float | None = None
+    best_reward: float | None = None
+    """The highest held-out reward after the first step."""
     best_step: int | None = None
-    """The step of that evaluation."""
+    """The step of the best evaluation."""
     recent_losses: list[float] = field(default_factory=list)
     """The last `GAP_WINDOW` training losses since the last evaluation."""
 
@@ -92,64 +95,9 @@ class _Launched:
     lr: float
     epoch: float
     flops: float
+    making: float
+    """Seconds in which its micro-batches were made, if nothing was trained meanwhile."""
     result: StepResult
-
-
-@dataclass(slots=True)
-class _Clock:
-    """Time of steps, without evaluations and saves."""
-
-    mark: float = field(default_factory=time.perf_counter)
-    average: float | None = None
-
-    def lap(self) -> float:
-        """Seconds since the mark, which moves here."""
-        now = time.perf_counter()
-        seconds, self.mark = max(now - self.mark, 1e-9), now
-        self.average = (
-            seconds if self.average is None else (1 - SPEED_SMOOTHING) * self.average + SPEED_SMOOTHING * seconds
-        )
-        return seconds
-
-    def restart(self) -> None:
-        """Do not count what has passed since the mark."""
-        self.mark = time.perf_counter()
-
-
-class _Mebibytes:
-    """Progress in MiB, at most one event per mebibyte."""
-
-    def __init__(self, emit: Callable[[Event], object], task: str):
-        self._emit, self._task, self._done, self._total = emit, task, 0, 1
-        self._tell(0)
-
-    def told(self, done: int, total: int) -> None:
-        """Report `done` bytes; only `over` reports the end."""
-        self._total = max(1, -(-total // 2**20))
-        if self._done < done // 2**20 < self._total:
-            self._tell(done // 2**20)
-
-    def over(self) -> None:
-        """Report the end."""
-        self._tell(self._total)
-
-    def _tell(self, done: int) -> None:
-        self._done = done
-        self._emit(Progress(task=self._task, done=done, total=self._total, unit="MiB"))
-
-
-@contextmanager
-def settled_objects() -> Iterator[None]:
-    """Take the objects that exist before the loop out of the garbage collector's passes.
-
-    A pass over everything that torch and transformers made takes 0.1 s and more, which is several steps of a GPU.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def total_steps(config: RunConfig, loader: Steps, *, done: int) -> int:
@@ -162,6 +110,12 @@ def total_steps(config: RunConfig, loader: Steps, *, done: int) -> int:
     left = (config.num_epochs - loader.epoch) * loader.steps_per_epoch
     # The product of two floats may be a hair above a whole number of steps.
     return done + max(0, math.ceil(left - 1e-6))
+
+
+def most_steps(config: RunConfig, loader: Steps) -> int:
+    """The steps of a whole run, or of an epoch if that has more and `epoch_adjustment` may still add some."""
+    steps = total_steps(config, loader, done=0)
+    return max(steps, math.ceil(loader.steps_per_epoch)) if config.epoch_adjustment else steps
 
 
 EVALUATIONS = 10
@@ -205,7 +159,10 @@ class Loop:
         """Why a monitor stopped the run."""
         self.sampler: Sampler | None = None
         """Generates samples; None if there are no prompts, and after it has failed."""
-        self._clock = _Clock()
+        self.evaluator: Evaluator | None = None
+        """Evaluates what the task evaluates itself."""
+        self._online = is_online(loader)
+        self._clock = Clock()
         self._gemm_rate = gemm_flops_per_second
         self._work = Work.of(engine.model, frozen=config.lora)
         self._precision = PrecisionWatch.of(engine)
@@ -236,7 +193,7 @@ class Loop:
 
     def run(self) -> Reason:
         """Take the remaining steps; returns why it ended. If a step was taken, a checkpoint of the end is on disk."""
-        batches = Prefetcher.of(self.engine, self.loader, self._work)
+        batches = Batches.of(self.engine, self.loader, self._work)
         try:
             with settled_objects() if self.engine.settings.device.type == "cuda" else nullcontext():
                 return self._run(batches)
@@ -248,7 +205,7 @@ class Loop:
             if self._telemetry is not None:
                 self._telemetry.close()
 
-    def _run(self, batches: Prefetcher) -> Reason:
+    def _run(self, batches: Batches) -> Reason:
         if self._evaluation_due(self.state.step):
             self._evaluate()
         if self._sampling_due(self.state.step):
@@ -260,11 +217,13 @@ class Loop:
                 return ended
             step = self.state.step
             lr = self._learning_rate(step)
-            made = batches.take()
+            made, making = self._take(batches)
+            if made is None:
+                return "signal"
             with self.leader.ordering(Order.STEP, lr):
                 result = self.engine.train_step(made.batches, step=step, lr=lr)
             self.state.step += 1
-            previous, launched = launched, _Launched(step, lr, made.epoch, made.flops, result)
+            previous, launched = launched, _Launched(step, lr, made.epoch, made.flops, making, result)
             if previous:
                 self._report(previous)
             done = self.state.step
@@ -275,7 +234,7 @@ class Loop:
             saving, last = self._saving_due(done), done == self.total_steps
             asked = self._save_asked or bool(self.stop_reason)
             at_border = evaluating or sampling or saving or last or signalled or asked
-            if at_border or self.engine.settings.device.type != "cuda":
+            if at_border or self._online or self.engine.settings.device.type != "cuda":
                 self._report(launched)
                 launched = None
             try:
@@ -297,6 +256,23 @@ class Loop:
         if self._saved_step != self.state.step:
             self._save(batches.state, last=True, signalled=False)
         return "finished"
+
+    def _take(self, batches: Batches) -> tuple[Made | None, float]:
+        """The next step, and the seconds of making it after the step before; None after a signal, when all is saved."""
+        if not self._online:
+            return batches.take(), 0.0
+        started = time.perf_counter()
+        self.leader.rests()
+        self.engine.freshen()
+        try:
+            made = batches.take()
+        except Stopped:
+            if self.signals.received is None:
+                raise
+            if self.state.step > self._started_at:
+                self._save(batches.state, last=False, signalled=True)
+            return None, 0.0
+        return made, time.perf_counter() - started
 
     def load_best(self) -> int:
         """Load the weights of the best evaluation if the configuration wants them; the step of the weights now."""
@@ -387,7 +363,8 @@ class Loop:
                 tokens_per_second=tokens / seconds,
                 eta_seconds=(self._clock.average or 0.0) * (self.total_steps - step),
                 peak_memory_bytes=peak_memory(self.engine),
-                speed_of_light=self._speed_of_light(launched.flops / seconds),
+                figures=launched.result.figures(),
+                speed_of_light=self._speed_of_light(launched.flops / max(seconds - launched.making, 1e-9)),
             )
         )
         self._watch_gpu(step)
@@ -438,7 +415,7 @@ class Loop:
         saved, rate = self._saved_step, f"learning_rate (now {self.config.learning_rate:g})"
         if at_start and saved is None:
             # The others of several ranks would have to serve their shares of the weights.
-            spoilt = _not_finite(self.engine.parameters.base_tensors()) if self.leader.world == 1 else None
+            spoilt = not_finite(self.engine.parameters.base_tensors()) if self.leader.world == 1 else None
             if spoilt is not None:
                 return (
                     f"{what}; nothing has been trained yet, and the model's {spoilt} has values that are not finite. "
@@ -463,6 +440,8 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Evaluate if there is anything held out; raises `Interrupted` when a signal comes."""
+        if self.evaluator is not None:
+            self._evaluate_task(self.evaluator)
         if self.evaluation is None:
             return
         started = time.perf_counter()
@@ -473,8 +452,9 @@ class Loop:
             state.first_eval_loss = loss
         state.last_eval_loss, state.evaluated_step = loss, state.step
         if state.step and math.isfinite(loss) and (state.best_eval_loss is None or loss < state.best_eval_loss):
-            state.best_eval_loss, state.best_step = loss, state.step
-            self._best_is_new = self.config.load_best
+            state.best_eval_loss = loss
+            if self.evaluator is None:
+                state.best_step, self._best_is_new = state.step, self.config.load_best
         recent, state.recent_losses = state.recent_losses, []
         self.emit(
             EvalEnd(
@@ -483,11 +463,29 @@ class Loop:
                 label_tokens=label_tokens,
                 seconds=time.perf_counter() - started,
                 gap=loss - sum(recent) / len(recent) if recent else None,
+                figures=self.engine.evaluated,
             )
         )
         if not math.isfinite(loss):
             at_start = state.step == self._started_at
             raise DivergedError(self._divergence(f"step {state.step}: the eval loss is {loss}", at_start=at_start))
+        self._clock.restart()
+
+    def _evaluate_task(self, evaluator: Evaluator) -> None:
+        """Let the task evaluate; raises `Interrupted` when a signal comes."""
+        self.leader.rests()
+        self.engine.freshen()
+        state, found = self.state, evaluator(self.state.step)
+        if found is None:
+            raise Interrupted
+        state.evaluated_step = state.step
+        if isinstance(found, RolloutEval) and found.reward is not None:
+            reward = state.last_reward = found.reward.mean
+            state.first_reward = reward if state.first_reward is None else state.first_reward
+            if state.step and (state.best_reward is None or reward > state.best_reward):
+                state.best_reward, state.best_step = reward, state.step
+                self._best_is_new = self.config.load_best
+        self.emit(found)
         self._clock.restart()
 
     def _sample(self) -> None:
@@ -529,7 +527,7 @@ class Loop:
             "loader": dict(loader_state),
             "monitors": self.bus.state(),
         }
-        progress = _Mebibytes(self.emit, "saving a checkpoint")
+        progress = Mebibytes(self.emit, "saving a checkpoint")
         with self.leader.served(self.engine):
             tensors = self.engine.state()
             path = self.checkpoints.save(self.state.step, tensors=tensors, state=state, progress=progress.told)
@@ -568,16 +566,3 @@ class Loop:
         ]
         if told:
             self.bus.emit(Notice(level="info", message=f"{', '.join(told)}: {why}"))
-
-
-def peak_memory(engine: Engine) -> int:
-    """Bytes: on CUDA torch's peak and the buffers that other GPUs write to; elsewhere the peak resident set."""
-    if engine.settings.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(engine.settings.device) + engine.mesh.memory
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor that is not finite; a NaN is an extreme too."""
-    return next((name for name, tensor in tensors if not all(x.isfinite() for x in torch.aminmax(tensor))), None)

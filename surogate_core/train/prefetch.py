@@ -1,4 +1,4 @@
-"""The next step's micro-batches, made while the current step runs."""
+"""The micro-batches of steps: made while the step before runs, or after it where they are sampled from the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from surogate_core.batch import Counts, MicroBatch
 from surogate_core.bundles import Steps
-from surogate_core.bundles.tasks import next_share
+from surogate_core.bundles.tasks import is_online, next_share
 from surogate_core.engine.engine import Engine
 from surogate_core.train.flops import Work
 
@@ -27,8 +27,8 @@ class Made:
     flops: float
 
 
-class Prefetcher:
-    """Makes the next step's micro-batches in a thread; the loader's state is as of what was taken.
+class Batches:
+    """Makes a step's micro-batches when they are taken; the loader's state is as of what was taken.
 
     For a GPU they are in page-locked memory, so that the thread which launches kernels does not copy them there.
     """
@@ -36,16 +36,15 @@ class Prefetcher:
     def __init__(self, loader: Steps, work: Work, device: torch.device, *, own: Container[int] | None = None):
         """`own`: numbers of the micro-batches that this rank runs; None is all."""
         self._loader, self._work, self._pins, self._own = loader, work, device.type == "cuda", own
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="surogate-batches")
         self.state: dict[str, Any] = loader.state()
-        self._next: Future[Made] = self._pool.submit(self._make)
 
-    @classmethod
-    def of(cls, engine: Engine, loader: Steps, work: Work) -> Prefetcher:
+    @staticmethod
+    def of(engine: Engine, loader: Steps, work: Work) -> Batches:
         """For the share of the engine's rank."""
         settings = engine.settings
         own = None if settings.ranks == 1 else engine.sharing.share(settings.micro_batches).numbers
-        return cls(loader, work, settings.device, own=own)
+        kind = Batches if is_online(loader) else Prefetcher
+        return kind(loader, work, settings.device, own=own)
 
     def _make(self) -> Made:
         batches: list[MicroBatch | Counts] = []
@@ -53,6 +52,26 @@ class Prefetcher:
         if self._pins:
             batches = [batch.pinned() if isinstance(batch, MicroBatch) else batch for batch in batches]
         return Made(batches, self._loader.state(), self._loader.epoch, self._work.step(batches))
+
+    def take(self) -> Made:
+        """The next step's micro-batches; what went wrong in making them is raised here."""
+        made = self._make()
+        self.state = made.state
+        return made
+
+    def close(self) -> None:
+        """End what the steps hold, such as processes: nothing reads the data after the run."""
+        if (end := getattr(self._loader, "close", None)) is not None:
+            end()
+
+
+class Prefetcher(Batches):
+    """Makes the next step's micro-batches in a thread."""
+
+    def __init__(self, loader: Steps, work: Work, device: torch.device, *, own: Container[int] | None = None):
+        super().__init__(loader, work, device, own=own)
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="surogate-batches")
+        self._next: Future[Made] = self._pool.submit(self._make)
 
     def take(self) -> Made:
         """The next step's micro-batches; what went wrong in making them is raised here."""

@@ -9,12 +9,21 @@ from surogate_core.events import (
     GpuStats,
     PrecisionStats,
     RankStats,
+    RolloutEval,
+    Rollouts,
+    RolloutSample,
+    RolloutSamples,
     RoutingStats,
     Samples,
     StepEnd,
+    event_fields,
 )
+from surogate_core.files.figures import named_figures
 
-STEP_SCALARS = ("loss", "grad_norm", "lr", "epoch", "tokens_per_second", "peak_memory_bytes", "speed_of_light")
+STEP_SCALARS = (
+    *("loss", "grad_norm", "lr", "epoch", "seconds", "tokens_per_second"),
+    *("peak_memory_bytes", "speed_of_light"),
+)
 """Fields of a step, named ``train/FIELD``."""
 
 EVAL_SCALARS = ("loss", "gap")
@@ -34,9 +43,11 @@ def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
     """(step, name → value); no names for an event without figures. Values that were not measured are left out."""
     match event:
         case StepEnd():
-            return event.step, _named("train", event, STEP_SCALARS)
+            return event.step, _named("train", event, STEP_SCALARS) | _objective(event)
         case EvalEnd():
-            return event.step, _named("eval", event, EVAL_SCALARS)
+            return event.step, _named("eval", event, EVAL_SCALARS) | _objective(event)
+        case Rollouts() | RolloutEval():
+            return event.step, named_figures(event_fields(event))
         case GpuStats():
             return event.step, _named("gpu", event, GPU_SCALARS)
         case RankStats():
@@ -52,10 +63,31 @@ def scalars_of(event: Event) -> tuple[int, dict[str, float]]:
     return 0, {}
 
 
-def samples_of(event: Samples) -> dict[str, str]:
-    """``samples/NUMBER`` → the prompt and what the model generated for it, as text."""
+def _objective(event: StepEnd | EvalEnd) -> dict[str, float]:
+    return named_figures({"event": event.name, "figures": event.figures}) if event.figures else {}
+
+
+def samples_of(event: Samples | RolloutSamples) -> dict[str, str]:
+    """``samples/NUMBER`` → the prompt and what the model generated for it, as text; with the reward if it has one."""
+    if isinstance(event, RolloutSamples):
+        return {f"samples/{number}": _rewarded(sample) for number, sample in enumerate(event.samples, start=1)}
     pairs = zip(event.prompts, event.texts, strict=True)
     return {f"samples/{number}": f"{prompt}\n→ {text}" for number, (prompt, text) in enumerate(pairs, start=1)}
+
+
+SAMPLE_COLUMNS = ("prompt", "completion", "reward", "advantage", "ended by", "tokens")
+"""Columns of `sample_rows`."""
+
+
+def sample_rows(event: RolloutSamples) -> list[list[str | float | None]]:
+    """A row of `SAMPLE_COLUMNS` for each completion."""
+    return [[s.prompt, s.completion, s.reward, s.advantage, s.reason, s.length] for s in event.samples]
+
+
+def _rewarded(sample: RolloutSample) -> str:
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
+    facts = ", ".join(filter(None, [reward, sample.reason, f"{sample.length} tokens"]))
+    return f"[{facts}] {sample.prompt}\n→ {sample.completion}"
 
 
 def _named(group: str, event: Event, fields: tuple[str, ...]) -> dict[str, float]:

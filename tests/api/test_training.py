@@ -89,6 +89,31 @@ def test_a_run_has_its_figures_and_files(trained: SimpleNamespace) -> None:
     assert f"{run.best.loss:.4f}" in run._repr_html_()
 
 
+def test_the_task_may_be_named_by_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called: list[Any] = []
+
+    def stands_in(task: str, config: Any, callbacks: Any, quiet: bool, keys: Any) -> tuple[Path, int]:
+        called.append((task, dict(keys)))
+        raise surogate.UserError("enough")
+
+    monkeypatch.setattr("surogate_core.api.training._train", stands_in)
+    with pytest.raises(surogate.UserError, match="enough"):
+        surogate.train(task="dpo", max_steps=2)
+    assert called == [("dpo", {"max_steps": 2})]
+    with pytest.raises(surogate.UserError, match="there is no task"):
+        surogate.train(max_steps=2)
+
+
+def test_a_figure_of_a_task_is_a_curve(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"event": "rollouts", "step": step, "reward": {"mean": step / 4}}) + "\n" for step in (1, 2))
+    )
+    run = surogate.load(tmp_path)
+    assert run.curve("reward/mean") == [(1, 0.25), (2, 0.5)]
+    with pytest.raises(surogate.UserError, match=r"the run has no figure reward/men\. Figures: .*reward/mean"):
+        run.curve("reward/men")
+
+
 def test_a_run_is_loaded_from_its_directory(trained: SimpleNamespace, tmp_path: Path) -> None:
     again = surogate.load(str(trained.run.path))
     assert (again.losses, again.evals) == (trained.run.losses, trained.run.evals)

@@ -125,7 +125,6 @@ def test_help_of_argparse(args: list[str], capsys: pytest.CaptureFixture[str]) -
         (["zzz"], "no such command"),
         (["run.yaml"], "Fix: surogate sft run.yaml"),
         *((([word, "run.yaml"], "Fix: surogate sft run.yaml")) for word in ("train", "finetune", "fit")),
-        (["grpo"], "not available in this version"),
         (["plugins", "show", "recipe-bf61"], "Fix: surogate plugins show recipe-bf16"),
         (["sft", "absent.yaml"], "absent.yaml: there is no such file"),
         (["sft", "a.yaml", "b.yaml"], "one config file only"),

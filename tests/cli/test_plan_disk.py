@@ -26,7 +26,7 @@ def plan(capsys: Any, *arguments: str) -> dict[str, Any]:
 
 
 def text(capsys: Any, *arguments: str) -> str:
-    assert main(["plan", *SMALL, *arguments]) == 0
+    assert main(["plan", "sft", *SMALL, *arguments]) == 0
     out = capsys.readouterr().out
     assert isinstance(out, str)
     return out

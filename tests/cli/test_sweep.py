@@ -118,6 +118,23 @@ def stops_at(rate: float, begun: list[float], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("surogate_core.run.job.launch", one)
 
 
+def test_runs_of_reinforcement_learning_are_compared_by_reward(tmp_path: Path) -> None:
+    results = []
+    for name, last, best in (("a", 0.9, None), ("b", 0.2, 0.95), ("c", None, None)):
+        directory = tmp_path / name
+        directory.mkdir()
+        end = {"event": "run_end", "reason": "finished", "last_reward": last, "best_reward": best, "step": 4}
+        (directory / "metrics.jsonl").write_text(json.dumps(end) + "\n")
+        results.append(result_of(name, str(directory), {"learning_rate": name}, 0))
+    found = best_of(results)
+    assert found is not None
+    assert found.name == "b"
+    head, *rows = table(results).splitlines()
+    assert head.split()[:3] == ["learning_rate", "reward", "best"]
+    assert [row.split()[1:3] for row in rows] == [["0.9000", "–"], ["0.2000", "0.9500"], ["–", "–"]]
+    assert ["← best" in row for row in rows] == [False, True, False]
+
+
 def test_a_resumed_sweep_starts_no_finished_run_again(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

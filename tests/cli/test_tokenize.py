@@ -314,6 +314,7 @@ def test_debug_on_a_terminal_is_coloured(tmp_path: Path, rows: Path) -> None:
         (["--multirun"], "has no --multirun"),
         (["--cfg", "job"], "Fix: surogate sft --cfg job"),
         (["absent.yaml"], "there is no such file"),
+        (["dop", TOKENIZER], "dop: there is no such file"),
         (["lerning_rate=1"], "Fix: learning_rate"),
         (["datasets=[{path: absent.jsonl, type: conversation}]", TOKENIZER], "no such file or directory"),
         (["tokenizer=./absent"], "no such directory"),
@@ -327,6 +328,17 @@ def test_wrong_input_is_one_message(
     assert words in captured.err
     assert captured.err.startswith("surogate: ")
     assert not captured.out
+
+
+def test_a_task_may_come_first(tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, the word was taken for a file."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five."}\n' * 4, encoding="utf-8")
+    keys = [f"data_cache_dir={tmp_path / 'cache'}", TOKENIZER, "sequence_len=128", "validation_split_ratio=0"]
+    assert main(["tokenize", "--json", "dpo", f"datasets={pairs}", *keys]) == 0
+    assert json.loads(capsys.readouterr().out)["train"]["tokens"]
+    assert main(["tokenize", "sft", f"datasets={pairs}", *keys]) == 2
+    assert "type preference, which task sft cannot train on" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_written(tokenize: Tokenize, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

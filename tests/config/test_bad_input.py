@@ -60,7 +60,6 @@ Problems = Callable[..., list[Problem]]
         (["model=hf"], "model.path", "must be set", "model=DIR_OR_HUB_ID"),
         (["model=qwen3-0.6b", "model.path=a/b"], "model", "both given", "model=PATH"),
         (["fp4_backend=cublas"], "fp4_backend", "one of cutlass, cudnn", ""),
-        (["task=grpo"], "task=grpo", "not available in this version", ""),
         (["ep_size=2"], "ep_size", "not available in this version", ""),
         (["distributed.num_nodes=2"], "distributed.num_nodes", "not available in this version", ""),
         (["master_dtype=fp16"], "master_dtype", "one of fp32, bf16", ""),
@@ -277,7 +276,6 @@ CONTRADICTIONS = {
     "two_model_dtypes": ["model_dtype=bf16", "torch_dtype=float32"],
     "template_without_use": ["template=chatml", "use_chat_template=false"],
     "no_steps": ["max_steps=0"],
-    "no_data": ["datasets=[]"],
     "no_target_modules": ["lora=true", "lora_target_modules=[]"],
     "adapter_without_lora": ["adapter_path=x", "lora=false", "from_scratch=false"],
     "adapter_on_random_weights": ["adapter_path=x", "lora=true", "from_scratch=true"],
@@ -310,6 +308,11 @@ def test_every_contradiction(problems: Problems, rule: Any) -> None:
     (problem,) = problems("model=qwen3-0.6b", *CONTRADICTIONS[rule.name])
     assert (problem.key, problem.message) == (rule.key, rule.message)
     assert problem.fix
+
+
+def test_a_task_needs_data(problems: Problems) -> None:
+    (problem,) = problems("model=qwen3-0.6b", "datasets=[]")
+    assert (problem.key, problem.message) == ("datasets", "there is no training data.")
 
 
 def test_a_step_of_all_gpus_is_bounded(problems: Problems) -> None:

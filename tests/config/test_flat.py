@@ -98,6 +98,12 @@ def test_the_chosen_bundle_gets_a_key_that_several_declare(load: Any) -> None:
     assert (options.adamw_beta2, options.beta2) == (0.96, 0.5)
 
 
+def test_an_environment_has_no_effect_in_a_task_that_asks_none(load: Any, registry: Registry) -> None:
+    (note,) = no_effect_notes(load("environment=copy"), registry, used=lambda key: False)
+    assert note.startswith("environment=copy has no effect in task sft. Leave it out")
+    assert no_effect_notes(load(), registry, used=lambda key: False) == []
+
+
 def test_a_key_of_nothing_that_is_chosen_is_kept_and_has_no_effect(load: Any, registry: Registry) -> None:
     config = load("normuon_beta2=0.5", "normuon_momentum=0.95")
     assert config.flat == {"normuon_beta2": 0.5}, "the other is at its default"

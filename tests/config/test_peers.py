@@ -124,7 +124,8 @@ def test_every_fix_composes(load: Any, settings: Mapping[str, Any]) -> None:
         ("load_in_4bit: true", "load_in_4bit", "qlora_bnb: true"),
         ("finetuning_type: full", "finetuning_type", "lora: false"),
         ("stage: sft", "stage", "task: sft"),
-        ("stage: dpo", "stage", "remove it: this version has fine-tuning (sft) and pre-training (pt)"),
+        ("stage: dpo", "stage", "task: dpo"),
+        ("stage: ppo", "stage", "remove it: this version has grpo instead, which needs no second model"),
         ("chat_template: chatml", "chat_template", "template: chatml"),
         ("chat_template: tokenizer_default", "chat_template", "template: auto"),
         ("seed: 3", "seed", "train_seed: 3"),
@@ -218,7 +219,7 @@ def test_the_tables_of_the_pages_are_current() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert len(PAGES) == 4
+    assert len(PAGES) == 5
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert module.make(text) == text, "run: python scripts/make_coming_from.py"

@@ -26,8 +26,9 @@ def shipped() -> list[tuple[str, str]]:
 def test_every_shipped_option_composes_and_is_valid(load: Any, group: str, option: str) -> None:
     more = ["model.path=some/model"] if (group, option) == ("model", "hf") else []
     more += [DATA] if (group, option) == ("dataset", "none") else []
+    more += ["distill_teacher=some/model"] if (group, option) == ("task", "distill") else []
     config = load(f"{group}={option}", *more)
-    assert config.datasets
+    assert bool(config.datasets) is ((group, option) != ("task", "grpo"))
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
@@ -195,12 +196,61 @@ def surogate_optimizer():
 @hookimpl
 def surogate_monitor():
     return bundles.MonitorSpec(name="eye", build=lambda *a: None)
+
+@hookimpl
+def surogate_rollout_engine():
+    return bundles.RolloutEngineSpec(name="far", open=lambda *a: None, options=Options)
+
+@hookimpl
+def surogate_environment():
+    return bundles.EnvironmentSpec(name="maze", build=lambda options: None, options=Options)
 """
     install_plugin("outside", source)
-    config = load("optimizer=mine", "optimizer.momentum=0.9", "monitor=[jsonl,eye]", fresh=True)
+    maze = ("environment=maze", "environment.momentum=0.1")
+    config = load("optimizer=mine", "optimizer.momentum=0.9", "monitor=[jsonl,eye]", "rollout=far", *maze, fresh=True)
     assert config.optimizer.options.momentum == 0.9
+    assert config.environment is not None
+    assert (config.environment.name, config.environment.options.momentum) == ("maze", 0.1)
+    assert (config.rollout.name, config.rollout.options.momentum) == ("far", 0.5)
     assert [m.name for m in config.monitor] == ["jsonl", "eye"]
     assert load(file=to_yaml(config), task="sft", fresh=True) == config
+    for words in (("~environment",), ("environment=null",)):
+        assert load(*words, file="environment: {name: maze, momentum: 0.1}", fresh=True).environment is None
+
+
+def test_no_environment_is_chosen_unless_the_user_does(load: Any, problems: Any) -> None:
+    assert load().environment is None
+    assert load(file="environment: null").environment is None
+    assert "there is no such environment; known: arithmetic, copy, " in str(problems("environment=nowhere")[0])
+
+
+def test_a_configuration_with_code_obeys_its_policy(
+    install_plugin: Any, load: Any, problems: Any, registry: Registry
+) -> None:
+    source = """
+from dataclasses import dataclass
+from typing import Annotated
+from surogate_core import bundles, hookimpl
+
+@dataclass(frozen=True)
+class Options:
+    reward: Annotated[str, bundles.Code()] = "mine:f"
+
+@hookimpl
+def surogate_environment():
+    return bundles.EnvironmentSpec(name="judged", build=lambda o: None, options=Options)
+"""
+    install_plugin("judge", source)
+    config = load("environment=judged", "environment.reward=mine.py:g", fresh=True)
+    assert config.environment.options.reward == "mine.py:g"
+    (problem,) = problems("environment=judged", "environment.reward=g", fresh=True)
+    assert problem.key == "environment.reward"
+    assert "names no function" in problem.message
+    allow = [*registry.plugins.keys() - {"core"}, "judge"]
+    (problem,) = problems(
+        "environment=judged", "plugins.policy=allowlist", f"plugins.allow=[{','.join(allow)}]", fresh=True
+    )
+    assert "mine:f is not in the package of a plugin, and plugins.allow allows only" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.data.cache import Cache
-from surogate_core.data.encoded import Encoded
+from surogate_core.data.encoded import Encoded, Group
 from surogate_core.data.encoding import EncodedChunk
 from surogate_core.data.packing import DocumentSpan, PackSettings, PackStats, best_fit_decreasing, cut, pack
 from surogate_core.data.sampler import EvalBatches, collate
@@ -126,6 +126,8 @@ def test_best_fit_prefers_the_tightest_bin() -> None:
 class Known:
     """Lengths without tokens."""
 
+    grouped = False
+
     def __init__(self, lengths: np.ndarray):
         self.lengths = lengths.astype(np.int64)
 
@@ -169,6 +171,63 @@ def test_parts_without_a_label_are_dropped_and_counted() -> None:
     rows = [row for w in pack(np.arange(1), OnlyTheEnd(np.array([10])), config, stats) for row in w]
     assert rows == [[DocumentSpan(0, 6, 4)]]
     assert (stats.split, stats.unlabelled, stats.label_tokens) == (1, 2, 1)
+
+
+def groups_of(root: Path, sizes: list[list[int]], **keys: Any) -> tuple[PackedRows, Documents]:
+    """Packed groups of documents with these lengths, each token different."""
+    ids = iter(range(10, 10_000))
+    found = [[Encoded.from_mask([next(ids) for _ in range(size)]) for size in group] for group in sizes]
+    chunks = [[Group(documents=tuple(group)) if len(group) > 1 else group[0]] for group in found]
+    shard = root / "shard"
+    shard.mkdir()
+    with DocumentWriter(shard) as writer:
+        for chunk in chunks[:2]:
+            writer.append(EncodedChunk.of(chunk, **NO_ROWS))
+        writer.flush()
+        state = writer.state()
+        writer.append(EncodedChunk.of([Group(documents=(found[0][0],) * 2)], **NO_ROWS))  # lost by a kill
+    with DocumentWriter(shard, state) as writer:
+        writer.append(EncodedChunk.of([one for chunk in chunks[2:] for one in chunk], **NO_ROWS))
+    documents = Documents([DocumentShard(shard)], writer.content_digest())
+    settings_ = PackSettings(**{"sequence_len": 12, **keys})
+    return pack_documents(Cache(root, "rows"), documents, None, "all", settings_, padding_id=PADDING), documents
+
+
+def test_the_documents_of_a_group_share_a_row_in_their_order(tmp_path: Path) -> None:
+    rows, documents = groups_of(tmp_path, [[2, 3], [5], [4, 2], [3, 3, 2], [9, 4], [4, 8]])
+    assert [documents.parts(i) for i in range(6)] == [[2, 3], [5], [4, 2], [3, 3, 2], [9, 4], [4, 8]]
+    found = [(rows.row(i).lengths, rows.row(i).input_ids[0]) for i in range(len(rows))]
+    assert found == [((4, 8), 47), ((3, 3, 2), 26), ((4, 2, 2, 3), 20), ((5,), 15)]
+    assert (rows.stats.documents, rows.stats.deleted, rows.stats.label_tokens) == (6, 1, 26)
+    assert (rows.max_documents, rows.longest) == (5, 8)
+    batch = collate(rows, [2])
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 0, 1, 2, 0]
+    assert batch.labels.tolist() == [21, 22, 23, -100, 25, -100, 11, -100, 13, 14, -100, -100]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lengths", "first", "stats"),
+    [
+        ("delete", [], [], (2, 0, 0)),
+        ("split", [], [], (2, 0, 0)),
+        ("right", [(4, 4), (3, 4)], [[10, 11, 12, 13], [19, 20, 21, 22]], (0, 2, 0)),
+        ("left", [(4, 4), (3, 4)], [[15, 16, 17, 18], [19, 20, 21, 22]], (0, 2, 0)),
+    ],
+)
+def test_documents_of_a_long_group_are_cut_to_equal_shares_of_a_row(
+    tmp_path: Path, strategy: str, lengths: Any, first: Any, stats: tuple[int, ...]
+) -> None:
+    rows, _ = groups_of(tmp_path, [[9, 4], [3, 6]], sequence_len=8, truncation_strategy=strategy)
+    assert [rows.row(i).lengths for i in range(len(rows))] == lengths
+    assert (rows.stats.deleted, rows.stats.truncated, rows.stats.unlabelled) == stats
+    if first:
+        ids = rows.row(0).input_ids.tolist()
+        assert [ids[:4], ids[4:]] == first
+
+
+def test_a_group_with_a_document_that_has_no_label_left_is_dropped(tmp_path: Path) -> None:
+    rows, _ = groups_of(tmp_path, [[9, 1], [2, 2]], sequence_len=8, truncation_strategy="right")
+    assert (len(rows), rows.stats.unlabelled, rows.stats.label_tokens) == (1, 1, 2)
 
 
 def test_a_row_of_padding_only_has_no_tokens_and_no_labels(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from surogate_core.bundles import DatasetFormat, NoOptions
 from surogate_core.data.contract import FormatError
 from surogate_core.data.encoded import RowError
 from surogate_core.data.entries import parse_entries
@@ -227,6 +228,12 @@ def test_a_reason_is_one_short_line_that_can_be_logged() -> None:
 def test_no_data_sets_at_all(make_config: Any, tokenizer: Any, formats: Any) -> None:
     with pytest.raises(UserError, match=r"`datasets` is empty\. Fix"):
         prepare(dataclasses.replace(make_config("x"), datasets=[]), tokenizer, formats)
+
+
+def test_a_task_of_groups_refuses_single_documents(make_config: Any, tokenizer: Any, formats: Any) -> None:
+    pairs = DatasetFormat(name="pairs", options=NoOptions, encode=formats["words"].encode, tasks=("sft",))
+    with pytest.raises(UserError, match=r"type words, whose rows are single documents; .* Fix: data of type pairs\."):
+        prepare(make_config("x"), tokenizer, {**formats, "pairs": pairs}, group=2)
 
 
 def test_all_mistakes_of_entries_are_reported_together(formats: Any) -> None:

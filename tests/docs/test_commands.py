@@ -15,8 +15,8 @@ import pytest
 from page_commands import GUIDES, PAGES, ROOT, Command, commands, commands_of
 from pages import blocks
 
-from surogate_core.cli.arguments import parse
-from surogate_core.cli.commands import COMMANDS, CORE_TASKS
+from surogate_core.cli.arguments import leading_task, parse
+from surogate_core.cli.commands import COMMANDS, CORE_TASKS, installed_tasks
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_many
 from surogate_core.plugins import Registry, load_plugins
@@ -25,9 +25,12 @@ OWN_TESTS = {"hydra.md", "writing-a-plugin.md"}
 """Pages whose commands are run by another test: tests/cli/test_hydra.py and tests/docs/test_tutorials.py."""
 VALUES = {"plan": ("--gpu", "--fit"), "numerics": ("--recipes", "--run", "--output"), "tokenize": ()}
 """Options with a value, beside those of every command that takes a configuration."""
+NOT_RUNS = ("generate", "chat", "eval", "env", "serve", "merge", "export", "report", "plugins", "doctor")
+"""Commands that take no configuration of a run."""
 OTHERS = {"pip", "uv", "hf", "sha256sum", "try/bin/pip", "/opt/surogate/bin/pip", "docker", "HF_HUB_OFFLINE=1"}
 """Programs of others that a page may show without the mark `not run`."""
 
+TASKS = (*CORE_TASKS, *installed_tasks())
 ALL = [c for page in PAGES if page.name not in OWN_TESTS for c in commands(page)]
 OURS = [c for c in ALL if c.words[0] == "surogate"]
 RUNNING = [page for page in GUIDES if any(not c.mark and c.words[0] == "surogate" for c in commands(page))]
@@ -75,12 +78,15 @@ def overrides(command: str, words: list[str]) -> list[str]:
 
 def compose(command: Command, registry: Registry) -> None:
     """Raises what the command line would report."""
-    name = command.words[1] if len(command.words) > 1 and command.words[1] in COMMANDS else ""
+    name = command.words[1] if len(command.words) > 1 and command.words[1] in (*COMMANDS, *TASKS) else ""
     words = list(command.words[2:] if name else command.words[1:])
+    task = name if name in TASKS else None
+    if name in ("plan", "tokenize"):
+        task, words = leading_task(words)
     parsed = parse(overrides(name, words), command=f"surogate {name}")
     load_many(
         parsed.overrides,
-        task=name if name in CORE_TASKS else None,
+        task=task,
         config_file=parsed.config_file,
         registry=registry,
         multirun=parsed.multirun,
@@ -91,7 +97,7 @@ def test_every_configuration_of_a_command_composes(place: Path, monkeypatch: pyt
     monkeypatch.chdir(place)
     registry, wrong, seen = load_plugins(), [], set()
     for command in OURS:
-        if command.words[1] in ("generate", "chat", "eval", "serve", "merge", "export", "report", "plugins", "doctor"):
+        if command.words[1] in NOT_RUNS:
             continue
         put_files(command.page, place)
         file = next((place / word for word in command.words if word.endswith(".yaml")), None)
@@ -111,7 +117,7 @@ def test_every_option_of_a_command_is_in_its_help() -> None:
     wrong = []
     for command in OURS:
         name = command.words[1]
-        assert name in COMMANDS or "=" in name or name == "-m", str(command)
+        assert name in (*COMMANDS, *TASKS) or "=" in name or name == "-m", str(command)
         words = command.words[1:3] if name == "plugins" else (name,) if name in COMMANDS else ("sft",)
         text = help_of(*words)
         wrong += [f"{command}: {w}" for w in command.words if w.startswith("--") and w.partition("=")[0] not in text]
@@ -159,7 +165,7 @@ def run(command: Command, data_cache: Path) -> None:
     words = list(command.words[1:])
     trains = words[0] in (*CORE_TASKS, "demo")
     short = (w for w in example_commands.SHORT if w.partition("=")[0] not in " ".join(words))
-    cached = words[0] not in ("merge", "export", "report", "plugins", "doctor")
+    cached = words[0] not in ("merge", "export", "report", "plugins", "doctor", "env")
     extra = [*(short if trains else ()), *([f"data_cache_dir={data_cache}"] if cached else ())]
     assert main([*words, *extra]) == 0, str(command)
 

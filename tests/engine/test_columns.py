@@ -14,6 +14,7 @@ from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
 from surogate_core.bundles import Objective
+from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.kernels import ops
 from surogate_core.testing import tiny
 
@@ -104,6 +105,22 @@ def test_a_sum_over_tokens_is_the_same_in_one_pass_and_in_two() -> None:
     sides = [tiny.gradients(tiny.engine(**more), [batch()]) for more in ({}, {"objective": twice})]
     error, name = tiny.worst(*sides)
     assert error <= 1e-6, name
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_frozen_head_runs_once_with_the_same_gradients(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, lora = [replace(batch(reference=reference()), divisor=2.0)], {"lora": tiny.lora()}
+    settings = {"objective": DPO, "columns": DPO.columns, "head_chunks": chunks, **lora}
+    once = tiny.engine(**settings)
+    assert once.programs.scales_head
+    with monkeypatch.context() as patched:
+        patched.setattr(ProgramBuilder, "scales_head", False)
+        twice = tiny.engine(**settings)
+        expected, losses = tiny.gradients(twice, made), [twice.accumulate(made)]
+    error, name = tiny.worst(tiny.gradients(once, made), expected)
+    assert error <= 1e-6, name
+    assert any(gradient.any() for gradient in expected.values())
+    assert [once.accumulate(made)] == losses
 
 
 @pytest.mark.gpu

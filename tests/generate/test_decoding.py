@@ -20,7 +20,7 @@ from surogate_core.generate.cache import shapes_of
 from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager, working_bytes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import tables_of
-from surogate_core.generate.sampling import filtered
+from surogate_core.generate.sampling import filtered, tempered
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.testing import rollouts, tiny
@@ -29,6 +29,7 @@ PROMPTS = tiny.documents((5, 17, 40, 16, 1, 5), seed=4)
 GREEDY = Sampling(temperature=0)
 SAMPLINGS = {
     "plain": Sampling(temperature=1.5),
+    "tempered": Sampling(temperature=1.5, tempered_logprobs=True),
     "filters": Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
     "penalty": Sampling(temperature=1.2, repetition_penalty=1.5, top_p=0.9),
 }
@@ -168,6 +169,7 @@ def test_a_step_reads_nothing_on_the_host(shared, name):
         rows=16,
         longest=80,
         filters=filtered([sampling]),
+        tempered=tempered([sampling]),
         penalty=sampling.repetition_penalty != 1,
     )
     with torch.no_grad(), NoHost():

@@ -11,6 +11,8 @@ import pytest
 import torch
 from gpu_packs import triton_packs
 from surogate_model_qwen3_moe import surogate_model_family as qwen3_moe
+from surogate_recipe_fp8 import FP8Options
+from surogate_recipe_fp8.gemm import FP8Hybrid
 from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
@@ -111,6 +113,12 @@ CASES = {
         "config": {**qwen3_moe().presets["tiny"], "vocab_size": 512, "num_hidden_layers": 2},
         "build": qwen3_moe().build,
     },
+    # Its products take whole tiles of rows.
+    "fp8-hybrid": {
+        "config": {**CONFIG, "hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4},
+        "recipe": FP8Hybrid.of(FP8Options(), None),
+        "tokens": 256,
+    },
 }
 
 
@@ -132,7 +140,7 @@ def test_graphs_give_the_bits_of_steps_without(name, compiled):
     whole = [(*request.prompt, *completion.ids) for request, completion in zip(requests(), found, strict=True)]
     for ids, completion in zip(whole, found, strict=True):
         values = torch.tensor(captured.logprobs([ids])[0][-len(completion.ids) :])
-        assert (values - torch.tensor(completion.logprobs)).abs().median() < 0.05
+        assert (values - torch.tensor(completion.logprobs)).abs().median() < (0.3 if name == "fp8-hybrid" else 0.05)
 
 
 def engine(config: Any = CONFIG) -> Engine:

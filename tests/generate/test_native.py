@@ -125,6 +125,24 @@ def test_log_probabilities_are_those_of_the_training_forward(engine, shared):
         assert torch.allclose(chosen, torch.tensor(completion.logprobs), atol=1e-5)
 
 
+def test_tempered_log_probabilities_are_those_of_the_logits_over_the_temperature(engine, shared):
+    """Only requests that ask for them get them; filters and greedy choices change nothing."""
+    samplings = [
+        Sampling(temperature=0.7, tempered_logprobs=True, top_k=5),
+        Sampling(temperature=0.7),
+        Sampling(temperature=0, tempered_logprobs=True),
+        Sampling(temperature=2.0, tempered_logprobs=True, repetition_penalty=1.3),
+    ]
+    asked = [replace(one, sampling=sampling) for one, sampling in zip(requests(new=3) * 2, samplings, strict=False)]
+    for request, completion, heat in zip(
+        asked, opened(shared, slots=4).generate(asked), (0.7, 1.0, 1.0, 2.0), strict=True
+    ):
+        whole = [*request.prompt, *completion.ids]
+        expected = torch.log_softmax(logits_of(engine, whole) / heat, -1)[len(request.prompt) - 1 : -1]
+        chosen = expected.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        assert torch.allclose(chosen, torch.tensor(completion.logprobs), atol=1e-5)
+
+
 def logits_of(engine: Engine, document: Sequence[int]) -> torch.Tensor:
     return engine.logits(tiny.batch([document], tokens=64))[: len(document)]
 

@@ -87,6 +87,7 @@ def test_the_core_conforms() -> None:
         "rollout native",
     }
     fabrics = {f"fabric {spec.name}" for spec in FABRICS}
+    subjects |= {f"advantage {name}" for name in ("group", "mean", "batch", "rloo", "maxrl", "opo")}
     assert {c.subject for c in found} == subjects | fabrics
     for check in found:
         if check.subject not in fabrics:

@@ -16,7 +16,7 @@ import pytest
 from surogate_core.report import html
 from surogate_core.report.records import RunRecord
 from surogate_core.report.serve import PageServer
-from tests.report.test_page import CHROMIUM, FLAGS, make_run, with_experts
+from tests.report.test_page import CHROMIUM, FLAGS, make_run, with_experts, with_rollouts
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
@@ -53,12 +53,13 @@ def runs_of(name: str) -> list[RunRecord]:
     failed.add({"event": "run_end", "reason": "failed", "message": "no such data set"})
     return {
         "one": [with_experts(make_run(), 200)],
+        "rewards": [with_rollouts(make_run(steps=2), 9)],
         "several": [make_run("a"), make_run("b", loss=9.0)],
         "failed": [failed],
     }[name]
 
 
-@pytest.mark.parametrize("name", ["one", "several", "failed"])
+@pytest.mark.parametrize("name", ["one", "rewards", "several", "failed"])
 def test_nothing_is_found(browser: Any, tmp_path: Path, name: str) -> None:
     runs, report = runs_of(name), tmp_path / "report.html"
     report.write_text(html.render(runs))

@@ -365,6 +365,7 @@ def test_the_report_has_values_and_switches_of_its_own(browser: Any, tmp_path: P
     tab.locator("#whole").click()
     tab.locator("#smooth").uncheck()
     tab.locator("#axis").select_option("time")
+    tab.evaluate("new Promise((drawn) => requestAnimationFrame(drawn))")
     assert tab.evaluate("[state.begin, state.smooth, charts[0].scale.high]") == [None, 0, 100]
     assert tab.evaluate("window.hacked === undefined")
     assert wrong == []
@@ -487,8 +488,64 @@ def test_the_server_going_away_is_said(browser: Any) -> None:
         shown.until("document.querySelector('.verdict').textContent.startsWith('No longer served')")
 
 
+def with_rollouts(run: RunRecord, steps: int) -> RunRecord:
+    """Reinforcement learning with two rewards, of which the second comes from step 3 on."""
+    for at in range(1, steps + 1):
+        values = {"mean": at / steps, "std": 0.1, "min": 0.0, "max": 1.0}
+        run.add(
+            {
+                "event": "rollouts", "step": at, "reward": values, "without_signal": 0.25, "kept": 0.75,
+                "rewards": {"correct": values, **({"<format>": values} if at > 2 else {})},
+                "length": {"mean": 20.0, "std": 1.0, "min": 1.0, "max": 40.0}, "truncated": 0.1, "tokens": 640,
+                "seconds": {"generate": 0.3, "score": 0.1}, "faults": {}, "refills": 0,
+            }
+        )  # fmt: skip
+        run.add({"event": "step_end", "step": at, "loss": 0.1, "seconds": 0.5, "figures": {"entropy": 1 / at}})
+    sample = {"prompt": HOSTILE, "completion": HOSTILE, "reward": 1.0, "rewards": {}, "reason": "stop", "length": 3}
+    run.add({"event": "rollout_samples", "step": steps, "samples": [sample, {**sample, "reward": None}]})
+    return run
+
+
+def titles(shown: Shown) -> list[str]:
+    return list(shown.tab.locator("figure:visible figcaption b").all_inner_texts())
+
+
+def test_charts_of_reinforcement_learning_come_as_they_are_recorded(browser: Any) -> None:
+    run = RunRecord(directory=Path("run"), name="run", live=True)
+    run.add({"event": "run_start", "time": 1.0, "steps": 9})
+    with closing(Shown(browser, with_rollouts(run, 2))) as shown:
+        assert titles(shown) == [
+            *("Reward", "Reward spread (std)", "Signal (%)", "Completion length (tokens)"),
+            *("Truncated completions (%)", "Time by phase (s)", "Generation (tokens/s)", "Loss"),
+            "Entropy (nats per token)",
+        ]
+        loss = shown.tab.locator("figure").filter(has=shown.tab.locator('canvas[aria-label="Loss"]')).element_handle()
+        held_out = {"mean": 0.5, "std": 0.1, "min": 0.0, "max": 1.0}
+        run.add({"event": "rollout_eval", "step": 2, "tasks": 4, "reward": held_out, "seconds": 0.1})
+        with_rollouts(run, 6)
+        shown.until("charts.length === 10")
+        assert titles(shown)[1] == "Rewards by name"
+        assert loss.evaluate("element => element.isConnected"), "a chart that stays keeps its element"
+        key = shown.tab.locator("figure:visible").first.locator("ul.key").inner_text()
+        assert key.split("\n") == ["train, smoothed", "train", "held-out"]
+        assert shown.tab.locator("figure:visible").nth(1).locator("ul.key").inner_text().split() == [
+            "correct",
+            "_format_",
+        ]
+        shown.until("document.getElementById('details').textContent.includes('Completions')")
+        assert HOSTILE in shown.tab.locator('td[data-head="text"]').all_inner_texts()
+        assert min(shown.ink("Rewards by name"), shown.ink("Time by phase")) > 100
+        assert shown.tab.evaluate("window.hacked === undefined")
+        assert shown.wrong == []
+
+
 def test_layout_is_what_the_script_reads(browser: Any) -> None:
     with closing(Shown(browser, make_run())) as shown:
         layout = json.loads(shown.tab.locator("#layout").text_content())
-        assert [c["title"] for c in layout["curves"]][:2] == ["Loss", "Eval loss"]
-        assert shown.tab.evaluate("charts.length") == len(layout["curves"])
+        assert set(layout) == {"dashes", "phases", "smooth", "heat"}
+        assert layout["smooth"] == shown.tab.evaluate("state.smooth")
+        assert [t.removesuffix(" (before clipping)") for t in titles(shown)][:3] == [
+            "Loss",
+            "Learning rate",
+            "Grad norm",
+        ]

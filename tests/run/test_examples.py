@@ -36,7 +36,7 @@ def command(name: str, index: int = 0) -> list[str]:
     return example_commands.commands(example_commands.ROOT / "examples" / f"{name}.yaml")[index]
 
 
-@pytest.mark.slow_cases("qwen2_sft_lora", "qlora_nvfp4", "llama3_sft_lora", "instruction_data", "full_finetune")
+@pytest.mark.slow_cases("qwen2_sft_lora", "qlora_nvfp4", "llama3_sft_lora", "instruction_data", "full_finetune", "dpo")
 @pytest.mark.parametrize(
     ("name", "result"),
     [
@@ -46,6 +46,7 @@ def command(name: str, index: int = 0) -> list[str]:
         ("instruction_data", "instruction-lora/adapter/adapter_model.safetensors"),
         ("full_finetune", "full-finetune/model/model.safetensors"),
         ("pretrain", "pretrain/model/model.safetensors"),
+        ("dpo", "dpo/adapter/adapter_model.safetensors"),
     ],
 )
 def test_a_command_runs(name: str, result: str, place: Path, typed: Callable[..., None]) -> None:

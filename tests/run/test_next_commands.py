@@ -26,3 +26,11 @@ SCRATCH = RunConfig(output_dir="runs/a", model=ModelSelection(preset="tiny"), fr
 )
 def test_an_adapter_on_random_weights_cannot_be_loaded_again(config: RunConfig, purposes: list[str]) -> None:
     assert [purpose for purpose, _ in next_commands(config)] == purposes
+
+
+def test_a_reward_model_is_measured_since_it_writes_no_text() -> None:
+    commands = next_commands(replace(SCRATCH, lora=False), scored=True)
+    assert commands[0] == ("measure it", "surogate eval runs/a datasets=pairs.jsonl")
+    assert [purpose for purpose, _ in commands] == ["measure it", "read the report", "publish (private)"]
+    adapter = replace(SCRATCH, model=ModelSelection(path="a/b"), from_scratch=False)
+    assert "surogate merge" not in str(next_commands(adapter, scored=True)), "it refuses such an adapter"

@@ -451,10 +451,10 @@ def test_long_work_is_shown(fake: tuple[Any, Registry], tmp_path: Path, base: li
 
 
 def test_progress_of_a_save_is_told_by_the_mebibyte() -> None:
-    from surogate_core.train.loop import _Mebibytes
+    from surogate_core.train.measures import Mebibytes
 
     told: list[tuple[int, int]] = []
-    progress = _Mebibytes(lambda event: told.append((event.done, event.total)), "t")  # type: ignore[attr-defined]
+    progress = Mebibytes(lambda event: told.append((event.done, event.total)), "t")  # type: ignore[attr-defined]
     for done in range(0, 5 * 2**20 // 2 + 1, 2**18):
         progress.told(done, 5 * 2**20 // 2)
     progress.over()

@@ -61,7 +61,8 @@ def furnish(here: Path) -> None:
     turns = [{m["role"]: m["content"] for m in json.loads(line)["messages"]} for line in lines]
     alpaca = [{"instruction": t["user"], "input": "", "output": t["assistant"]} for t in turns]
     texts = [{"text": f"{t['user']} {t['assistant']}"} for t in turns]
+    pairs = [{"prompt": t["user"], "chosen": t["assistant"], "rejected": f"{number}"} for number, t in enumerate(turns)]
     (here / "corpus").mkdir()
-    for file, rows in {"alpaca.jsonl": alpaca, "corpus/a.jsonl": texts}.items():
+    for file, rows in {"alpaca.jsonl": alpaca, "corpus/a.jsonl": texts, "pairs.jsonl": pairs}.items():
         (here / file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (here / "my.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

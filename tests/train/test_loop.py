@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -17,7 +18,9 @@ from surogate_core.mesh.mesh import Mesh
 from surogate_core.testing import tiny
 from surogate_core.train.flops import Work
 from surogate_core.train.leading import Interrupted, Leader
-from surogate_core.train.loop import Loop, LoopState, settled_objects
+from surogate_core.train.loop import Loop, LoopState, most_steps
+from surogate_core.train.measures import settled_objects
+from surogate_core.train.prefetch import Batches as Made
 from surogate_core.train.prefetch import Prefetcher
 from surogate_core.train.sides import SideFigures
 from surogate_core.train.signals import StopSignals
@@ -63,7 +66,7 @@ class Watched(Loop):
 def test_the_collector_passes_over_what_existed_before_the_loop_of_a_gpu(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Prefetcher, "of", lambda engine, loader, work: Prefetcher(loader, work, CPU))
+    monkeypatch.setattr(Made, "of", lambda engine, loader, work: Prefetcher(loader, work, CPU))
     loop = Watched(fails)
     if fails:
         with pytest.raises(RuntimeError, match="a step failed"):
@@ -205,3 +208,11 @@ def test_samples_that_a_signal_ended_are_due_again() -> None:
         loop._sample()
     assert loop.told == []
     assert loop._sampling_due(8)
+
+
+def test_epoch_adjustment_may_make_a_run_read_every_row() -> None:
+    """What is computed of the rows beforehand must be there for an epoch that is longer than `num_epochs` says."""
+    loader = cast(StepLoader, SimpleNamespace(epoch=0.0, steps_per_epoch=9.5))
+    assert most_steps(RunConfig(num_epochs=0.2), loader) == 2
+    assert most_steps(RunConfig(num_epochs=0.2, epoch_adjustment=True), loader) == 10
+    assert most_steps(RunConfig(num_epochs=2, epoch_adjustment=True), loader) == 19

@@ -6,24 +6,34 @@ import math
 
 import pytest
 
-from surogate_core.events import EvalEnd, GpuStats, PrecisionStats, RankStats, RoutingStats, StepEnd
+from surogate_core.events import (
+    EvalEnd,
+    GpuStats,
+    PrecisionStats,
+    RankStats,
+    Rollouts,
+    RolloutSamples,
+    RoutingStats,
+    StepEnd,
+)
 from surogate_core.testing.monitors import events
-from surogate_core.train.scalars import scalars_of
+from surogate_core.train.scalars import SAMPLE_COLUMNS, sample_rows, samples_of, scalars_of
 
 
 def test_every_event_of_a_run() -> None:
     found = [(type(event), *scalars_of(event)) for event in events()]
     silent = [kind for kind, _, named in found if not named]
-    assert not {StepEnd, EvalEnd, GpuStats, PrecisionStats, RoutingStats} & set(silent)
+    assert not {StepEnd, EvalEnd, GpuStats, PrecisionStats, Rollouts, RoutingStats} & set(silent)
     step = next(named for kind, at, named in found if kind is StepEnd and at == 2)
     assert step["train/loss"] == 1.5
     assert step["train/speed_of_light"] == 0.4
-    assert len(step) == 7
+    assert step["train/rewards/margins"] == 0.2
+    assert len(step) == 9
     bad = next(named for kind, at, named in found if kind is StepEnd and at == 3)
     assert math.isnan(bad["train/loss"])
     assert bad["train/grad_norm"] == math.inf
     evaluations = [named for kind, _, named in found if kind is EvalEnd]
-    assert evaluations == [{"eval/loss": 4.0}, {"eval/loss": 2.0, "eval/gap": 0.5}]
+    assert evaluations == [{"eval/loss": 4.0}, {"eval/loss": 2.0, "eval/gap": 0.5, "eval/rewards/margins": 0.2}]
     (gpu,) = [named for kind, _, named in found if kind is GpuStats]
     assert gpu["gpu/power_watts"] == 400.0
     (ranks,) = [named for kind, _, named in found if kind is RankStats]
@@ -35,3 +45,16 @@ def test_every_event_of_a_run() -> None:
         "precision/saturated_gradient": 0.0,
         "precision/underflowed_activation": 0.0,
     }
+
+
+def test_completions_have_their_rewards_with_them() -> None:
+    (event,) = (e for e in events() if isinstance(e, RolloutSamples))
+    assert list(samples_of(event).values()) == [
+        "[reward 1, stop, 2 tokens] 2 + 2\n→  4",
+        "[no reward, timeout, 8 tokens] 2 + 2\n→  [",
+    ]
+    rows = [dict(zip(SAMPLE_COLUMNS, row, strict=True)) for row in sample_rows(event)]
+    assert [(row["completion"], row["reward"], row["ended by"]) for row in rows] == [
+        (" 4", 1.0, "stop"),
+        (" [", None, "timeout"),
+    ]

@@ -7,12 +7,14 @@ u and its gradient follow x and dy in their rows, A and B are in the panel. Shap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from surogate_core.kernels.panels import MOST
 from surogate_native import adapters_programs as programs
 
 ROWS = 1024
@@ -20,7 +22,9 @@ ROWS = 1024
 ROOM = 128
 """Columns past x are a multiple of this."""
 FEW = 512
-"""Most rows for which `down` has small tiles."""
+"""Most rows for which several programs of `down` share a tile."""
+MOST_PARTS = 16
+"""As many as share one, at most."""
 COLUMNS = 64
 """Inputs of a program of `down_gradient`."""
 PROGRAMS = 240
@@ -81,7 +85,10 @@ def down(
     """u = dropout(x) Aᵀ of all projections into `u_NR` and into `room`; x may have more columns than A."""
     n, inputs = x.shape[0], a_RI.shape[1]
     rank = a_RI.shape[0] // slots
-    tile, step, stages = _down_tile(n, rank, slots)
+    if n <= FEW and p == 0:
+        _down_few(x, a_RI, u_NR, room, slots)
+        return
+    tile, step, stages = _down_tile(slots)
     programs.down[triton.cdiv(n, tile) * slots,](
         x,
         a_RI,
@@ -103,13 +110,44 @@ def down(
     )
 
 
-def _down_tile(n: int, rank: int, slots: int) -> tuple[int, int, int]:
-    """Rows, inner steps and stages of a program of `down`.
+def _down_few(x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int) -> None:
+    """`down` of few rows, as in generation: several programs share a tile, since a single one waits for memory."""
+    n, inputs = x.shape[0], a_RI.shape[1]
+    rank, tile = a_RI.shape[0] // slots, 16
+    step = max(64, 4096 // max(16, rank))
+    part = step * triton.cdiv(triton.cdiv(inputs, step), MOST_PARTS)
+    tiles, shared = triton.cdiv(n, tile) * slots, triton.cdiv(inputs, part)
+    programs.down_split[tiles, shared](
+        x,
+        a_RI,
+        u_NR,
+        room,
+        torch.empty((tiles, shared, tile, rank), dtype=torch.float32, device=x.device),
+        _counters(x.device),
+        n,
+        x.stride(0),
+        a_RI.stride(0),
+        room.stride(0),
+        IN=inputs,
+        R=rank,
+        S=slots,
+        M=tile,
+        K=step,
+        PART=part,
+        PARTS=triton.next_power_of_2(shared),
+        num_warps=4,
+        num_stages=_stages(x.device, tile, rank, step, 3, drops=False),
+    )
 
-    Few rows, as in generation, have few programs, which wait for memory: they get more programs and longer loads.
-    """
-    if n <= FEW:
-        return 16, max(64, 8192 // max(16, rank)), 3
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros for `down_split`, which leaves zeros. Kernels that use them run one after the other, on one stream."""
+    return torch.zeros(FEW // 16 * MOST, dtype=torch.int32, device=device)
+
+
+def _down_tile(slots: int) -> tuple[int, int, int]:
+    """Rows, inner steps and stages of a program of `down`."""
     return (64, 128, 5) if slots > 1 else (32, 256, 5)
 
 

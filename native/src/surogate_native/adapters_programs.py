@@ -66,6 +66,63 @@ def down(
 
 
 @triton.jit
+def down_split(
+    x,
+    a,
+    u,
+    wide,
+    parts,
+    counters,
+    tokens,
+    x_row,
+    a_row,
+    wide_row,
+    IN: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """`down` without dropout, for few rows: PART inputs a program. parts [tiles·S, IN/PART, M, R].
+
+    The last to come of those that share a tile adds their parts in a fixed order, whoever it is. PARTS: a power of two
+    from IN/PART on. `counters` are 0 at the start, one for each tile and projection, and 0 again at the end.
+    """
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    slot = tile % S
+    rows = tile // S * M + tl.arange(0, M)
+    inside = rows < tokens
+    ranks = slot * R + tl.arange(0, R)
+    acc = tl.zeros([M, R], tl.float32)
+    for start in tl.range(0, PART, K):
+        columns = part * PART + start + tl.arange(0, K)
+        offsets = rows.to(tl.int64)[:, None] * x_row + columns[None, :]
+        value = tl.load(x + offsets, mask=inside[:, None] & (columns < IN)[None, :], other=0.0)
+        weight = tl.load(a + ranks[:, None] * a_row + columns[None, :], mask=(columns < IN)[None, :], other=0.0)
+        acc = tl.dot(value, weight.T, acc)
+    place = tl.arange(0, M)[:, None] * R + tl.arange(0, R)[None, :]
+    own = parts + tile * (tl.num_programs(1) * M * R)
+    tl.store(own + part * (M * R) + place, acc)
+    tl.debug_barrier()  # every thread's share is written before the program is counted
+    if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+        flat = tl.arange(0, M * R)
+        numbers = tl.arange(0, PARTS)[:, None]
+        # At once: one after the other would wait for memory as often as there are parts.
+        all_parts = tl.load(
+            own + numbers * (M * R) + flat[None, :], mask=numbers < tl.num_programs(1), other=0.0, cache_modifier=".cg"
+        )
+        result = tl.sum(all_parts, axis=0).to(u.dtype.element_ty)
+        row = (tile // S * M + flat // R).to(tl.int64)
+        rank = slot * R + flat % R
+        tl.store(u + row * (S * R) + rank, result, mask=row < tokens)
+        tl.store(wide + row * wide_row + rank, result, mask=row < tokens)
+        tl.store(counters + tile, 0)
+
+
+@triton.jit
 def up_backward(
     dy,
     u,

@@ -24,6 +24,7 @@ SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", 
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 PREFERENCE = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go"}
 TEXT = {"text": "Rome."}
+USER, HELLO = OPENAI["messages"][0], OPENAI["messages"][1:]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,18 @@ TEXT = {"text": "Rome."}
             "preference",
             {"prompt_field": "prompt", "chosen_field": "chosen", "rejected_field": "rejected"},
         ),
+        (
+            {"prompt": "Hi", "chosen": HELLO, "rejected": HELLO},
+            "preference",
+            {"prompt_field": "prompt", "chosen_field": "chosen", "rejected_field": "rejected"},
+        ),
+        (
+            {"chosen": [USER, *HELLO], "rejected": json.dumps([USER, *HELLO])},
+            "preference",
+            {"chosen_field": "chosen", "rejected_field": "rejected"},
+        ),
+        ({"prompt": "Hi", "completion": "Go", "label": False}, "unpaired", {}),
+        ({"prompt": "Hi", "completion": HELLO, "label": True}, "unpaired", {}),
         (TEXT, "text", {"text_field": "text"}),
         ({"content": "x", "id": 3}, "text", {"text_field": "content"}),
     ],

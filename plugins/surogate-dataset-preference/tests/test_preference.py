@@ -1,4 +1,4 @@
-"""The format `preference`: both answers are tokenised, and no task of this version trains on them."""
+"""The format `preference`: texts and conversations become a chosen and a rejected document."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import surogate_dataset_preference as plugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surogate_dataset_preference.preference import PreferenceOptions, encode_pair
+from surogate_dataset_preference.preference import PreferenceOptions
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.encoded import EncodeContext, Encoded, RowError
+from surogate_core.data.encoded import EncodeContext, RowError
 from surogate_core.data.pipeline import prepare
 from surogate_core.errors import UserError
 
@@ -23,8 +23,9 @@ FORMAT: Any = plugin.surogate_dataset()
 ROW = {"prompt": "Hi", "chosen": "Hello!", "rejected": "Go away."}
 
 
-def pair(tokenizer: Any, row: Any, **options: Any) -> Any:
-    return encode_pair(row, PreferenceOptions(**options), EncodeContext(tokenizer=tokenizer, sequence_len=64))
+def pair(tokenizer: Any, row: Any, *, context: Any = None, **options: Any) -> Any:
+    around = EncodeContext(tokenizer=tokenizer, sequence_len=64, **(context or {}))
+    return FORMAT.encode(row, PreferenceOptions(**options), around).documents
 
 
 def split(tokenizer: Any, document: Any) -> tuple[str, str]:
@@ -47,11 +48,64 @@ def split(tokenizer: Any, document: Any) -> tuple[str, str]:
 )
 def test_both_answers_follow_the_prompt(templated: Callable[..., Any], name: str, before: str, after: str) -> None:
     tokenizer, end = templated(name)
-    found = pair(tokenizer, ROW)
-    assert split(tokenizer, found.chosen) == (before + after, f"Hello!{end}")
-    assert split(tokenizer, found.rejected) == (before + after, f"Go away.{end}")
-    context = EncodeContext(tokenizer=tokenizer, sequence_len=64)
-    assert FORMAT.encode(ROW, PreferenceOptions(), context).labels.tolist() == found.chosen.labels.tolist()
+    chosen, rejected = pair(tokenizer, ROW)
+    assert split(tokenizer, chosen) == (before + after, f"Hello!{end}")
+    assert split(tokenizer, rejected) == (before + after, f"Go away.{end}")
+
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Hello!"), ("assistant", "No."))
+)
+EARLIER = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}, USER]
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}),
+        ({"prompt": [USER], "chosen": "Hello!", "rejected": "No."}, {}),
+        ({"prompt": "Hi", "chosen": [GOOD], "rejected": [BAD]}, {}),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])}, {}),
+        ({"prompt": "Hi", "chosen": [{**USER, "name": None}, GOOD], "rejected": [USER, BAD]}, {"prompt_field": None}),
+    ],
+)
+def test_conversations_and_texts_give_the_same_documents(templated: Callable[..., Any], row: Any, options: Any) -> None:
+    tokenizer, _end = templated("chatml")
+    plain = pair(tokenizer, {"prompt": "Hi", "chosen": "Hello!", "rejected": "No."})
+    for document, expected in zip(pair(tokenizer, row, **options), plain, strict=True):
+        assert document.input_ids.tolist() == expected.input_ids.tolist()
+        assert document.labels.tolist() == expected.labels.tolist()
+
+
+def test_only_turns_of_the_answer_are_trained(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("chatml")
+    for row in (
+        {"prompt": EARLIER, "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [*EARLIER, GOOD], "rejected": [*EARLIER, BAD]},
+    ):
+        chosen, rejected = pair(tokenizer, row, context={"system": "Be brief."})
+        assert [split(tokenizer, d)[1] for d in (chosen, rejected)] == [f"Hello!{end}", f"No.{end}"]
+        assert "Be brief." in split(tokenizer, chosen)[0]
+    several = [GOOD, USER, GOOD]
+    chosen, rejected = pair(tokenizer, {"prompt": [USER], "chosen": several, "rejected": [BAD]})
+    assert split(tokenizer, chosen)[1] == f"Hello!{end}Hello!{end}"
+
+
+def test_two_texts_share_their_beginning_as_the_prompt(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("none")
+    row = {"chosen": "Human: Hi\n\nAssistant: Hey you", "rejected": "Human: Hi\n\nAssistant: Heya"}
+    found = [split(tokenizer, d) for d in pair(tokenizer, row, prompt_field=None)]
+    assert found == [("Human: Hi\n\nAssistant: ", f"Hey you{end}"), ("Human: Hi\n\nAssistant: ", f"Heya{end}")]
+
+
+def test_messages_need_a_template(templated: Callable[..., Any]) -> None:
+    row = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    with pytest.raises(UserError, match="use_chat_template is false"):
+        pair(templated("chatml")[0], row, context={"use_chat_template": False})
+    with pytest.raises(UserError, match="chat template"):
+        pair(templated("none")[0], row)
 
 
 TEXT = st.text(st.sampled_from("abc é\n.<|1漢😀"), min_size=1, max_size=12).filter(lambda t: t.strip() == t)
@@ -69,8 +123,7 @@ def test_labels_decode_to_the_answers(templated: Any, name: str, prompt: str, ch
             pair(tokenizer, row, **options)
         return
     found = pair(tokenizer, row, **options)
-    assert [split(tokenizer, d)[1] for d in (found.chosen, found.rejected)] == [chosen + end, rejected + end]
-    assert isinstance(found.chosen, Encoded)
+    assert [split(tokenizer, document)[1] for document in found] == [chosen + end, rejected + end]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +132,18 @@ def test_labels_decode_to_the_answers(templated: Any, name: str, prompt: str, ch
         ({}, "field 'prompt' is missing, the row has no fields"),
         ({"prompt": "x", "chosen": "y", "reject": "z"}, "did you mean 'reject'?"),
         ({**ROW, "chosen": None}, "field 'chosen' is null"),
-        ({**ROW, "chosen": [ROW]}, "field 'chosen' must be a string, this is list"),
+        ({**ROW, "prompt": " "}, "field 'prompt' is empty"),
+        ({**ROW, "chosen": 3}, "field 'chosen' must be a string, this is int"),
+        ({**ROW, "chosen": [ROW]}, "field 'chosen': item 1 is no message"),
+        ({**ROW, "chosen": []}, "field 'chosen' is empty"),
+        ({**ROW, "chosen": [GOOD]}, "must both be text or both be messages"),
+        ({**ROW, "chosen": [{**GOOD, "content": None}], "rejected": [BAD]}, "the content of message 1 is no text"),
+        ({**ROW, "chosen": [{**GOOD, "content": " "}], "rejected": [BAD]}, "that has text"),
+        ({**ROW, "chosen": [GOOD, USER], "rejected": [BAD]}, "does not end with a message of the assistant"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "field 'rejected' has no message after the common prompt"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "begin with different messages"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "field 'prompt' is missing"),
+        ({"chosen": "Hi", "rejected": "No"}, "field 'prompt' is missing"),
         ({**ROW, "rejected": " "}, "field 'rejected' is empty"),
         ({**ROW, "rejected": "Hello!"}, "fields 'chosen' and 'rejected' are equal"),
     ],
@@ -92,11 +156,13 @@ def test_bad_rows_have_a_reason(templated: Callable[..., Any], row: Any, reason:
 
 @pytest.mark.parametrize("task", ["sft", "pt"])
 @pytest.mark.parametrize("key", ["datasets", "validation_datasets"])
-def test_no_task_trains_on_it_yet(templated: Callable[..., Any], tmp_path: Path, task: Any, key: str) -> None:
+def test_tasks_of_documents_refuse_it(templated: Callable[..., Any], tmp_path: Path, task: Any, key: str) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(ROW))
     entry = {"path": str(path), "type": "preference"}
     keys: Any = {"datasets": [entry], "data_cache_dir": str(tmp_path / "cache"), key: [entry]}
-    with pytest.raises(UserError, match=rf"type preference, which task {task} cannot train on; a later version"):
+    with pytest.raises(
+        UserError, match=rf"type preference, which task {task} cannot train on; it is for dpo, ipo, .* and reward"
+    ):
         prepare(RunConfig(task=task, **keys), templated("own")[0], {"preference": FORMAT})
     assert not (tmp_path / "cache").exists()

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets"),
 ]
-PROGRAMS = {"slot_attention", "slot_attention_sum", "choose_part", "choose_token", "token_bounds", "down"}
+PROGRAMS = {"slot_attention", "slot_attention_sum", "choose_part", "choose_token", "token_bounds", "down_split"}
 
 
 def attend(heads: int, kv_heads: int, features: int, dtype: torch.dtype, context: int) -> None:

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,9 +25,12 @@ from surogate_core.events import (
     Event,
     PhaseChange,
     PrecisionStats,
+    RolloutEval,
+    Rollouts,
     RoutingStats,
     RunInfo,
     RunStart,
+    Spread,
 )
 from surogate_core.events import StepEnd as Step
 
@@ -150,6 +155,43 @@ def routed_from(begin: int, *, steps: int = 130, **changed: float) -> list[Event
     )
 
 
+def reinforced(
+    steps: int = 100,
+    reward: Value = lambda at: 0.3,
+    entropy: Value = lambda at: 1.0,
+    length: Value = lambda at: 50.0,
+    held_out: Mapping[int, float] = MappingProxyType({}),
+    figures: Mapping[str, Value] = MappingProxyType({}),
+    **more: Value,
+) -> list[Event]:
+    """A run of reinforcement learning whose loss and gradient jump without meaning."""
+    events: list[Event] = [start(steps)]
+    for at in range(1, steps + 1):
+        given: dict[str, Any] = {name: value(at) for name, value in more.items()}
+        events.append(
+            Rollouts(
+                step=at, prompts=8, completions=64, reward=Spread(reward(at), 0.4, 0.0, 1.0), tokens=64,
+                length=Spread(length(at), 1.0, 1.0, 64.0), **given,
+            )
+        )  # fmt: skip
+        named = {"entropy": entropy(at), **{name: value(at) for name, value in figures.items()}}
+        events.append(
+            replace(step(at, (-1) ** at * (5.0 if at % 40 else 500.0), 30.0 if at % 30 else 0.1), figures=named)
+        )
+        if at in held_out:
+            spread = Spread(held_out[at], 0.4, 0.0, 1.0)
+            events.append(RolloutEval(step=at, tasks=64, reward=spread, seconds=0.1))
+    return events
+
+
+def from_50(value: float, usual: float = 0.0) -> Value:
+    return lambda at: value if at >= 50 else usual
+
+
+def rising(at: int) -> float:
+    return 0.2 + 0.007 * at
+
+
 LONG_WARMUP = {"warmup_steps": 100}
 
 CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
@@ -233,6 +275,51 @@ CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
         150,
         [*curve(100, falling), scaled(100, 0.3), scaled(150, 0.21), scaled(200, 0.3)],
         [*curve(100, falling), scaled(100, 0.3), scaled(150, 0.19), scaled(200, 0.3, excess=1.2)],
+        {},
+    ),
+    # Means of the last 10 steps; the figures change at step 50.
+    "entropy_collapse": (
+        58,
+        reinforced(entropy=from_50(0.05, 0.5)),
+        reinforced(reward=rising, entropy=from_50(0.05, 0.5)),
+        {},
+    ),
+    "length_explosion": (59, reinforced(length=from_50(101, 50)), reinforced(length=from_50(99, 50)), {}),
+    "no_signal": (
+        58,
+        reinforced(without_signal=from_50(0.9)),
+        reinforced(without_signal=from_50(0.8)),
+        {},
+    ),
+    "tasks_too_easy": (
+        58,
+        reinforced(reward=lambda at: 0.95, without_signal=from_50(0.9)),
+        reinforced(reward=lambda at: 0.85, without_signal=from_50(0.9)),
+        {},
+    ),
+    "completions_truncated": (57, reinforced(truncated=from_50(0.4)), reinforced(truncated=from_50(0.3)), {}),
+    "environment_faults": (
+        56,
+        reinforced(faults=lambda at: {"timeout": 10 if at >= 50 else 0}),
+        reinforced(faults=lambda at: {"timeout": 6 if at >= 50 else 0}),
+        {},
+    ),
+    "logprob_gap": (
+        57,
+        reinforced(figures={"logprob_gap/mean": from_50(0.07)}),
+        reinforced(figures={"logprob_gap/mean": from_50(0.05)}),
+        {},
+    ),
+    "clipped_tokens": (
+        57,
+        reinforced(figures={"clip_ratio/region": from_50(0.4)}),
+        reinforced(figures={"clip_ratio/region": from_50(0.3)}),
+        {},
+    ),
+    "reward_hacking": (
+        90,
+        reinforced(reward=rising, held_out={30: 0.4, 60: 0.6, 80: 0.4, 90: 0.4}),
+        reinforced(reward=rising, held_out={30: 0.4, 60: 0.6, 80: 0.4, 90: 0.5, 100: 0.4}),
         {},
     ),
     "divergence_with_routing_collapse": (
@@ -345,6 +432,56 @@ def test_a_run_that_is_uneven_from_the_beginning_gets_no_advice() -> None:
     uneven = {**SPARSE, "moe_load_imbalance": 11.0, "moe_entropy": 0.7}
     events = list(routed(curve(400, falling), lambda at: replace(stats(at), **uneven)))
     assert not advices(replay(events, info()))
+
+
+def test_a_healthy_run_of_reinforcement_learning_gets_no_advice() -> None:
+    """Its loss jumps, it becomes sure of itself and its completions grow while the reward rises."""
+    run = reinforced(
+        300,
+        reward=lambda at: min(1.0, 0.01 + at / 100),
+        entropy=lambda at: 1.0 / (1 + at / 5),
+        length=lambda at: 20.0 + at,
+        held_out={100: 0.8, 200: 0.85, 300: 0.82},
+    )
+    assert advices(replay(run, info(auto_lr_reduction=True))) == []
+    assert [control for control in replay(run, info(auto_lr_reduction=True)) if control.lr_scale] == []
+
+
+def test_in_reinforcement_learning_what_is_not_finite_is_still_survived() -> None:
+    run = reinforced(60)
+    broken = [replace(e, loss=math.nan) if isinstance(e, Step) and e.step == 40 else e for e in run]
+    (control,) = [c for c in replay(broken, info(auto_lr_reduction=True)) if c.proceed]
+    assert control.lr_scale == 0.5
+
+
+def test_a_held_out_reward_before_the_first_step_is_no_best_one() -> None:
+    """The most probable tokens may be right at once where sampled ones are not."""
+    before = RolloutEval(step=0, tasks=64, reward=Spread(0.9, 0.1, 0.0, 1.0), seconds=0.1)
+    run = reinforced(60, reward=rising, held_out={20: 0.7, 40: 0.72, 60: 0.71})
+    assert told("reward_hacking", [run[0], before, *run[1:]]) == []
+
+
+def test_rollouts_without_a_reward_are_taken() -> None:
+    run = [replace(e, reward=None) if isinstance(e, Rollouts) else e for e in reinforced(30, truncated=from_50(0.4))]
+    run.append(RolloutEval(step=30, tasks=4, reward=None, seconds=0.1))
+    assert advices(replay(run, info())) == []
+
+
+def test_a_resumed_run_of_reinforcement_learning_gets_the_same_advice() -> None:
+    run = reinforced(truncated=from_50(0.4))
+    middle = next(place for place, event in enumerate(run) if event == step_of(run, 54))
+    first, second = watching(info()), watching(info())
+    for event in run[: middle + 1]:
+        first.on_event(event)
+    second.load_state(json.loads(json.dumps(first.state(), allow_nan=False)))
+    controls = [control for event in run[middle + 1 :] if (control := second.on_event(event)) is not None]
+    assert [(advice.rule, advice.step) for advice in advices(controls)] == [("completions_truncated", 57)]
+    older = {name: value for name, value in first.state().items() if name != "rewards"}
+    watching(info()).load_state(older)
+
+
+def step_of(events: Sequence[Event], number: int) -> Event:
+    return next(event for event in events if isinstance(event, Step) and event.step == number)
 
 
 def test_advice_about_a_frozen_router() -> None:

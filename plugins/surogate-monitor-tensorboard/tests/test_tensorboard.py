@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import surogate_monitor_tensorboard
 
-from surogate_core.events import Advice, EvalEnd, PhaseChange, Progress, RunInfo, Samples
+from surogate_core.events import (
+    Advice,
+    EvalEnd,
+    PhaseChange,
+    Progress,
+    RolloutEval,
+    Rollouts,
+    RolloutSamples,
+    RunInfo,
+    Samples,
+)
+from surogate_core.testing.monitors import events
 from surogate_core.testing.run_events import START, step
 
 
@@ -87,3 +98,16 @@ def test_the_option_has_the_defaults() -> None:
     values = dict(OmegaConf.create(yaml))
     assert values.pop("name") == spec.name == "tensorboard"
     assert spec.options(**values) == spec.options()
+
+
+def test_rewards_and_completions_of_reinforcement_learning(tmp_path: Path) -> None:
+    writer = monitor(tmp_path)
+    for event in (START, *(e for e in events() if isinstance(e, Rollouts | RolloutSamples | RolloutEval))):
+        writer.on_event(event)
+    writer.close()
+    assert scalars(tmp_path, "reward/mean") == [(3, 0.5)]
+    assert scalars(tmp_path, "reward/correct") == [(3, 0.5)]
+    assert scalars(tmp_path, "time/generate") == [(3, pytest.approx(0.2))]
+    assert scalars(tmp_path, "eval/completions/length_mean") == [(3, 5.0)]
+    (text,) = read(tmp_path).Tensors("samples/1/text_summary")
+    assert text.tensor_proto.string_val == ["    [reward 1, stop, 2 tokens] 2 + 2\n    →  4\n".encode()]

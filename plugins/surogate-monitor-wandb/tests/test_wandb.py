@@ -18,10 +18,12 @@ import surogate_monitor_wandb
 from surogate_core.errors import MachineError
 from surogate_core.events import (
     Notice,
+    Rollouts,
+    RolloutSamples,
     RunInfo,
 )
 from surogate_core.testing.check import NotApplicable
-from surogate_core.testing.monitors import sees_a_run
+from surogate_core.testing.monitors import events, sees_a_run
 from surogate_core.testing.run_events import END, EVENTS, START, step
 
 
@@ -97,6 +99,22 @@ def test_an_offline_run_read_back(tmp_path: Path) -> None:
     assert (run.display_name, run.project, run.run_id) == ("r", "surogate", writer.state()["id"])
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (config["learning_rate"], config["name"], config["monitor"]) == (1e-3, "<script>", [{"name": "wandb"}])
+
+
+def test_completions_are_a_table_with_their_rewards(tmp_path: Path) -> None:
+    writer = monitor(tmp_path)
+    writer.on_event(START)
+    for event in events():
+        if isinstance(event, Rollouts | RolloutSamples):
+            writer.on_event(event)
+    writer.close()
+    lines = history(tmp_path)
+    assert [(line["step"], line["reward/mean"]) for line in lines if "reward/mean" in line] == [(3, 0.5)]
+    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/completions_*.table.json")
+    assert json.loads(file.read_text())["data"] == [
+        ["2 + 2", " 4", 1.0, 0.7, "stop", 2],
+        ["2 + 2", " [", None, None, "timeout", 8],
+    ]
 
 
 def test_a_resumed_run_has_the_same_id(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 const LAYOUT = JSON.parse(document.getElementById("layout").textContent);
 const TAP = 10, DOUBLE_TAP = 350; // pixels that a tap may move, milliseconds between two taps
 const HEIGHT = 220, LEFT = 54, RIGHT = 12, TOP = 8, BOTTOM = 24;
-const LOG = ["loss", "eval", "lr", "grad_norm"]; // series that the log switch is for
 const $ = (id) => document.getElementById(id);
 
 const state = {
@@ -43,8 +42,8 @@ const shownRuns = () => state.runs.filter((run) => !state.hidden.has(run.title))
 const single = () => state.runs.length === 1;
 
 class Chart {
-  constructor({ title, series, unit, zero }) {
-    Object.assign(this, { series, zero, plain: unit ? `${title} (${unit})` : title });
+  constructor({ title, unit, zero, log }) {
+    Object.assign(this, { zero, logs: log, lines: [], plain: unit ? `${title} (${unit})` : title });
     this.canvas = make("canvas");
     this.canvas.setAttribute("role", "img");
     this.canvas.setAttribute("aria-label", title);
@@ -144,34 +143,28 @@ class Chart {
     if (again) show(null, null);
   }
 
+  // With several runs a chart has one line, which each run is drawn by.
   curves() {
     const found = [];
     state.runs.forEach((run, index) => {
       if (state.hidden.has(run.title)) return;
-      const add = (series, name, style) => {
+      for (const { series, label, dots, style } of this.lines) {
+        if (!run.curves[series]) continue;
         const [steps, values, means] = run.curves[series];
         const xs = steps.map((step) => along(run.axes, state.axis, step));
-        const wanted = state.smooth > 0 && means ? means : null;
-        found.push({ name, style, xs, steps, values, means: wanted, dots: series === "eval" });
-      };
-      const both = single() && this.series === "loss" && run.recorded.includes("eval");
-      if (single()) add(this.series, both ? "train" : "", this.series === "eval" ? 1 : 0);
-      else add(this.series, run.title, styleOf(index));
-      if (both) add("eval", "eval", 1);
+        const name = single() ? (this.lines.length > 1 ? label : "") : run.title;
+        found.push({ name, dots, xs, steps, values, style: single() ? style : styleOf(index), means: state.smooth > 0 && means ? means : null });
+      }
     });
     return found.filter((curve) => curve.values.some((value) => value !== null));
   }
 
-  wanted() {
-    const { runs } = state;
-    if (this.series === "loss") return runs.some((run) => run.step);
-    if (this.series === "eval" && single() && runs[0].step) return false;
-    return runs.some((run) => run.recorded.includes(this.series));
+  // The first chart of a run shows its phases and where advice was given.
+  get first() {
+    return charts[0] === this;
   }
 
   draw() {
-    this.figure.hidden = !this.wanted();
-    if (this.figure.hidden) return;
     const width = this.canvas.clientWidth || 440, ratio = devicePixelRatio || 1;
     if (this.canvas.width !== Math.round(width * ratio)) {
       this.canvas.width = Math.round(width * ratio);
@@ -184,7 +177,7 @@ class Chart {
     this.scale = null;
     this.readout.textContent = "";
     this.tip.hidden = true;
-    const curves = this.curves(), log = state.log && LOG.includes(this.series);
+    const curves = this.curves(), log = state.log && this.logs;
     this.caption(curves, log);
     if (!curves.length) return this.nothing(pen, "no finite value recorded");
     const [low, high] = this.stretch(curves);
@@ -207,7 +200,7 @@ class Chart {
     const { low, high, bottom, top, log, width } = frame;
     const across = (x) => LEFT + ((x - low) / (high - low)) * (width - LEFT - RIGHT);
     const down = (y) => HEIGHT - BOTTOM - (((log ? Math.log10(y) : y) - bottom) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
-    if (this.series === "loss" && shownRuns().length === 1) this.background(pen, width, across);
+    if (this.first && shownRuns().length === 1) this.background(pen, width, across);
     this.axes(pen, across, frame);
     pen.save();
     pen.beginPath();
@@ -231,12 +224,14 @@ class Chart {
   caption(curves, log) {
     const text = `${this.plain}${log ? ", log scale" : ""}`;
     if (this.title.textContent !== text) this.title.textContent = text;
-    const [train, evaluated] = curves, entries = [];
-    if (single() && evaluated) {
-      if (train.means) entries.push(["train, smoothed", () => lineSample(0, false, false)]);
-      entries.push(["train", () => lineSample(0, false, train.means !== null)], ["eval", () => lineSample(1, true, false)]);
+    const entries = [];
+    // Where several curves have means, their names are of these.
+    const several = curves.filter((curve) => curve.means).length > 1;
+    for (const { name, style, dots, means } of single() && curves.length > 1 ? curves : []) {
+      if (means && !several) entries.push([`${name}, smoothed`, () => lineSample(style, dots, false)]);
+      entries.push([name, () => lineSample(style, dots, means !== null && !several)]);
     }
-    if (this.series === "loss" && single()) {
+    if (this.first && single()) {
       const [run] = state.runs, seen = Object.entries(LAYOUT.phases).filter(([label]) => run.bands.some((band) => band[2] === label));
       entries.push(...seen.map(([label, fill]) => [label, () => shadeSample(fill)]));
       if (run.marks.length) entries.push(["advice", () => drawing("svg", { class: "swatch", viewBox: "0 0 26 10", "aria-hidden": "true" }, drawing("line", { class: "mark", x1: 1, x2: 25, y1: 5, y2: 5 }))]);
@@ -401,9 +396,20 @@ function legend() {
   }));
 }
 
+// Takes the charts that the runs have now: those that stay keep their elements.
+function arrange(specs) {
+  const before = charts.map((chart) => chart.plain).join("\n"), known = new Map(charts.map((chart) => [chart.plain, chart]));
+  charts.length = 0;
+  for (const spec of specs) {
+    const made = new Chart(spec), chart = known.get(made.plain) ?? made;
+    chart.lines = spec.lines;
+    charts.push(chart);
+  }
+  if (charts.map((chart) => chart.plain).join("\n") !== before)
+    $("curves").replaceChildren(...[...charts, ...heat.maps].map((chart) => chart.figure));
+}
+
 function begin() {
-  for (const curve of LAYOUT.curves) charts.push(new Chart(curve));
-  $("curves").replaceChildren(...charts.map((chart) => chart.figure));
   $("smooth").value = state.smooth;
   $("smooth").addEventListener("input", (event) => {
     state.smooth = event.target.type === "checkbox" ? Number(event.target.checked) : Number(event.target.value);

@@ -134,6 +134,7 @@ async function changed() {
     renew("tables", reply.tables, () => reply.tables.map((one) => section(one, 2)));
     legend();
     $("tools").hidden = !state.runs.some((run) => run.recorded.length);
+    arrange(reply.charts);
     charts.forEach((chart) => chart.draw());
     if (performance.getEntriesByName("curves").length === 0 && state.runs.some((run) => run.step)) performance.mark("curves");
     await experts();

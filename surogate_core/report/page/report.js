@@ -6,6 +6,7 @@ const found = JSON.parse($("data").textContent);
 state.runs = found.runs;
 if (state.runs.some((run) => run.recorded.length)) {
   begin();
+  arrange(found.charts);
   // The file has one mean, so that there is a switch and no slider.
   $("smooth").type = "checkbox";
   $("smooth").checked = true;

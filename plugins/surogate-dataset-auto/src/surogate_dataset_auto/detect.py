@@ -14,6 +14,7 @@ Row = Mapping[str, Any]
 
 PROMPTS = ("prompt", "instruction", "question", "query")
 CHOSEN, REJECTED = ("chosen", "rejected")
+COMPLETION, LABEL = ("completion", "label")
 SYSTEMS = ("system", "system_prompt")
 TOOLS = ("tools",)
 TEXTS = ("text", "content")
@@ -33,24 +34,41 @@ SHAREGPT_ROLES = {
 
 def choose(rows: Sequence[Row], options: NoOptions) -> FormatChoice:
     """The first type that more than half of the rows fit. Raises `RowError` when there is none."""
-    for rule in (_preference, _openai, _sharegpt, _alpaca, _text):
+    for rule in (_preference, _unpaired, _openai, _sharegpt, _alpaca, _text):
         for choice in rule(rows):
             return choice
     names = ", ".join(repr(name) for name in dict.fromkeys(name for row in rows for name in row)) or "none"
     raise RowError(
         f"no type fits the {len(rows)} sampled rows, whose fields are {names}; looked for OpenAI messages, ShareGPT "
-        f"conversations, instructions with outputs, chosen and rejected answers, and text"
+        f"conversations, instructions with outputs, chosen and rejected answers, judged answers, and text"
     )
 
 
 def _preference(rows: Sequence[Row]) -> Iterator[FormatChoice]:
     fits = _count(rows, lambda row: _is_answer(row.get(CHOSEN)) and _is_answer(row.get(REJECTED)))
     prompt = _most(rows, PROMPTS, _is_answer)
+    whole = _count(rows, lambda row: all(_holds_prompt(row.get(name)) for name in (CHOSEN, REJECTED)))
+    if whole and not prompt:
+        yield FormatChoice(
+            type="preference",
+            fields={"chosen_field": CHOSEN, "rejected_field": REJECTED},
+            reason=f"{whole} rows have conversations in {CHOSEN!r} and {REJECTED!r}",
+        )
     if fits and prompt:
         fields = {"prompt_field": prompt, "chosen_field": CHOSEN, "rejected_field": REJECTED}
         yield FormatChoice(
             type="preference", fields=fields, reason=f"{fits} rows have {prompt!r}, {CHOSEN!r} and {REJECTED!r}"
         )
+
+
+def _unpaired(rows: Sequence[Row]) -> Iterator[FormatChoice]:
+    fits = _count(
+        rows,
+        lambda row: isinstance(row.get(LABEL), bool) and all(_is_answer(row.get(n)) for n in (PROMPTS[0], COMPLETION)),
+    )
+    if fits:
+        reason = f"{fits} rows have {PROMPTS[0]!r}, {COMPLETION!r} and {LABEL!r}, which is true or false"
+        yield FormatChoice(type="unpaired", fields={}, reason=reason)
 
 
 def _openai(rows: Sequence[Row]) -> Iterator[FormatChoice]:
@@ -120,6 +138,11 @@ def _is_text(value: Any) -> bool:
 
 def _is_answer(value: Any) -> bool:
     return _is_text(value) or _are_messages(value, "role")
+
+
+def _holds_prompt(value: Any) -> bool:
+    """Whether it is a conversation that begins before the answer."""
+    return _are_messages(value, "role") and _listed(value)[0]["role"] != "assistant"
 
 
 def _are_messages(value: Any, role: str) -> bool:

@@ -2,82 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.chat import with_default_system
-from surogate_core.data.encoded import RowError
-from surogate_core.data.fields import required_text
+from surogate_core.data.answers import Messages, check_answer, encode_answer, text_or_messages
+from surogate_core.data.encoded import Group, RowError
+from surogate_core.data.fields import required
 
 if TYPE_CHECKING:
-    from surogate_core.data.encoded import EncodeContext, Encoded
+    from surogate_core.data.encoded import EncodeContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceOptions:
     """Fields of a data set of type `preference`."""
 
-    prompt_field: str = "prompt"
-    """Field of the row that holds the prompt."""
+    prompt_field: str | None = "prompt"
+    """Field of the row that holds the prompt: text, or a list of messages. Null: both answers are texts that begin with
+    it."""
     chosen_field: str = "chosen"
-    """Field that holds the preferred answer."""
+    """Field that holds the preferred answer: text, or a list of messages."""
     rejected_field: str = "rejected"
     """Field that holds the other answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The two documents of a row; they begin with the same prompt."""
+    """A row: texts, or messages."""
 
-    chosen: Encoded
-    rejected: Encoded
+    prompt: str | Messages
+    chosen: str | Messages
+    rejected: str | Messages
 
 
 def columns(options: PreferenceOptions) -> set[str]:
     """The fields of a row that are read."""
-    return {options.prompt_field, options.chosen_field, options.rejected_field}
+    return {options.prompt_field or options.chosen_field, options.chosen_field, options.rejected_field}
 
 
-def encode_pair(row: Mapping[str, Any], options: PreferenceOptions, context: EncodeContext) -> Pair:
-    """The prompt with each answer; of each, the answer and the token that ends it carry labels.
+def encode(row: Mapping[str, Any], options: PreferenceOptions, context: EncodeContext) -> Group:
+    """The prompt with the chosen and with the rejected answer, in this order.
 
-    Raises `RowError` when a field is missing, not a string or empty, when the answers are equal,
-    and when the chat template does not take the row.
+    The answers and the tokens that end them have labels. Raises `RowError` when a field is missing, malformed or empty,
+    when the answers are equal, and when the chat template does not take the row; `UserError` for messages without a
+    template.
     """
-    prompt = required_text(row, options.prompt_field)
-    chosen = required_text(row, options.chosen_field)
-    rejected = required_text(row, options.rejected_field)
+    pair = read_pair(row, options)
+    answers = (pair.chosen, pair.rejected)
+    return Group(documents=tuple(encode_answer(pair.prompt, answer, context) for answer in answers))
+
+
+# ---------------------------------------------------------------------------------------- rows
+
+
+def read_pair(row: Mapping[str, Any], options: PreferenceOptions) -> Pair:
+    """The prompt and both answers. Answers that are whole conversations have the prompt in common."""
+    names = (options.chosen_field, options.rejected_field)
+    if options.prompt_field is not None and options.prompt_field not in row and not _is_list(row.get(names[0])):
+        required(row, options.prompt_field)
+    chosen, rejected = (text_or_messages(row, name) for name in names)
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise RowError(f"fields {names[0]!r} and {names[1]!r} must both be text or both be messages")
     if chosen == rejected:
-        raise RowError(
-            f"fields {options.chosen_field!r} and {options.rejected_field!r} are equal: nothing is preferred"
-        )
-    return Pair(chosen=_document(prompt, chosen, context), rejected=_document(prompt, rejected, context))
+        raise RowError(f"fields {names[0]!r} and {names[1]!r} are equal: nothing is preferred")
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
+            return _with_shared_messages(chosen, rejected, names)
+    elif options.prompt_field is None:
+        assert isinstance(chosen, str)
+        assert isinstance(rejected, str)
+        return _with_shared_text(chosen, rejected, names)
+    if options.prompt_field is None:
+        raise RowError(f"fields {names[0]!r} and {names[1]!r} have no prompt; set prompt_field")
+    prompt = text_or_messages(row, options.prompt_field)
+    for answer, name in zip((chosen, rejected), names, strict=True):
+        check_answer(answer, name)
+    return Pair(prompt=prompt, chosen=chosen, rejected=rejected)
 
 
-def encode(row: Mapping[str, Any], options: PreferenceOptions, context: EncodeContext) -> Encoded:
-    """The chosen answer's document; a row whose rejected answer is unusable is a bad row too."""
-    return encode_pair(row, options, context).chosen
+def _is_list(value: Any) -> bool:
+    """Whether a field holds messages, also as JSON text."""
+    return isinstance(value, list) or (isinstance(value, str) and value.startswith('[{"'))
 
 
-def _document(prompt: str, answer: str, context: EncodeContext) -> Encoded:
-    from surogate_core.data.labels import tokenize_completion, tokenize_conversation
+def _with_shared_messages(chosen: Messages, rejected: Messages, names: Sequence[str]) -> Pair:
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if not shared:
+        raise RowError(f"fields {names[0]!r} and {names[1]!r} begin with different messages: there is no common prompt")
+    pair = Pair(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
+    for answer, name in zip((pair.chosen, pair.rejected), names, strict=True):
+        if not answer:
+            raise RowError(f"field {name!r} has no message after the common prompt")
+        check_answer(answer, name)
+    return pair
 
-    if not context.tokenizer.chat_template or not context.use_chat_template:
-        return tokenize_completion(context.tokenizer, prompt, answer)
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    with_default_system(messages, context)
-    return tokenize_conversation(context.tokenizer, messages)
+
+def _with_shared_text(chosen: str, rejected: str, names: Sequence[str]) -> Pair:
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    prompt = chosen[: next((place for place, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))]
+    # Not within a word.
+    prompt = prompt[: max((place for place, letter in enumerate(prompt, start=1) if letter.isspace()), default=0)]
+    answers = chosen[len(prompt) :], rejected[len(prompt) :]
+    if not prompt.strip():
+        raise RowError(f"fields {names[0]!r} and {names[1]!r} begin with different texts: there is no common prompt")
+    for answer, name in zip(answers, names, strict=True):
+        if not answer.strip():
+            raise RowError(f"field {name!r} has no text after the common prompt")
+    return Pair(prompt=prompt, chosen=answers[0], rejected=answers[1])
 
 
-# No task of this version learns from pairs; training on the chosen answers alone would not be what was asked for.
 FORMAT = DatasetFormat(
     name="preference",
     options=PreferenceOptions,
     encode=encode,
     columns=columns,
-    tasks=(),
-    version=3,
-    examples=(({"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five."}, {}),),
+    tasks=("dpo", "ipo", "orpo", "simpo", "reward"),
+    version=4,
+    examples=(
+        ({"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five."}, {}),
+        (
+            {
+                "chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}],
+                "rejected": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "What?"}],
+            },
+            {},
+        ),
+    ),
 )

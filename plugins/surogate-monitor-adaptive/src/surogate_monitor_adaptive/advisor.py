@@ -98,6 +98,54 @@ RULES: Mapping[str, Rule] = {
         message="Values grow faster than their delayed scales: more than a fifth of the scaled tensors were cut off.",
         suggestion="recipe.margin=1 leaves room for twice the values; or lower learning_rate, or lengthen the warm-up",
     ),
+    # ----------------------------------------------------------- reinforcement learning
+    "entropy_collapse": Rule(
+        key="learning_rate",
+        message="Entropy has collapsed: the model samples nearly the same completion again, and the reward stays low.",
+        suggestion="resume from before with a lower learning_rate, a larger epsilon_high, or beta above 0",
+    ),
+    "length_explosion": Rule(
+        key="truncated_completions",
+        message="Completions are twice as long as at the beginning, and the reward has not risen.",
+        suggestion="truncated_completions=penalty, a smaller max_completion_length, or a reward that counts tokens",
+    ),
+    "no_signal": Rule(
+        key="environment",
+        message="Most groups have equal rewards, so they teach nothing.",
+        suggestion="easier tasks, a short fine-tuning on the format before, more num_generations, a finer reward",
+    ),
+    "tasks_too_easy": Rule(
+        key="environment",
+        message="Most groups have equal rewards because the model solves the tasks.",
+        suggestion="end here, or take harder tasks",
+    ),
+    "completions_truncated": Rule(
+        key="max_completion_length",
+        message="Many completions reach max_completion_length before they end.",
+        suggestion="raise max_completion_length, ask for short answers, or truncated_completions=penalty",
+    ),
+    "environment_faults": Rule(
+        key="environment_timeout",
+        message="Many completions get no reward because the environment fails.",
+        suggestion="see the reasons in `faults`; `surogate env check` finds the task; raise environment_timeout if it "
+        "is slow",
+    ),
+    "logprob_gap": Rule(
+        key="rollout",
+        message="Rollout engine and trainer disagree about the probabilities of sampled tokens.",
+        suggestion="make sure that the engine has the trainer's weights and precision; rollout=native has them",
+    ),
+    "clipped_tokens": Rule(
+        key="learning_rate",
+        message="Many tokens are clipped, so the policy moves too far in one step.",
+        suggestion="lower learning_rate or num_iterations",
+    ),
+    "reward_hacking": Rule(
+        key="environment",
+        message="The reward rises while the held-out reward falls.",
+        suggestion="read the completions in the report; go back to the checkpoint of the best held-out reward, take "
+        "more tasks, or set beta above 0",
+    ),
     # ----------------------------------------------------------- several together
     "plateau_high_lr": Rule(
         key="learning_rate",

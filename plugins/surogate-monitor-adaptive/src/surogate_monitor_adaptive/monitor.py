@@ -18,6 +18,8 @@ from surogate_core.events import (
     Event,
     Notice,
     PrecisionStats,
+    RolloutEval,
+    Rollouts,
     RoutingStats,
     RunInfo,
     RunStart,
@@ -30,6 +32,7 @@ from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
 from surogate_monitor_adaptive.gradients import GradientTracker, acceleration_of
 from surogate_monitor_adaptive.guard import TEMPORARY, LossGuard, Reduction
 from surogate_monitor_adaptive.phases import LevelWatch, PhaseDetector, PlateauDetector, improvement_of, surely_rising
+from surogate_monitor_adaptive.rewards import RewardMonitor
 from surogate_monitor_adaptive.routing import RoutingMonitor, figures_of
 from surogate_monitor_adaptive.windows import Detector, mean
 
@@ -86,6 +89,7 @@ class AdaptiveMonitor:
         self._phases, self._levels, self._plateau = PhaseDetector(), LevelWatch(), PlateauDetector()
         self._gradients, self._guard, self._routing = GradientTracker(), LossGuard(), RoutingMonitor()
         self._stop, self._advisor, self._counters = EarlyStop(), Advisor(), Counters()
+        self._rewards = RewardMonitor()
         self._router_frozen = bool(config.get("lora")) and not config.get("train_router")
 
     def on_event(self, event: Event) -> Control | None:
@@ -101,6 +105,11 @@ class AdaptiveMonitor:
                 return self._precision_stats(event)
             case EvalEnd():
                 return self._eval_end(event)
+            case Rollouts():
+                return self._advise(event.step, self._rewards.observe(event))
+            case RolloutEval():
+                evidence = self._rewards.observe_eval(event)
+                return self._advise(event.step, [("reward_hacking", evidence)] if evidence is not None else [])
         return None
 
     def state(self) -> dict[str, Any]:
@@ -110,7 +119,9 @@ class AdaptiveMonitor:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         for name, detector in self._detectors().items():
-            detector.load_state(state[name])
+            # A checkpoint of an earlier version lacks the detectors that are newer.
+            if name in state:
+                detector.load_state(state[name])
 
     def close(self) -> None:
         """Nothing to release."""
@@ -137,7 +148,9 @@ class AdaptiveMonitor:
         # The usual loss until now, before the guard takes the step.
         before = self._guard.losses
         told: list[Event] = []
-        jump = self._guard.observe(loss, norm)
+        # In reinforcement learning loss and gradient follow the advantages: a jump is no sign of trouble.
+        finite, online = math.isfinite(loss) and math.isfinite(norm), self._rewards.active
+        jump = None if online and finite else self._guard.observe(loss, norm)
         reduction, proceed = None, False
         if jump is not None:
             usual = mean(before) if before else loss
@@ -151,8 +164,8 @@ class AdaptiveMonitor:
                 reduction = self._guard.reduce(step)
                 if reduction is not None:
                     self._remember(step, usual)
-        if math.isfinite(loss) and math.isfinite(norm):
-            told += self._finite_step(event)
+        if finite:
+            told += self._online_step(event) if online else self._finite_step(event)
         reason = self._stop_reason(step) if self._stops else None
         return self._control(told, reduction, proceed=proceed, stop=reason, why=jump or "")
 
@@ -183,6 +196,14 @@ class AdaptiveMonitor:
             figures = {**gradients.figures(), "highest_mean": gradients.highest_mean}
             told += self._advisor.tell(step, "vanishing_gradients", figures)
         return told + self._judge(step)
+
+    def _online_step(self, event: StepEnd) -> list[Event]:
+        found = self._rewards.observe_step(event)
+        return [advice for rule, evidence in found for advice in self._advisor.tell(event.step, rule, evidence)]
+
+    def _advise(self, step: int, found: Iterable[tuple[str, Mapping[str, Any]]]) -> Control | None:
+        told = [advice for rule, evidence in found for advice in self._advisor.tell(step, rule, evidence)]
+        return self._control(told, None)
 
     def _routing_stats(self, event: RoutingStats) -> Control | None:
         beginning = self._routing.beginning(event.step)
@@ -277,6 +298,7 @@ class AdaptiveMonitor:
             "gradients": self._gradients,
             "guard": self._guard,
             "routing": self._routing,
+            "rewards": self._rewards,
             "early_stop": self._stop,
             "advisor": self._advisor,
             "counters": self._counters,

@@ -28,6 +28,9 @@ from surogate_core.events import (
     Progress,
     RankStats,
     ReportWritten,
+    RolloutEval,
+    Rollouts,
+    RolloutSamples,
     RoutingStats,
     RunEnd,
     RunInfo,
@@ -35,7 +38,7 @@ from surogate_core.events import (
     Samples,
     StepEnd,
 )
-from surogate_monitor_console import text
+from surogate_monitor_console import rewards, text
 from surogate_monitor_console.options import ConsoleOptions
 
 LEVELS = {"info": "cyan", "warning": "bold yellow", "error": "bold red"}
@@ -56,7 +59,7 @@ class LiveView:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._info, self._clock = info, clock
+        self._options, self._info, self._clock = options, info, clock
         self._console = console if console is not None else Console()
         self._start: RunStart | None = None
         self._started = clock()
@@ -65,6 +68,11 @@ class LiveView:
         self._evals: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._phase = ""
         self._pace = text.Pace()
+        self._rollouts: Rollouts | None = None
+        self._stepped: Rollouts | None = None
+        self._rewards = rewards.Rewards()
+        self._mean_rewards: deque[float] = deque(maxlen=KEPT_LOSSES)
+        self._last_samples = float("-inf")
         self._gpu: GpuStats | None = None
         self._ranks: RankStats | None = None
         self._routing: RoutingStats | None = None
@@ -88,12 +96,13 @@ class LiveView:
                 for note in event.notes:
                     self._say(note)
             case StepEnd():
-                self._step = event
+                # Rollouts come long before their step, which their times need.
+                self._step, self._stepped = event, self._rollouts
                 self._pace.add(event)
                 self._losses.append(event.loss)
             case EvalEnd():
                 self._evals.append(event.loss)
-                self._say(text.eval_line(event))
+                self._say(text.eval_line(event, rewards.figures(event)))
             case Samples():
                 for line in text.sample_lines(event):
                     self._say(line)
@@ -103,6 +112,8 @@ class LiveView:
                 self._phase = event.phase
             case GpuStats():
                 self._gpu = event
+            case Rollouts() | RolloutSamples() | RolloutEval():
+                self._reinforce(event)
             case RankStats():
                 self._ranks = event
             case RoutingStats():
@@ -119,7 +130,7 @@ class LiveView:
             case RunEnd():
                 self._stop()
                 style = "bold green" if event.reason == "finished" else "bold yellow"
-                for line in text.summary(event, self._pace):
+                for line in text.summary(event, self._pace, self._rewards.lines(), start=self._start):
                     self._say(line, style=style)
                     style = ""
             case ReportWritten():
@@ -136,6 +147,21 @@ class LiveView:
     def close(self) -> None:
         """Give the terminal back."""
         self._stop()
+
+    def _reinforce(self, event: Rollouts | RolloutSamples | RolloutEval) -> None:
+        if isinstance(event, RolloutSamples):
+            if self._clock() - self._last_samples >= self._options.completions_seconds:
+                self._last_samples = self._clock()
+                for line in rewards.sample_lines(event):
+                    self._say(line)
+            return
+        if isinstance(event, RolloutEval):
+            self._say(rewards.eval_line(event))
+            return
+        self._rewards.add(event)
+        self._rollouts = event
+        if event.reward is not None:
+            self._mean_rewards.append(event.reward.mean)
 
     def _stop(self) -> None:
         if self._live is not None:
@@ -200,15 +226,17 @@ class LiveView:
         memory = Text.assemble(("memory ", "dim"), text.size(step.peak_memory_bytes))
         grad = Text.assemble(("grad norm ", "dim"), f"{step.grad_norm:.3g}")
         rate = Text.assemble(("lr ", "dim"), f"{step.lr:.2e}")
-        grid.add_row(loss, held_out, epoch)
+        data = self._start is None or self._start.train_tokens > 0
+        grid.add_row(loss, *([held_out] if data or self._evals else []), *([epoch] if data else []))
         second = Table.grid(padding=(0, 2))
         phase = Text.assemble(("phase ", "dim"), self._phase) if self._phase else Text()
         share = text.utilization(step.speed_of_light)
         routing = self._routing
         experts = text.routing(routing) if routing is not None else []
-        columns = [Text.assemble((f"{name} ", "dim"), value) for name, value in experts]
+        about = [*rewards.figures(step), *experts]
+        columns = [Text.assemble((f"{name} ", "dim"), value) for name, value in about]
         second.add_row(rate, grad, speed, *([share] if share else []), memory, *columns, phase)
-        rows: list[RenderableType] = [grid, second]
+        rows: list[RenderableType] = [grid, *self._reward_rows(step), second]
         if routing is not None:
             rows.append(Text(text.experts_line(routing), style="dim"))
         if self._gpu is not None:
@@ -216,6 +244,17 @@ class LiveView:
         if self._ranks is not None:
             rows.append(Text(text.ranks_line(self._ranks), style="dim"))
         return Group(*rows)
+
+    def _reward_rows(self, step: StepEnd) -> list[RenderableType]:
+        event = self._stepped
+        if event is None:
+            return []
+        values = list(self._mean_rewards)
+        grid = Table.grid(padding=(0, 2))
+        (name, reward), *others = rewards.columns(event)
+        first = Text.assemble((f"{name} ", "dim"), (f"{reward} ", "bold"), (text.sparkline(values), "cyan"))
+        grid.add_row(first, *(Text.assemble((f"{name} ", "dim"), value) for name, value in others))
+        return [grid, Text(rewards.line(event, step), style="dim")]
 
     def _task_bars(self) -> RenderableType | None:
         tasks = self._tasks

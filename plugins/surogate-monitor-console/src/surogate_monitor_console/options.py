@@ -23,6 +23,8 @@ class ConsoleOptions:
     """Plain lines: after those, steps between two lines."""
     seconds: Annotated[float, Ge(0)] = 1.0
     """Plain lines: and one line when this long has passed since the last."""
+    completions_seconds: Annotated[float, Ge(0)] = 30.0
+    """Reinforcement learning: time between two pairs of completions, the best and the worst of a step."""
     refresh_per_second: Annotated[float, Gt(0)] = 4.0
     """Live view: redraws a second."""
 

@@ -20,6 +20,9 @@ from surogate_core.events import (
     Progress,
     RankStats,
     ReportWritten,
+    RolloutEval,
+    Rollouts,
+    RolloutSamples,
     RoutingStats,
     RunEnd,
     RunInfo,
@@ -27,7 +30,7 @@ from surogate_core.events import (
     Samples,
     StepEnd,
 )
-from surogate_monitor_console import text
+from surogate_monitor_console import rewards, text
 from surogate_monitor_console.options import ConsoleOptions
 
 PROGRESS_SECONDS = 5.0
@@ -47,11 +50,14 @@ class PlainView:
     ):
         self._options, self._info, self._clock = options, info, clock
         self._stream = stream if stream is not None else sys.stdout
-        self._steps = 0
+        self._start: RunStart | None = None
         self._seen = 0
         self._phase = ""
         self._routing: RoutingStats | None = None
         self._pace = text.Pace()
+        self._rollouts: Rollouts | None = None
+        self._rewards = rewards.Rewards()
+        self._last_samples = float("-inf")
         self._last_line = float("-inf")
         self._tasks: dict[str, list[float]] = {}
 
@@ -59,12 +65,12 @@ class PlainView:
         """Print the event, if it is worth a line."""
         match event:
             case RunStart():
-                self._steps = event.steps
+                self._start = event
                 self._print(*text.run_facts(event, self._info), *event.notes)
             case StepEnd():
                 self._step(event)
             case EvalEnd():
-                self._print(text.eval_line(event))
+                self._print(text.eval_line(event, rewards.figures(event)))
             case Samples():
                 self._print(*text.sample_lines(event))
             case CheckpointSaved():
@@ -78,6 +84,15 @@ class PlainView:
                 self._print(f"step {event.step}: {text.gpu_line(event)}")
             case RoutingStats():
                 self._routing = event
+            case Rollouts():
+                self._rollouts = event
+                self._rewards.add(event)
+            case RolloutSamples():
+                if self._clock() - self._last_samples >= self._options.completions_seconds:
+                    self._last_samples = self._clock()
+                    self._print(*rewards.sample_lines(event))
+            case RolloutEval():
+                self._print(rewards.eval_line(event))
             case RankStats():
                 self._print(f"step {event.step}: {text.ranks_line(event)}")
             case PrecisionStats():
@@ -87,7 +102,7 @@ class PlainView:
             case Progress():
                 self._progress(event)
             case RunEnd():
-                self._print(*text.summary(event, self._pace))
+                self._print(*text.summary(event, self._pace, self._rewards.lines(), start=self._start))
             case ReportWritten():
                 self._print(f"Report: {event.path}")
         return None
@@ -107,33 +122,38 @@ class PlainView:
         self._stream.flush()
 
     def _step(self, event: StepEnd) -> None:
-        options, now = self._options, self._clock()
+        options, now, start = self._options, self._clock(), self._start
+        steps, epochs = (start.steps, start.train_tokens > 0) if start is not None else (0, True)
         self._pace.add(event)
         self._seen += 1
         due = (
             self._seen <= options.first
             or event.step % options.every == 0
-            or event.step == self._steps
+            or event.step == steps
             or now - self._last_line >= options.seconds
         )
         if not due:
             return
         self._last_line = now
-        experts = text.routing(self._routing) if self._routing is not None else ()
-        width, share = len(str(self._steps)), text.utilization(event.speed_of_light)
+        width, share = len(str(steps)), text.utilization(event.speed_of_light)
+        rollouts = self._rollouts if self._rollouts is not None and self._rollouts.step == event.step else None
+        about = [*(rewards.columns(rollouts) if rollouts else ()), *rewards.figures(event)]
+        about += text.routing(self._routing) if self._routing is not None else ()
         self._print(
-            f"step {event.step:>{width}}/{self._steps}"
+            f"step {event.step:>{width}}/{steps}"
             f"  loss {event.loss:>8.4f}"
             f"  grad {event.grad_norm:>8.3g}"
             f"  lr {event.lr:.2e}"
-            f"  epoch {event.epoch:>5.2f}"
+            f"{f'  epoch {event.epoch:>5.2f}' if epochs else ''}"
             f"  {text.count(self._pace.tokens_per_second):>6} tok/s"
             f"{f'  {share}' if share else ''}"
-            f"{''.join(f'  {name} {value:>6}' for name, value in experts)}"
+            f"{''.join(f'  {name} {value:>6}' for name, value in about)}"
             f"  mem {text.size(event.peak_memory_bytes):>9}"
             f"  eta {text.duration(event.eta_seconds):>7}"
             f"{f'  {self._phase}' if self._phase else ''}"
         )
+        if rollouts is not None:
+            self._print(f"     {'':>{2 * width}} {rewards.line(rollouts, event)}")
 
     def _progress(self, event: Progress) -> None:
         now = self._clock()

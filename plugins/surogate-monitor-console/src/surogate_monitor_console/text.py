@@ -107,11 +107,11 @@ def run_facts(event: RunStart, info: RunInfo) -> list[str]:
     if (rate := config.get("learning_rate")) is not None:
         how.append(f"lr {rate:.3g} {config.get('lr_scheduler_type', '')}".rstrip())
     done = f" from step {event.start_step}" if event.start_step else ""
-    length = [
-        f"{event.steps} steps{done} of {count(event.tokens_per_step)} tokens",
-        f"{event.epochs:.3g} epochs of {count(event.train_tokens)} tokens",
-        f"output {info.output_dir}",
-    ]
+    each = f" of {count(event.tokens_per_step)} tokens" if event.tokens_per_step else ""
+    length = [f"{event.steps} steps{done}{each}"]
+    if event.train_tokens:
+        length.append(f"{event.epochs:.3g} epochs of {count(event.train_tokens)} tokens")
+    length.append(f"output {info.output_dir}")
     return [" · ".join(line) for line in (model, how, length)]
 
 
@@ -122,13 +122,14 @@ def _name(value: Any) -> str:
     return str(getattr(value, "name", value if value is not None else ""))
 
 
-def eval_line(event: EvalEnd) -> str:
-    """An evaluation in one line."""
+def eval_line(event: EvalEnd, figures: Sequence[tuple[str, str]] = ()) -> str:
+    """An evaluation in one line; `figures`: (name, value) of further figures."""
     gap = ""
     if event.gap is not None:
         gap = f"{abs(event.gap):.4f} {'above' if event.gap >= 0 else 'below'} the train loss; "
     tokens = f"{count(event.label_tokens)} tokens in {duration(event.seconds)}"
-    return f"step {event.step}: eval loss {event.loss:.4f}  ({gap}{tokens})"
+    further = "".join(f"  {name} {value}" for name, value in figures)
+    return f"step {event.step}: eval loss {event.loss:.4f}{further}  ({gap}{tokens})"
 
 
 def sample_lines(event: Samples, width: int = 110) -> list[str]:
@@ -243,8 +244,10 @@ def saved_line(event: CheckpointSaved) -> str:
     return f"step {event.step}: saved {event.path} in {duration(event.seconds)}{why}"
 
 
-def summary(event: RunEnd, pace: Pace | None = None) -> list[str]:
-    """The end of the run, in a few lines; the message last."""
+def summary(
+    event: RunEnd, pace: Pace | None = None, rewards: Sequence[str] = (), *, start: RunStart | None = None
+) -> list[str]:
+    """The end of the run, in a few lines; the message last. `rewards`: lines about rewards."""
     words = {
         "finished": "Finished",
         "stopped": "Stopped",
@@ -254,12 +257,19 @@ def summary(event: RunEnd, pace: Pace | None = None) -> list[str]:
     lines = [
         f"{words[event.reason]} after {event.step} steps, {duration(event.seconds)}.",
         *(pace.line() if pace is not None else []),
+        *rewards,
     ]
+    if event.first_reward is not None and event.last_reward is not None:
+        best = f", best {event.best_reward:.4f} at step {event.best_step}" if event.best_reward is not None else ""
+        if event.best_reward is not None and event.best_reward <= event.first_reward:
+            best = ", never above the start"
+        lines.append(f"Held-out reward {event.first_reward:.4f} → {event.last_reward:.4f}{best}.")
     first, last = event.first_eval_loss, event.last_eval_loss
     if first is not None and last is not None:
         at = f" at step {event.last_eval_step}" if event.last_eval_step not in (None, event.step) else ""
-        perplexities = f"{_perplexity(first)} → {_perplexity(last)}"
-        lines.append(f"Eval loss {first:.4f} → {last:.4f}{at}, perplexity {perplexities}.")
+        known = start is None or start.objective == "cross_entropy"
+        perplexities = f", perplexity {_perplexity(first)} → {_perplexity(last)}" if known else ""
+        lines.append(f"Eval loss {first:.4f} → {last:.4f}{at}{perplexities}.")
     if event.best_eval_loss is not None:
         lines.append(f"Best eval loss {event.best_eval_loss:.4f} at step {event.best_step}.")
     if event.export_path is not None:

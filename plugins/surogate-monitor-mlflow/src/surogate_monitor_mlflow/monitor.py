@@ -15,7 +15,18 @@ from typing import Annotated, Any
 from annotated_types import Gt
 
 from surogate_core.errors import MachineError
-from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart, Samples
+from surogate_core.events import (
+    Advice,
+    Control,
+    Event,
+    Notice,
+    PhaseChange,
+    RolloutSamples,
+    RunEnd,
+    RunInfo,
+    RunStart,
+    Samples,
+)
 from surogate_core.train.scalars import samples_of, scalars_of
 
 PARAM_CHARACTERS = 6000
@@ -75,7 +86,7 @@ class MlflowMonitor:
             case Advice():
                 text = f"step {event.step}: {event.message} {event.key}: {event.suggestion}."
                 self._sender.tag(f"advice.{event.rule}", text)
-            case Samples():
+            case Samples() | RolloutSamples():
                 for name, text in samples_of(event).items():
                     self._sender.tag(name.replace("/", "."), f"step {event.step}: {text}")
             case RunEnd():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.events import Advice, Control, Event, PhaseChange, RunInfo, RunStart, Samples
+from surogate_core.events import Advice, Control, Event, PhaseChange, RolloutSamples, RunInfo, RunStart, Samples
 from surogate_core.train.scalars import samples_of, scalars_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class TensorboardMonitor:
                 self._text("phase", event.phase, event.step)
             case Advice():
                 self._text(f"advice/{event.rule}", f"{event.message} {event.key}: {event.suggestion}.", event.step)
-            case Samples():
+            case Samples() | RolloutSamples():
                 for tag, text in samples_of(event).items():
                     self._text(tag, _as_it_is(text), event.step)
         return None

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from surogate_core.errors import MachineError
-from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart, Samples
+from surogate_core.events import (
+    Advice,
+    Control,
+    Event,
+    Notice,
+    PhaseChange,
+    RolloutSamples,
+    RunEnd,
+    RunInfo,
+    RunStart,
+    Samples,
+)
 from surogate_core.train.scalars import samples_of, scalars_of
 
 
@@ -51,7 +62,7 @@ class TrackioMonitor:
             case Advice():
                 text = f"{event.message} {event.key}: {event.suggestion}."
                 self._run.log({f"advice/{event.rule}": text}, step=event.step)
-            case Samples():
+            case Samples() | RolloutSamples():
                 self._run.log(samples_of(event), step=event.step)
             case RunEnd():
                 self._finish()

@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surogate_core.errors import MachineError
-from surogate_core.events import Advice, Control, Event, Notice, PhaseChange, RunEnd, RunInfo, RunStart, Samples
-from surogate_core.train.scalars import scalars_of
+from surogate_core.events import (
+    Advice,
+    Control,
+    Event,
+    Notice,
+    PhaseChange,
+    RolloutSamples,
+    RunEnd,
+    RunInfo,
+    RunStart,
+    Samples,
+)
+from surogate_core.train.scalars import SAMPLE_COLUMNS, sample_rows, scalars_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +65,9 @@ class WandbMonitor:
             case Samples():
                 rows = [list(pair) for pair in zip(event.prompts, event.texts, strict=True)]
                 self._log(event.step, {"samples": self._wandb.Table(columns=["prompt", "text"], data=rows)})
+            case RolloutSamples():
+                table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=sample_rows(event))
+                self._log(event.step, {"completions": table})
             case RunEnd():
                 self._run.summary["outcome"] = event.reason
                 self._finish(failed=event.reason == "failed")

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from surogate_core.errors import UserError
-from surogate_core.events import Control, Event, Notice, RunInfo, RunStart
+from surogate_core.events import Control, Event, Notice, RunInfo, RunStart, event_fields
 from surogate_core.files.atomic import write_file
 from surogate_core.files.private import private
 from surogate_core.report.records import RunRecord, read_run
@@ -117,7 +117,4 @@ class WebMonitor:
 
 def _record(at: float, event: Event) -> dict[str, Any]:
     """The event as ``metrics.jsonl`` has it."""
-    record: dict[str, Any] = {"event": event.name, "time": at}
-    for name in event.__dataclass_fields__:
-        record[name] = getattr(event, name)
-    return record
+    return {**event_fields(event), "time": at}

@@ -1,0 +1,118 @@
+"""TRL's side of benchmarks/grpo.py: GRPOTrainer with the generation of transformers, on random weights."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import trl
+from bench import registry
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds since the epoch, and of each generation."""
+
+    ends: list[float] = field(default_factory=list)
+    generating: list[float] = field(default_factory=list)
+    first: float = 0.0
+    """When the first completions had their rewards."""
+
+
+class Watch(TrainerCallback):
+    """Notes the end of every step, when the device has done its work."""
+
+    def __init__(self, times: Times):
+        self.times = times
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Wait for the device, and read the clock."""
+        synchronize()
+        self.times.ends.append(time.time())
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def train(
+    kind: str, words: argparse.Namespace, prompts: Sequence[str], tokenizer: Any, directory: Path, rewards: str
+) -> Times:
+    """Train for `words.steps` and two more."""
+    family, _, preset = words.model.partition("-")
+    values = dict(registry().get("model", family).presets[preset])
+    shape = AutoConfig.for_model(values.pop("model_type"), **values)
+    on_gpu = torch.cuda.is_available() and not words.small
+    with torch.device("cuda" if on_gpu else "cpu"):
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
+    scope: dict[str, Any] = {}
+    exec(rewards, scope)  # the same source that the other side loads
+    times = Times()
+
+    def digest(completions: Sequence[str], **others: Any) -> list[float]:
+        found: list[float] = scope["digest"](completions)
+        times.first = times.first or time.time()
+        return found
+
+    # With a name the table is not pickled for one, which fails under some versions of pyarrow.
+    rows = datasets.table.InMemoryTable.from_pydict({"prompt": list(prompts)})
+    trainer = trl.GRPOTrainer(
+        model=model,
+        args=settings(words, directory, on_gpu=on_gpu),
+        reward_funcs=digest,
+        train_dataset=datasets.Dataset(rows, fingerprint="prompts"),
+        processing_class=tokenizer,
+        peft_config=adapters() if kind == "lora" else None,
+        callbacks=[Watch(times)],
+    )
+    generate = trainer._generate_single_turn
+
+    def timed(*given: Any, **others: Any) -> Any:
+        synchronize()
+        began = time.time()
+        found = generate(*given, **others)
+        synchronize()
+        times.generating.append(time.time() - began)
+        return found
+
+    trainer._generate_single_turn = timed
+    trainer.train()
+    return times
+
+
+def adapters() -> Any:
+    """Those of the other side: rank 16 on every projection."""
+    import peft
+
+    return peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def settings(words: argparse.Namespace, directory: Path, *, on_gpu: bool) -> Any:
+    """TRL's defaults, with the sizes of the benchmark."""
+    return trl.GRPOConfig(
+        output_dir=str(directory / "trl"),
+        per_device_train_batch_size=words.rows,
+        gradient_accumulation_steps=words.samples // words.rows,
+        num_generations=words.group,
+        max_completion_length=words.new,
+        generation_kwargs={"min_new_tokens": words.new},
+        max_steps=words.steps + 2,
+        learning_rate=1e-6,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        shuffle_dataset=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )

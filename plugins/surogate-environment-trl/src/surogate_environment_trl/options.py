@@ -1,0 +1,28 @@
+"""The options of `environment=trl`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import MinLen
+
+from surogate_core.bundles import Code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOptions:
+    """Prompts of a file and the functions that reward completions."""
+
+    path: str = ""
+    """A .jsonl file; each line is an object with a prompt and further columns."""
+    eval_path: str = ""
+    """Another one, whose prompts are held out; empty holds out the last ones of `path`."""
+    reward_funcs: Annotated[list[str], Code()] = field(default_factory=list)
+    """Reward functions, each as `module:function` or `file.py:function`; their names are the names of the rewards."""
+    prompt: Annotated[str, MinLen(1)] = "prompt"
+    """The column of the prompt: a text, which becomes a message of the user, or a list of messages."""
+    system: str = ""
+    """The system message of prompts that have none; empty is none."""
+    call: Literal["completion", "group"] = "completion"
+    """Whether a function is called with each completion alone, or with all completions of a prompt."""

@@ -1,0 +1,38 @@
+"""Letters to copy, as they are or backwards."""
+
+from __future__ import annotations
+
+from surogate_core.bundles import EnvironmentTask, Episode, Rewards
+from surogate_core.environments.answers import visible
+from surogate_core.environments.draws import Draws
+from surogate_core.environments.episodes import OneReply, user_says
+from surogate_environments.options import CopyOptions
+
+
+class Copying:
+    """Tasks without an end: `length` letters of `alphabet`."""
+
+    size = None
+
+    def __init__(self, options: CopyOptions, *, backwards: bool = False) -> None:
+        self._options, self._backwards = options, backwards
+
+    def task(self, number: int, seed: int) -> EnvironmentTask:
+        draws, options = Draws(seed, number), self._options
+        letters = [draws.choice(options.alphabet) for _ in range(draws.between(options.min_length, options.length))]
+        right = letters[::-1] if self._backwards else letters
+        text = options.prompt.replace("{text}", options.separator.join(letters))
+        return EnvironmentTask(messages=user_says(text), data={"answer": options.separator.join(right)})
+
+    def start(self, task: EnvironmentTask) -> Episode:
+        return OneReply(task, _judged)
+
+
+def _judged(task: EnvironmentTask, text: str) -> Rewards:
+    right, found = _letters(task.data["answer"]), _letters(visible(text))
+    same = sum(a == b for a, b in zip(right, found, strict=False))
+    return {"match": same / max(len(right), len(found)), "exact": float(right == found)}
+
+
+def _letters(text: str) -> list[str]:
+    return [letter for letter in text if not letter.isspace()]

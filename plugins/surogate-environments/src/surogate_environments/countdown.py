@@ -1,0 +1,61 @@
+"""A number to reach with an expression of given numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+from surogate_core.bundles import EnvironmentTask, Episode, Rewards
+from surogate_core.environments.answers import tagged, visible
+from surogate_core.environments.draws import Draws
+from surogate_core.environments.episodes import OneReply, user_says
+from surogate_environments.expressions import ExpressionError, evaluate, numbers_of
+from surogate_environments.options import CountdownOptions
+
+
+class Countdown:
+    """Tasks without an end; every one of them has a solution."""
+
+    size = None
+
+    def __init__(self, options: CountdownOptions) -> None:
+        self._options = options
+
+    def task(self, number: int, seed: int) -> EnvironmentTask:
+        options, draws = self._options, Draws(seed, number)
+        while True:
+            numbers = [draws.between(1, options.largest) for _ in range(options.numbers)]
+            solution, target = _combined(draws, numbers)
+            if target.denominator == 1 and 0 < target <= 10 * options.largest and target not in numbers:
+                break
+        values = draws.shuffled(numbers)
+        text = options.prompt.replace("{numbers}", ", ".join(map(str, values))).replace("{target}", str(target))
+        data = {"numbers": values, "target": int(target), "answer": f"<answer>{solution}</answer>"}
+        return EnvironmentTask(messages=user_says(text), data=data)
+
+    def start(self, task: EnvironmentTask) -> Episode:
+        return OneReply(task, _judged)
+
+
+def _combined(draws: Draws, numbers: list[int]) -> tuple[str, Fraction]:
+    """A random expression of all numbers, and its value."""
+    parts = [(str(number), Fraction(number)) for number in numbers]
+    while len(parts) > 1:
+        (left, a), (right, b), *rest = draws.shuffled(parts)
+        operator = draws.choice("+-*/" if b else "+-*")
+        value = {"+": a + b, "-": a - b, "*": a * b}.get(operator)
+        parts = [(f"({left} {operator} {right})", a / b if value is None else value), *rest]
+    text, value = parts[0]
+    return text[1:-1], value
+
+
+def _judged(task: EnvironmentTask, text: str) -> Rewards:
+    expression = tagged(visible(text))
+    if expression is None:
+        return {"correct": 0.0, "valid": 0.0}
+    try:
+        used, value = Counter(numbers_of(expression)), evaluate(expression)
+    except ExpressionError:
+        return {"correct": 0.0, "valid": 0.0}
+    valid = not used - Counter(task.data["numbers"])
+    return {"correct": float(valid and value == task.data["target"]), "valid": float(valid)}

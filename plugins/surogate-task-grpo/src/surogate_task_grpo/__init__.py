@@ -1,0 +1,46 @@
+"""Surogate plugin: reinforcement learning with groups of completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from surogate_core import bundles, hookimpl
+from surogate_task_grpo.options import GRPOOptions
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.generate.weights import Weights
+    from surogate_task_grpo.task import GRPOTask
+
+SUROGATE_API = ">=2,<3"
+
+
+@hookimpl
+def surogate_config_path() -> str:
+    """Where the option `task=grpo` is."""
+    return "pkg://surogate_task_grpo.conf"
+
+
+@hookimpl
+def surogate_task() -> bundles.TaskSpec:
+    """The task `grpo`."""
+    return bundles.TaskSpec(name="grpo", options=GRPOOptions, objective=_objective, online=_task, planned=_planned)
+
+
+def _objective(options: GRPOOptions) -> bundles.Objective:
+    from surogate_task_grpo.losses import objective
+
+    return objective(options)
+
+
+def _task(context: bundles.OnlineContext) -> GRPOTask:
+    # torch is imported when the task is built, not when a configuration is checked.
+    from surogate_task_grpo.task import GRPOTask
+
+    return GRPOTask(context)
+
+
+def _planned(config: RunConfig, options: GRPOOptions, weights: Weights) -> tuple[int, str]:
+    from surogate_task_grpo.task import planned
+
+    return planned(config, options, weights)

@@ -1,0 +1,82 @@
+"""Log-probabilities of completions under the trainer: the model before the step, and the reference.
+
+The reference is the model of step 0. Its trained tensors are kept beside the run's checkpoints; a forward with them in
+the place of the present ones is right for adapters, for all weights, and for adapters that are trained further.
+
+Shape suffixes: N tokens of a micro-batch, T tokens of a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from surogate_core.errors import UserError
+from surogate_core.files.atomic import replaced_file
+from surogate_core.files.tensorfile import TensorFile, write_tensors
+from surogate_task_grpo.packing import Document, Shape, Values, arranged, micro_batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from surogate_core.engine.engine import Engine
+
+NAME = "reference.safetensors"
+
+
+def logprobs(engine: Engine, documents: Sequence[Document], shape: Shape, *, temperature: float) -> list[Values]:
+    """[T] of each document: the log-probability of its trained tokens under the trainer's forward, otherwise 0."""
+    found = [np.zeros(len(document), np.float32) for document in documents]
+    for rows in arranged([len(document) for document in documents], shape):
+        batch = micro_batch([[documents[place] for place in row] for row in rows], shape, divisor=0.0)
+        values_N = engine.logprobs(batch, temperature=temperature).cpu().numpy()
+        for number, row in enumerate(rows):
+            at = number * shape.sequence_len
+            for place in row:
+                end = at + len(documents[place])
+                found[place][1:] = np.where(documents[place].trained_T[1:], values_N[at : end - 1], 0.0)
+                at = end
+    return found
+
+
+class Reference:
+    """The trained tensors of step 0."""
+
+    def __init__(self, engine: Engine, directory: Path, *, begun: bool):
+        """`begun`: whether the run has taken steps, so that the tensors are read instead of written.
+
+        Raises `UserError` if they are gone or are those of another model.
+        """
+        self._engine, path = engine, directory / NAME
+        live = engine.parameters.masters()
+        if not begun:
+            with replaced_file(path, what="the reference of the KL divergence") as temporary:
+                write_tensors(temporary, live)
+        if not path.is_file():
+            raise UserError(
+                f"{path}: is gone, and beta needs the model of step 0. Fix: put it back, or start anew with "
+                f"resume_from_checkpoint=false."
+            )
+        self._tensors: Mapping[str, Tensor] = TensorFile(path)
+        if {name: tuple(t.shape) for name, t in self._tensors.items()} != {n: tuple(t.shape) for n, t in live.items()}:
+            raise UserError(f"{path}: has the tensors of another model. Fix: remove it, and start anew.")
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The engine's weights are those of step 0."""
+        live = self._engine.parameters.masters()
+        kept = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
+        try:
+            self._fill(self._tensors)
+            yield
+        finally:
+            self._fill(kept)
+
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._engine.parameters.masters().items():
+            tensor.copy_(tensors[name])
+        self._engine.parameters.refresh()

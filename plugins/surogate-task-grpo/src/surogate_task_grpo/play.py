@@ -1,0 +1,237 @@
+"""Episodes: a model's replies and an environment's answers, until the environment is done or the room is used up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.bundles import (
+    EnvironmentTask,
+    Fault,
+    Request,
+    RolloutEngine,
+    Sampling,
+    Turn,
+    total_reward,
+)
+from surogate_core.data.encoded import RowError
+from surogate_task_grpo.conversation import Renderer
+
+if TYPE_CHECKING:
+    from surogate_core.environments.pool import EnvironmentPool
+
+Key = tuple[int, int]
+"""(number of the prompt in the run, number of the completion)."""
+TURN = 2**32
+"""Added to a completion's number in the key of its random choices for each turn before."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """A sequence of tokens to train on."""
+
+    ids: tuple[int, ...]
+    trained: list[bool]
+    """Whether the model sampled the token."""
+    logprobs: list[float]
+    """The log-probability that the rollout engine gave each sampled token; 0 for the others."""
+
+    @classmethod
+    def of(cls, prompt: tuple[int, ...]) -> Sample:
+        """A sample that begins with a prompt."""
+        return cls(ids=prompt, trained=[False] * len(prompt), logprobs=[0.0] * len(prompt))
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Append tokens, which the model sampled if they have log-probabilities."""
+        self.ids += tuple(ids)
+        self.trained += [logprobs is not None] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+
+
+@dataclass(slots=True, kw_only=True)
+class Played:
+    """An episode."""
+
+    key: Key
+    task: EnvironmentTask | None
+    """None if the environment had none."""
+    samples: list[Sample] = field(default_factory=list)
+    """One, and another for each time that the chat template changed earlier turns."""
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    """The conversation so far."""
+    replies: list[str] = field(default_factory=list)
+    answers: list[list[Mapping[str, Any]]] = field(default_factory=list)
+    """The environment's messages after each reply."""
+    reason: str = ""
+    """``stop``, ``length``, ``turns``, or the reason of a fault."""
+    fault: bool = False
+    detail: str = ""
+    """What the environment said about the fault, in one line."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+    length: int = 0
+    """Tokens that the model sampled."""
+    used: int = 0
+    """The same with those of the environment's answers."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it ended for lack of room or turns."""
+        return self.reason in ("length", "turns")
+
+    def fail(self, reason: str, detail: str = "") -> None:
+        """It has no result."""
+        self.reason, self.fault, self.detail = reason, True, detail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long episodes may be."""
+
+    completion: int
+    """Tokens of all turns of an episode, without the prompt."""
+    sequence: int
+    """Tokens of a sample."""
+    turns: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Player:
+    """Plays episodes."""
+
+    engine: RolloutEngine
+    arena: EnvironmentPool
+    renderer: Renderer
+    limits: Limits
+    weights: Mapping[str, float]
+    """Name of a reward → its weight in the sum."""
+    lap: Callable[[str], None]
+    """Receives the name of a phase when it ends."""
+
+    def play(
+        self,
+        tasks: Sequence[tuple[int, EnvironmentTask | Fault]],
+        samples: int,
+        sampling: Sampling,
+        on_token: Callable[[int], None],
+    ) -> list[Played]:
+        """Episodes of (number, task), `samples` of each.
+
+        `on_token` receives the most tokens that are still to come. It may raise.
+        """
+        played = [Played(key=(number, s), task=None) for number, _ in tasks for s in range(samples)]
+        found = (task for _, task in tasks for _ in range(samples))
+        going = [one for one, task in zip(played, found, strict=True) if self._seat(one, task)]
+        self._start(going)
+        self.lap("environment")
+        turn = 0
+        while going:
+            self._generate(going, turn, sampling, on_token)
+            self.lap("generate")
+            going = self._answer(going)
+            self.lap("environment")
+            turn += 1
+        self.arena.forget([one.key for one in played if one.fault and one.samples and one.replies])
+        self._score([one for one in played if not one.fault])
+        self.lap("score")
+        return played
+
+    def _seat(self, one: Played, task: EnvironmentTask | Fault) -> bool:
+        """Whether the episode can begin."""
+        if isinstance(task, Fault):
+            one.fail(task.reason, task.detail)
+            return False
+        one.task = task
+        try:
+            prompt = self.renderer.prompt(task)
+        except RowError:
+            one.fail("template")
+            return False
+        one.samples, one.messages = [Sample.of(prompt)], self.renderer.messages(task)
+        if not prompt or self._room(one) < 1:
+            one.fail("prompt_too_long" if prompt else "empty_prompt")
+        return not one.fault
+
+    def _start(self, going: Sequence[Played]) -> None:
+        seated = [(one.key, one.task) for one in going if one.task is not None]
+        self.arena.start(seated, groups=[number for (number, _), _ in seated])
+
+    def _room(self, one: Played) -> int:
+        """The most tokens that the model may still sample."""
+        return min(self.limits.completion - one.used, self.limits.sequence - len(one.samples[-1].ids))
+
+    def _generate(
+        self, going: Sequence[Played], turn: int, sampling: Sampling, on_token: Callable[[int], None]
+    ) -> None:
+        requests = [
+            Request(
+                prompt=one.samples[-1].ids,
+                max_new_tokens=self._room(one),
+                number=one.key[0],
+                sample=one.key[1] + turn * TURN,
+                sampling=sampling,
+                stop_ids=self.renderer.stop_ids,
+            )
+            for one in going
+        ]
+        left = sum(request.max_new_tokens for request in requests)
+        rooms = [request.max_new_tokens for request in requests]
+
+        def take(index: int, token: int) -> bool:
+            nonlocal left
+            rooms[index] -= 1
+            left -= 1
+            if token in self.renderer.stop_ids:
+                left -= rooms[index]
+            on_token(left)
+            return False
+
+        for one, completion in zip(going, self.engine.generate(requests, on_token=take), strict=True):
+            prompt = one.samples[-1].ids
+            one.samples[-1].add(completion.ids, completion.logprobs)
+            one.length += len(completion.ids)
+            one.used += len(completion.ids)
+            one.reason = completion.reason
+            one.replies.append(self.renderer.text(prompt, completion.ids))
+
+    def _answer(self, going: Sequence[Played]) -> list[Played]:
+        """The episodes that go on after the environment has answered."""
+        answers = self.arena.reply([(one.key, one.replies[-1]) for one in going])
+        return [one for one, answer in zip(going, answers, strict=True) if self._goes_on(one, answer)]
+
+    def _goes_on(self, one: Played, answer: Turn | Fault) -> bool:
+        if isinstance(answer, Fault):
+            one.fail(answer.reason, answer.detail)
+            return False
+        one.answers.append(list(answer.messages))
+        if answer.done or one.reason == "length":
+            return False
+        if len(one.replies) >= self.limits.turns:
+            one.reason = "turns"
+            return False
+        assert one.task is not None
+        sample, reply = one.samples[-1], one.replies[-1]
+        try:
+            found = self.renderer.follow(one.task, sample.ids, one.messages, reply, answer.messages)
+        except RowError:
+            one.fail("template")
+            return False
+        one.messages += [{"role": "assistant", "content": reply}, *answer.messages]
+        # What the environment said counts, also where a template has rewritten what was before it.
+        one.used += max(len(found.ids) - len(sample.ids), 0)
+        if len(found.ids) >= self.limits.sequence or one.used >= self.limits.completion:
+            one.reason = "length"
+            return False
+        if found.extends:
+            sample.add(found.ids[len(sample.ids) :])
+        else:
+            one.samples.append(Sample.of(found.ids))
+        return True
+
+    def _score(self, played: Sequence[Played]) -> None:
+        for one, found in zip(played, self.arena.rewards([one.key for one in played]), strict=True):
+            if isinstance(found, Fault):
+                one.fail(found.reason, found.detail)
+            else:
+                one.rewards, one.reward = found, total_reward(found, self.weights)

@@ -1,0 +1,452 @@
+"""The task `grpo`: each step samples completions of prompts from the model, and trains on their advantages."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from surogate_core.batch import WEIGHTS, MicroBatch
+from surogate_core.bundles import (
+    EnvironmentSpec,
+    OnlineContext,
+    RolloutEngine,
+    RolloutEngineSpec,
+    RolloutSettings,
+    Sampling,
+    Stopped,
+)
+from surogate_core.environments.order import held_out_numbers, training_numbers
+from surogate_core.environments.pool import EnvironmentPool
+from surogate_core.errors import ConfigError, Problem, UserError
+from surogate_core.events import Event, Notice, Progress, RolloutEval
+from surogate_core.files.atomic import human_bytes
+from surogate_core.run.generation import stop_ids
+from surogate_core.run.texts import MOST_SLOTS, fitting_slots, needed_bytes
+from surogate_task_grpo.conversation import Renderer
+from surogate_task_grpo.forward import Reference, logprobs
+from surogate_task_grpo.losses import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE, aggregation, columns, kl_penalty
+from surogate_task_grpo.options import GRPOOptions, advantage_name
+from surogate_task_grpo.packing import Batch, Document, Shape, arranged, micro_batch
+from surogate_task_grpo.play import Limits, Played, Player, Sample
+from surogate_task_grpo.record import Record
+from surogate_task_grpo.rollout import (
+    Collector,
+    Generation,
+    Tasks,
+    is_trained,
+    reward_figures,
+    rollouts_event,
+    samples_event,
+    unused_weights,
+)
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.engine.engine import Engine
+    from surogate_core.generate.weights import Weights
+
+STATE_VERSION = 1
+MOST_WORKERS = 8
+"""Processes of the environment, unless `environment_workers` says otherwise."""
+REPORTS = 20
+"""Progress events of one generation, about."""
+
+
+class GRPOTask:
+    """Reinforcement learning with groups of completions."""
+
+    def __init__(self, context: OnlineContext):
+        self.context, self.options = context, context.options
+        _check(context)
+        self._steps: GRPOSteps | None = None
+
+    @property
+    def _shape(self) -> Shape:
+        config, options = self.context.config, self.options
+        completions = options.prompts_per_step * options.num_generations
+        return Shape(
+            rows=config.per_device_train_batch_size,
+            sequence_len=config.sequence_len,
+            documents=max(1, min(completions, config.sequence_len // 16)),
+            columns=(WEIGHTS, *columns(options)),
+            padding_id=self.context.tokenizer.pad_token_id or 0,
+        )
+
+    def sample(self) -> MicroBatch:
+        """Rows that are one document each, trained but for its first token."""
+        shape = self._shape
+        trained = np.arange(shape.sequence_len) > 0
+        ids = np.full(shape.sequence_len, shape.padding_id, np.int64)
+        values = {name: np.ones(shape.sequence_len, np.float32) for name in shape.columns}
+        document = Document(ids_T=ids, trained_T=trained, columns=values)
+        return micro_batch([[document]] * shape.rows, shape, divisor=float(shape.rows * (shape.sequence_len - 1)))
+
+    def steps(self) -> GRPOSteps:
+        """The steps from the beginning."""
+        if self._steps is None:
+            self._steps = GRPOSteps(self.context, self._shape)
+        return self._steps
+
+    def evaluation(self) -> None:
+        """Held-out tasks are played, not packed."""
+
+    @property
+    def evaluate(self) -> Callable[[int], Event | None] | None:
+        """Plays held-out tasks; None if there are none."""
+        steps = self.steps()
+        return steps.evaluate if steps.held_out else None
+
+
+def _check(context: OnlineContext) -> None:
+    config, options = context.config, context.options
+    problems = []
+    if config.environment is None:
+        message = "there is no environment to learn in."
+        problems.append(Problem(key="environment", message=message, fix="environment=copy"))
+    if options.max_completion_length >= config.sequence_len:
+        message = (
+            f"a completion of {options.max_completion_length:,} tokens and its prompt do not fit into a row of "
+            f"{config.sequence_len:,} tokens."
+        )
+        fix = f"sequence_len={2 * options.max_completion_length}, or a smaller max_completion_length"
+        problems.append(Problem(key="max_completion_length", message=message, fix=fix))
+    if options.mask_truncated_completions and options.truncated_completions == "penalty":
+        message = "contradicts truncated_completions=penalty."
+        problems.append(Problem(key="mask_truncated_completions", message=message, fix="keep one"))
+    name = advantage_name(options)
+    known = context.registry.names("advantage")
+    if name not in known:
+        missing = context.registry.explain_missing("advantage", name, known)
+        problems.append(Problem(key=f"advantage={name}", message=missing.message, fix=missing.fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def caches(config: RunConfig, options: GRPOOptions, model: Mapping[str, Any], weights: Weights) -> tuple[int, int]:
+    """(tokens of the longest sequence, sequences at a time if memory allows them)."""
+    from surogate_core.dsl.rope import longest_covered
+
+    completions = options.prompts_per_step * options.num_generations
+    longest = int(min(config.sequence_len, longest_covered(model)))
+    return longest, min(MOST_SLOTS.get(weights.plan.assembly.settings.device.type, 32), completions)
+
+
+def planned(config: RunConfig, options: GRPOOptions, weights: Weights) -> tuple[int, str]:
+    """(bytes that generation needs of what training leaves free, a sentence about them)."""
+    longest, slots = caches(config, options, weights.plan.assembly.model.config, weights)
+    nbytes = needed_bytes(weights, longest)(slots)
+    return nbytes, (
+        f"rollouts: {slots} sequences of {longest:,} tokens need {human_bytes(nbytes)} of what training leaves free; "
+        f"with less, fewer are generated at a time"
+    )
+
+
+def open_arena(context: OnlineContext) -> EnvironmentPool:
+    """The worker processes of the run's environment."""
+    config, options = context.config, context.options
+    assert config.environment is not None
+    workers = options.environment_workers or min(os.cpu_count() or 1, MOST_WORKERS)
+    return EnvironmentPool(
+        config.environment,
+        context.registry,
+        workers=workers,
+        timeout=options.environment_timeout,
+        stopped=context.stopped,
+    )
+
+
+class GRPOSteps:
+    """The steps of a run: prompts in the order of the seed, completions of the model as it is."""
+
+    def __init__(self, context: OnlineContext, shape: Shape):
+        self.context, self.shape, self.options = context, shape, context.options
+        self.arena = open_arena(context)
+        self.spec: EnvironmentSpec = self.arena.spec
+        weakref.finalize(self, self.arena.close)
+        self.record = Record(context.directory) if self.options.log_completions else None
+        self.drawn = 0
+        """Prompts taken."""
+        self.taken = 0
+        """Optimizer steps made."""
+        self._player: Player | None = None
+        self._engine: Engine | None = None
+        self._rollout: RolloutEngine | None = None
+        self._reference: Reference | None = None
+        self._batch: Batch | None = None
+        self._seconds: dict[str, float] = {}
+        self._since = 0.0
+
+    # ----------------------------------------------------------------------------- steps
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the environment's tasks so far; 0 if there is no end of them."""
+        return self.drawn / self.arena.size if self.arena.size else 0.0
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps in a pass, if no prompt is replaced; infinite if there is no end of the tasks."""
+        prompts = self.options.prompts_per_step / self.options.num_iterations
+        return self.arena.size / prompts if self.arena.size else float("inf")
+
+    def state(self) -> dict[str, Any]:
+        """The position, as JSON values."""
+        return {
+            **self._identity(),
+            "drawn": self.drawn,
+            "taken": self.taken,
+            "record": self.record.bytes if self.record is not None else 0,
+            # A generation that is trained on once more cannot be made again: the weights are others by now.
+            "batch": self._batch.state() if self._batch is not None and not self._is_used_up else None,
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "environment": self.spec.name,
+            "size": self.arena.size,
+            "seed": self.context.config.train_seed,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises `UserError` if the prompts are others."""
+        mine = self._identity()
+        changed = [f"{key} {state.get(key)}, now {mine[key]}" for key in mine if state.get(key) != mine[key]]
+        if changed:
+            raise UserError(
+                f"The checkpoint was made with other prompts ({'; '.join(changed)}), so the run cannot continue them. "
+                f"Fix: restore `environment` and `train_seed`, or start anew with resume_from_checkpoint=false."
+            )
+        self.drawn, self.taken = int(state["drawn"]), int(state["taken"])
+        self._batch = Batch.of(state["batch"]) if state["batch"] is not None else None
+        if self.record is not None:
+            self.record.bytes = int(state["record"])
+
+    def attach(self, engine: Engine) -> None:
+        """Open the rollout engine on the weights of the run."""
+        from surogate_core.generate.weights import Weights
+
+        config, context = self.context.config, self.context
+        weights = Weights.of(engine)
+        longest, wanted = caches(config, self.options, engine.model.config, weights)
+        fix = "a shorter sequence_len, recompute=true, or a smaller per_device_train_batch_size"
+        spec: RolloutEngineSpec = context.registry.get("rollout", config.rollout.name)
+        slots = fitting_slots(weights, longest, wanted, fix=fix) if spec.caches else wanted
+        settings = RolloutSettings(slots=slots, context=longest, frozen=True, options=config.rollout.options)
+        self._engine, self._rollout = engine, spec.open(weights, settings)
+        if self.options.beta > 0:
+            self._reference = Reference(engine, context.directory, begun=self.taken > 0)
+        trains_prompts = context.registry.get("task", config.task).trains_prompts
+        self._player = Player(
+            engine=self._rollout,
+            arena=self.arena,
+            renderer=Renderer(
+                context.tokenizer,
+                templated=config.use_chat_template and not trains_prompts,
+                system=config.system,
+                stop_ids=stop_ids(context.generation_config, engine.model.config, context.tokenizer),
+            ),
+            limits=Limits(
+                completion=self.options.max_completion_length, sequence=longest, turns=self.options.max_turns
+            ),
+            weights={**self.spec.weights, **self.options.reward_weights},
+            lap=self._lap,
+        )
+
+    def next_step(self) -> list[MicroBatch]:
+        """The completions of a new generation, or those of the last one if it is trained on once more."""
+        if self._is_used_up:
+            self._generate()
+        assert self._batch is not None
+        self._batch.iterations += 1
+        self.taken += 1
+        return self._packed(self._batch)
+
+    def _generate(self) -> None:
+        """Sample completions until the step has its groups."""
+        before = self.drawn
+        self._seconds, self._since = {}, time.perf_counter()
+        self._freshen()
+        try:
+            generation = self._collector().collect()
+        except BaseException:
+            self.drawn = before
+            raise
+        self._batch = self._measured(generation)
+        generation.seconds = self._seconds
+        step = self.taken + 1
+        if step == 1 and (unused := unused_weights(self.options, generation)):
+            self.context.emit(Notice(level="warning", message=unused))
+        if self.record is not None:
+            self.record.append(step, generation)
+        self.context.emit(rollouts_event(generation, step))
+        self.context.emit(samples_event(generation, step))
+
+    def close(self) -> None:
+        """End the processes of the environment."""
+        self.arena.close()
+
+    @property
+    def held_out(self) -> list[int]:
+        """The numbers of the held-out tasks."""
+        return held_out_numbers(self.options.eval_environment_tasks, size=self.arena.size, held_out=self.arena.held_out)
+
+    def evaluate(self, step: int) -> RolloutEval | None:
+        """The rewards of the held-out tasks, each played once with the most probable tokens; None after a signal."""
+        numbers = self.held_out
+        started = self._since = time.perf_counter()
+        self._freshen()
+        try:
+            tasks = list(zip(numbers, self.arena.tasks(numbers, self._seed), strict=True))
+            played = self._play(tasks, 1, Sampling(temperature=0.0), "evaluating")
+        except Stopped:
+            return None
+        seconds = time.perf_counter() - started
+        return RolloutEval(step=step, tasks=len(played), seconds=seconds, **reward_figures(played))
+
+    # ---------------------------------------------------------------------------- pieces
+
+    @property
+    def _is_used_up(self) -> bool:
+        """Whether the next step needs a new generation."""
+        return self._batch is None or self._batch.iterations >= self.options.num_iterations
+
+    @property
+    def _seed(self) -> int:
+        return self.context.config.train_seed
+
+    def _lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since
+        self._since = now
+
+    def _freshen(self) -> None:
+        """Let the rollout engine see the weights of the last step."""
+        assert self._engine is not None
+        assert self._rollout is not None
+        self._engine.freshen()
+        self._rollout.forget()
+
+    def _collector(self) -> Collector:
+        options = self.options
+        sampling = Sampling(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            seed=self._seed,
+            tempered_logprobs=True,
+        )
+        return Collector(
+            options=options,
+            advantage=self.context.registry.get("advantage", advantage_name(options)),
+            draw=self._draw,
+            play=lambda tasks: self._play(tasks, options.num_generations, sampling, "generating rollouts"),
+            penalties=self._penalties,
+        )
+
+    def _draw(self, count: int) -> Tasks:
+        """The next prompts of the run, with their numbers."""
+        places = training_numbers(self.drawn, count, size=self.arena.size, seed=self._seed)
+        numbers = range(self.drawn, self.drawn + count)
+        self.drawn += count
+        return list(zip(numbers, self.arena.tasks(places, self._seed), strict=True))
+
+    def _play(self, tasks: Tasks, samples: int, sampling: Sampling, task: str) -> list[Played]:
+        assert self._player is not None
+        return self._player.play(tasks, samples, sampling, self._watch(task))
+
+    def _watch(self, task: str) -> Callable[[int], None]:
+        """Shows the progress of a generation, and ends it after a signal."""
+        total = shown = 0
+
+        def on_token(left: int) -> None:
+            nonlocal total, shown
+            if self.context.stopped():
+                raise Stopped
+            total = max(total, left + 1)
+            done = total - left
+            if left == 0 or (done - shown) * REPORTS >= total:
+                shown = done
+                self.context.emit(Progress(task=task, done=done, total=total, unit="tokens"))
+            if left == 0:
+                total = shown = 0
+
+        return on_token
+
+    def _measured(self, generation: Generation) -> Batch:
+        """What the steps train on: the completions of the groups with signal."""
+        rewarded = [pair for group in generation.kept for pair in zip(group.played, group.advantages, strict=True)]
+        rewarded = [(one, advantage) for one, advantage in rewarded if one.reward is not None]
+        trained = [(one, advantage) for one, advantage in rewarded if is_trained(self.options, one)]
+        documents = [_document(sample, advantage) for one, advantage in trained for sample in one.samples]
+        if OLD in self.shape.columns:
+            documents = self._with_logprobs(documents, OLD)
+            self._lap("old")
+        if REFERENCE in self.shape.columns:
+            with self._referring():
+                documents = self._with_logprobs(documents, REFERENCE)
+            self._lap("reference")
+        return Batch(documents=documents, completions=len(documents) + len(rewarded) - len(trained))
+
+    def _with_logprobs(self, documents: list[Document], column: str) -> list[Document]:
+        """The documents with the log-probabilities of the engine's weights."""
+        assert self._engine is not None
+        found = logprobs(self._engine, documents, self.shape, temperature=self.options.temperature)
+        return [
+            replace(document, columns={**document.columns, column: values_T})
+            for document, values_T in zip(documents, found, strict=True)
+        ]
+
+    def _referring(self) -> AbstractContextManager[None]:
+        assert self._reference is not None
+        return self._reference.in_place()
+
+    def _penalties(self, played: Sequence[Played]) -> list[float]:
+        """What each completion's reward loses because it differs from the reference; 0 unless the loss type has this
+        in the reward.
+        """
+        if self.options.loss_type != "rloo" or self._reference is None:
+            return [0.0] * len(played)
+        documents = [_document(sample, 0.0) for one in played for sample in one.samples]
+        with self._referring():
+            found = iter(self._with_logprobs(documents, REFERENCE))
+        self._lap("reference")
+        penalties = []
+        for one in played:
+            parts = [next(found) for _ in one.samples]
+            penalties.append(sum(self._penalty(document) for document in parts))
+        return penalties
+
+    def _penalty(self, document: Document) -> float:
+        behaviour, reference = document.columns[BEHAVIOUR].tolist(), document.columns[REFERENCE].tolist()
+        return kl_penalty(self.options, behaviour, reference, document.trained_T.tolist())
+
+    def _packed(self, batch: Batch) -> list[MicroBatch]:
+        documents = batch.documents
+        rows = arranged([len(document) for document in documents], self.shape)
+        counts = [[int(documents[place].trained_T.sum()) for row in some for place in row] for some in rows]
+        batches = []
+        for some, divided in zip(rows, aggregation(self.options, counts, batch.completions), strict=True):
+            weights = iter(divided.weights)
+            chosen = [[documents[place].with_column(WEIGHTS, next(weights)) for place in row] for row in some]
+            batches.append(micro_batch(chosen, self.shape, divisor=divided.divisor))
+        return batches
+
+
+def _document(sample: Sample, advantage: float) -> Document:
+    return Document(
+        ids_T=np.asarray(sample.ids, np.int64),
+        trained_T=np.asarray(sample.trained, np.bool_),
+        columns={
+            ADVANTAGES: np.full(len(sample.ids), advantage, np.float32),
+            BEHAVIOUR: np.asarray(sample.logprobs, np.float32),
+        },
+    )

@@ -1,0 +1,72 @@
+"""A prompt and an answer to it, each text or messages, as one document: only the answer is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.data.chat import with_default_system
+from surogate_core.data.encoded import RowError
+from surogate_core.data.fields import from_json, require_unicode, required, required_text, without_nulls
+from surogate_core.errors import UserError
+
+if TYPE_CHECKING:
+    from surogate_core.data.encoded import EncodeContext, Encoded
+
+Messages = list[dict[str, Any]]
+
+
+def text_or_messages(row: Mapping[str, Any], field: str) -> str | Messages:
+    """A field's text, or its messages. Raises `RowError` where it has neither, or an empty one."""
+    value = required(row, field)
+    if isinstance(value, str) and value.startswith('[{"'):  # CSV holds messages as JSON text
+        value = from_json(value, f"field {field!r} begins like a list of messages, and")
+    if not isinstance(value, list):
+        return required_text(row, field)
+    found: Messages = without_nulls(value)
+    if not found:
+        raise RowError(f"field {field!r} is empty")
+    for place, message in enumerate(found, start=1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RowError(f'field {field!r}: item {place} is no message; want {{"role": …, "content": …}}')
+        content = message.get("content")
+        if isinstance(content, str):
+            require_unicode(content, f"field {field!r}: message {place}")
+        elif content is not None or "tool_calls" not in message:
+            raise RowError(f"field {field!r}: the content of message {place} is no text")
+    return found
+
+
+def check_answer(answer: str | Messages, field: str) -> None:
+    """Raise `RowError` for messages that do not end with something that the assistant says."""
+    if isinstance(answer, list) and (answer[-1]["role"] != "assistant" or not _says_something(answer[-1])):
+        raise RowError(f"field {field!r} does not end with a message of the assistant that has text")
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    return bool(str(message.get("content") or "").strip()) or bool(message.get("tool_calls"))
+
+
+def encode_answer(prompt: str | Messages, answer: str | Messages, context: EncodeContext) -> Encoded:
+    """The prompt and the answer; the answer and the token that ends it are trained.
+
+    With a chat template, texts are a user's and an assistant's message; without one the answer follows the prompt
+    directly. Raises `RowError` if the template does not take the messages, and `UserError` for messages without a
+    template.
+    """
+    from surogate_core.data.labels import Override, tokenize_completion, tokenize_conversation
+
+    if isinstance(prompt, str) and isinstance(answer, str):
+        if not context.tokenizer.chat_template or not context.use_chat_template:
+            return tokenize_completion(context.tokenizer, prompt, answer)
+    elif not context.use_chat_template:
+        raise UserError(
+            "use_chat_template is false, but the data has messages, which only a chat template can render. "
+            "Fix: use_chat_template: true, or rows of texts."
+        )
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    added = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    with_default_system(asked, context)
+    overrides = [Override(train=False)] * len(asked)
+    overrides += [Override(train=message["role"] == "assistant") for message in added]
+    return tokenize_conversation(context.tokenizer, [*asked, *added], overrides=overrides)

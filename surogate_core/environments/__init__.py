@@ -1,0 +1,1 @@
+"""Environments of reinforcement learning: worker processes, random draws, and what several of them share."""

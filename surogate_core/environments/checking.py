@@ -1,0 +1,142 @@
+"""Plays the same tasks twice, in different processes and orders, and compares every byte."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from surogate_core.bundles.environments import EnvironmentTask, Fault, Rewards, Turn, total_reward
+from surogate_core.environments.order import held_out_numbers, training_numbers
+from surogate_core.environments.pool import EnvironmentPool
+
+MOST_TURNS = 16
+"""Replies of an episode at most."""
+ANSWER = "answer"
+"""Field of a task's data that a reply of the check is taken from, if it is text."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """An episode of the check."""
+
+    number: int
+    """The task's number."""
+    reply: str
+    """The kind of replies: empty, fixed, or the task's answer."""
+    task: EnvironmentTask | Fault
+    turns: list[Turn | Fault] = field(default_factory=list)
+    rewards: Rewards | Fault | None = None
+
+    @property
+    def fault(self) -> Fault | None:
+        """The first fault of the task and its episode."""
+        return next((one for one in (self.task, *self.turns, self.rewards) if isinstance(one, Fault)), None)
+
+    def record(self) -> dict[str, Any]:
+        """All that the environment has said, as JSON values."""
+        task = str(self.task) if isinstance(self.task, Fault) else _plain(self.task)
+        turns = [str(t) if isinstance(t, Fault) else {"messages": list(t.messages), "done": t.done} for t in self.turns]
+        rewards = str(self.rewards) if isinstance(self.rewards, Fault) else self.rewards
+        return {"task": task, "turns": turns, "rewards": rewards}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a check found."""
+
+    tasks: int
+    episodes: int
+    differences: tuple[str, ...]
+    """What was different the second time, one line each."""
+    faults: dict[str, int]
+    """Fault → how often."""
+    names: tuple[tuple[str, ...], ...]
+    """The sets of names that the rewards had; one if all is well."""
+    rewards: dict[str, float | None]
+    """Kind of reply → mean reward; None where no reward applies."""
+    unknown_weights: tuple[str, ...]
+    """Names that have a weight and are no reward."""
+
+
+def _plain(task: EnvironmentTask) -> dict[str, Any]:
+    return {"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}
+
+
+def check(
+    first: EnvironmentPool,
+    second: EnvironmentPool,
+    *,
+    tasks: int,
+    seed: int,
+    replies: Sequence[str] = (),
+) -> Checked:
+    """Play tasks in two pools of the same environment, in the second one backwards.
+
+    `replies`: texts that every episode of a further kind says, one after the other.
+    """
+    size = first.size
+    numbers = training_numbers(0, tasks if size is None else min(tasks, size), size=size, seed=seed)
+    numbers += held_out_numbers(min(3, tasks), size=size, held_out=first.held_out)
+    ahead = _played(first, numbers, seed, replies)
+    back = {(a.number, a.reply): a for a in _played(second, numbers[::-1], seed, replies)}
+    differences = []
+    for attempt in ahead:
+        one, other = attempt.record(), back[attempt.number, attempt.reply].record()
+        if (part := next((part for part in one if _bytes(one[part]) != _bytes(other[part])), None)) is not None:
+            shown = f"{_bytes(one[part])[:120]} and {_bytes(other[part])[:120]}"
+            differences.append(f"task {attempt.number}, {attempt.reply} reply: {part}: {shown}")
+    sound = [a.rewards for a in ahead if isinstance(a.rewards, dict)]
+    names = {tuple(sorted(rewards)) for rewards in sound}
+    weights = first.spec.weights
+    means: dict[str, float | None] = {}
+    for kind in dict.fromkeys(a.reply for a in ahead):
+        of_kind = [a.rewards for a in ahead if a.reply == kind and isinstance(a.rewards, dict)]
+        found = [r for r in (total_reward(rewards, weights) for rewards in of_kind) if r is not None]
+        means[kind] = sum(found) / len(found) if found else None
+    return Checked(
+        tasks=len(numbers),
+        episodes=len(ahead),
+        differences=tuple(differences),
+        faults=dict(Counter(str(a.fault) for a in ahead if a.fault is not None)),
+        names=tuple(sorted(names)),
+        rewards=means,
+        unknown_weights=tuple(sorted(set(weights) - {name for some in names for name in some})) if names else (),
+    )
+
+
+def _bytes(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _played(pool: EnvironmentPool, numbers: Sequence[int], seed: int, replies: Sequence[str]) -> list[Attempt]:
+    attempts = []
+    for number, task in zip(numbers, pool.tasks(numbers, seed), strict=True):
+        for kind in ("empty", "fixed", "right", *(("given",) if replies else ())):
+            has_answer = isinstance(task, EnvironmentTask) and isinstance(task.data.get(ANSWER), str)
+            if kind != "right" or has_answer:
+                attempts.append(Attempt(number=number, reply=kind, task=task))
+    seated = [a for a in attempts if isinstance(a.task, EnvironmentTask)]
+    pool.start(
+        [((a.number, a.reply), a.task) for a in seated if isinstance(a.task, EnvironmentTask)],
+        groups=[a.number for a in seated],
+    )
+    going = seated
+    for turn in range(MOST_TURNS):
+        texts = [((a.number, a.reply), _text(a, turn, replies)) for a in going]
+        for attempt, answer in zip(going, pool.reply(texts), strict=True):
+            attempt.turns.append(answer)
+        going = [a for a in going if isinstance(a.turns[-1], Turn) and not a.turns[-1].done]
+    for attempt, rewards in zip(seated, pool.rewards([(a.number, a.reply) for a in seated]), strict=True):
+        attempt.rewards = rewards
+    return attempts
+
+
+def _text(attempt: Attempt, turn: int, replies: Sequence[str]) -> str:
+    if attempt.reply == "right" and isinstance(attempt.task, EnvironmentTask):
+        return str(attempt.task.data[ANSWER])
+    if attempt.reply == "given":
+        return replies[min(turn, len(replies) - 1)]
+    return "The answer is 7." if attempt.reply == "fixed" else ""

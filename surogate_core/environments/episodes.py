@@ -1,0 +1,29 @@
+"""Episodes that several environments share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from surogate_core.bundles.environments import EnvironmentTask, Rewards, Turn
+
+
+class OneReply:
+    """An episode of one turn: a function judges the reply.
+
+    `judge`: (task, reply) → rewards. An episode without a reply is judged by the empty text.
+    """
+
+    def __init__(self, task: EnvironmentTask, judge: Callable[[EnvironmentTask, str], Rewards]) -> None:
+        self._task, self._judge, self._text = task, judge, ""
+
+    def reply(self, text: str) -> Turn:
+        self._text = text
+        return Turn(done=True)
+
+    def rewards(self) -> Rewards:
+        return self._judge(self._task, self._text)
+
+
+def user_says(text: str) -> tuple[dict[str, str], ...]:
+    """A conversation that begins with one message of the user."""
+    return ({"role": "user", "content": text},)

@@ -1,0 +1,244 @@
+"""The worker processes of an environment: its tasks, and episodes that are played in them.
+
+The code of an environment is slow, hangs, or fails now and then, and none of it may end a run. So it runs in processes
+with limits, each request has a time limit, and what goes wrong is a `Fault` in the place of the answer. The other
+episodes of a process that was killed are played again from their replies, the next time that they are asked.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from surogate_core.bundles.environments import EnvironmentTask, Fault, Rewards, Turn
+from surogate_core.bundles.tasks import Stopped
+from surogate_core.config.resolve import plain
+from surogate_core.config.schema import Selection
+from surogate_core.environments.process import REFUSED, WorkerProcess
+from surogate_core.errors import UserError
+from surogate_core.plugins.registry import Registry
+
+Key = Hashable
+T = TypeVar("T")
+
+MEMORY = 4 << 30
+"""Bytes of memory that a worker process may use, and each process that it starts."""
+PROCESSES = 64
+"""Processes and threads that a worker may have."""
+FILE_SIZE = 256 << 20
+"""Bytes of a file that a worker may write."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    number: int
+    worker: int
+    task: dict[str, Any]
+    group: Key
+    life: int = 0
+    """The worker's life in which the episode is there; 0: in none."""
+    replies: list[str] = field(default_factory=list)
+    fault: Fault | None = None
+
+
+class EnvironmentPool:
+    """Worker processes that have one environment each. Close it, or use it in a `with` statement."""
+
+    def __init__(
+        self,
+        environment: Selection,
+        registry: Registry,
+        *,
+        workers: int = 1,
+        timeout: float = 10.0,
+        memory: int = MEMORY,
+        processes: int = PROCESSES,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`environment`: the choice of the configuration. `timeout`: seconds of one task, reply or reward. `stopped`:
+        whether to ask for nothing more; tasks, replies and rewards then raise `Stopped`.
+
+        Raises `UserError` if the environment cannot be built.
+        """
+        self._stopped = stopped
+        offered = registry.bundles("environment")[environment.name]
+        self.name = environment.name
+        self.spec = offered.bundle
+        policy = registry.policy
+        given = {
+            "path": sys.path,
+            "name": environment.name,
+            "options": plain(environment.options) if environment.options is not None else {},
+            "timeout": timeout,
+            "limits": {"memory": memory, "processes": processes, "file_size": FILE_SIZE},
+            "policy": {
+                "block": dict(policy.block),
+                "allow": [[where, sorted(names)] for where, names in policy.allow]
+                + [["a worker process of an environment", [offered.plugin.name]]],
+                "locks": [asdict(rule) for rule in policy.locks],
+            },
+        }
+        self._workers = [WorkerProcess(given, timeout) for _ in range(max(1, workers))]
+        self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="environment")
+        self._episodes: dict[Key, _Episode] = {}
+        self._started = 0
+        weakref.finalize(self, _close_all, self._workers)
+        facts = self._workers[0].build()
+        if isinstance(facts, Fault):
+            self.close()
+            detail = facts.detail if facts.reason == REFUSED else f"it cannot be built: {facts}."
+            raise UserError(f"environment={self.name}: {detail}")
+        self.size: int | None = facts["size"]
+        """Number of tasks to train on, or None if there is no end of them."""
+        self.held_out: int = facts["held_out"]
+        """Number of tasks after those, which training never draws."""
+        self._has_groups: bool = facts["groups"]
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the workers."""
+        _close_all(self._workers)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ----------------------------------------------------------------------------- tasks
+
+    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentTask | Fault]:
+        """The tasks of these numbers, in their order."""
+
+        def one(place: int) -> EnvironmentTask | Fault:
+            found = self._workers[place % len(self._workers)].ask("task", number=numbers[place], seed=seed)
+            if isinstance(found, Fault):
+                return found
+            return EnvironmentTask(messages=tuple(found["messages"]), data=found["data"], tools=tuple(found["tools"]))
+
+        return self._spread(range(len(numbers)), lambda place: place % len(self._workers), one)
+
+    # ---------------------------------------------------------------------------- episodes
+
+    def start(self, episodes: Sequence[tuple[Key, EnvironmentTask]], *, groups: Sequence[Key] = ()) -> None:
+        """Begin episodes, under keys of the caller's that are not in use.
+
+        `groups`: a key for each episode; equal ones are attempts at one task, which `rewards` compares where the
+        environment has `group_rewards`. The environment hears of an episode with its first reply.
+        """
+        workers = {e.group: e.worker for e in self._episodes.values()} if self._has_groups else {}
+        for place, (key, task) in enumerate(episodes):
+            assert key not in self._episodes, key
+            group = groups[place] if groups and self._has_groups else key
+            self._started += 1
+            worker = workers.get(group, self._started % len(self._workers))
+            if self._has_groups:
+                workers[group] = worker
+            plain_task = {"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}
+            self._episodes[key] = _Episode(number=self._started, worker=worker, task=plain_task, group=group)
+
+    def reply(self, replies: Sequence[tuple[Key, str]]) -> list[Turn | Fault]:
+        """The environment's answer to each reply, in their order."""
+
+        def one(given: tuple[Key, str]) -> Turn | Fault:
+            episode = self._episodes[given[0]]
+            found = self._present(episode)
+            if found is None:
+                found = self._ask(episode, "reply", text=given[1])
+            episode.replies.append(given[1])
+            return found if isinstance(found, Fault) else Turn(messages=tuple(found["messages"]), done=found["done"])
+
+        return self._spread(replies, lambda given: self._episodes[given[0]].worker, one)
+
+    def rewards(self, keys: Sequence[Key]) -> list[Rewards | Fault]:
+        """The named rewards of episodes, in their order; this ends them.
+
+        Episodes of one group are compared if they are in one call.
+        """
+        groups: dict[Key, list[_Episode]] = {}
+        for key in keys:
+            episode = self._episodes[key]
+            groups.setdefault(episode.group, []).append(episode)
+        found: dict[int, Rewards | Fault] = {}
+        for part in self._spread(list(groups.values()), lambda group: group[0].worker, self._group_rewards):
+            found |= part
+        ended = [self._episodes[key].number for key in keys]
+        self.forget(keys)
+        return [found[number] for number in ended]
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """End episodes without their rewards."""
+        ended = [self._episodes.pop(key) for key in keys]
+
+        def one(place: int) -> None:
+            worker = self._workers[place]
+            present = [e.number for e in ended if e.worker == place and e.life == worker.life()]
+            if present:
+                worker.ask("forget", episodes=present)
+
+        self._spread(range(len(self._workers)), lambda place: place, one)
+
+    def _group_rewards(self, group: Sequence[_Episode]) -> dict[int, Rewards | Fault]:
+        found: dict[int, Rewards | Fault] = {}
+        for episode in group:
+            found[episode.number] = self._present(episode) or self._ask(episode, "rewards")
+        sound = [episode for episode in group if not isinstance(found[episode.number], Fault)]
+        if not self._has_groups or not sound:
+            return found
+        absent = [self._present(episode) for episode in sound]  # a fault of one may have ended the process of all
+        fault = next((fault for fault in absent if fault is not None), None)
+        compared = fault or self._workers[sound[0].worker].ask("group", episodes=[e.number for e in sound])
+        for place, episode in enumerate(sound):
+            before = found[episode.number]
+            assert not isinstance(before, Fault)
+            found[episode.number] = compared if isinstance(compared, Fault) else {**before, **compared[place]}
+        return found
+
+    # ------------------------------------------------------------------------------ details
+
+    def _present(self, episode: _Episode) -> Fault | None:
+        """Play an episode again whose process was killed; the fault that it has, or has now, or None."""
+        worker = self._workers[episode.worker]
+        if episode.fault is None and episode.life != worker.life():
+            self._ask(episode, "start", task=episode.task)
+            episode.life = worker.life()  # after a fault it does not matter
+            for text in episode.replies:
+                if episode.fault is None:
+                    self._ask(episode, "reply", text=text)
+        return episode.fault
+
+    def _ask(self, episode: _Episode, do: str, **arguments: Any) -> Any:
+        found = self._workers[episode.worker].ask(do, episode=episode.number, **arguments)
+        if isinstance(found, Fault):
+            episode.fault = found
+        return found
+
+    def _spread(self, items: Sequence[Any], worker_of: Callable[[Any], int], one: Callable[[Any], T]) -> list[T]:
+        """The results of all items in their order; each worker does its own, one after the other."""
+        parts: dict[int, list[int]] = {}
+        for place, item in enumerate(items):
+            parts.setdefault(worker_of(item), []).append(place)
+        results: dict[int, T] = {}
+
+        def work(places: list[int]) -> None:
+            for place in places:
+                if self._stopped():
+                    raise Stopped
+                results[place] = one(items[place])
+
+        if len(parts) == 1:
+            work(*parts.values())
+        else:
+            ended, _ = wait([self._threads.submit(work, places) for places in parts.values()])
+            for done in ended:
+                done.result()
+        return [results[place] for place in range(len(items))]
+
+
+def _close_all(workers: Sequence[WorkerProcess]) -> None:
+    for worker in workers:
+        worker.close()

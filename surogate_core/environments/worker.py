@@ -1,0 +1,183 @@
+"""A process that has one environment and its episodes; `pool.py` starts it and asks it.
+
+It reads requests from one pipe and writes an answer to each into another: ``{"ok": …}`` or ``{"fault": [reason,
+line]}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any
+
+from surogate_core.bundles.environments import Environment, EnvironmentTask, Episode, Turn
+from surogate_core.environments.frames import LARGEST, GoneError, Pipe, TooLargeError, packed
+from surogate_core.environments.limits import Limits, allow_cpu
+from surogate_core.errors import SurogateError
+from surogate_core.parents import die_with
+
+_LINE = 300
+"""Characters of a fault's line."""
+
+
+class InvalidError(Exception):
+    """The environment returned something that it must not."""
+
+
+def main(arguments: list[str]) -> int:
+    """Serve requests until the pipe ends. `arguments`: descriptors to read and to write, the parent's process."""
+    reading, writing, parent = map(int, arguments)
+    for end in (reading, writing):
+        os.set_inheritable(end, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends its workers.
+    pipe, process = Pipe(reading, writing), os.getpid()
+    given = pipe.receive()
+    sys.path[:] = given["path"]
+    limits = Limits(**given["limits"])
+    die_with(parent)
+    served = Served(given)
+    with contextlib.suppress(GoneError):
+        while True:
+            request = pipe.receive()
+            limits.count()
+            if request["do"] != "build":
+                allow_cpu(2 * given["timeout"])
+            answer = _answer(served, request)
+            if os.getpid() != process:
+                os._exit(1)  # A fork of the environment's must not answer too.
+            pipe.send(answer)
+    return 0
+
+
+def _answer(served: Served, request: Mapping[str, Any]) -> bytes:
+    try:
+        return packed({"ok": getattr(served, request["do"])(**request.get("with", {}))})
+    except InvalidError as error:
+        reason, line = "invalid", str(error)
+    except SurogateError as error:
+        reason, line = "refused" if request["do"] == "build" else "exception", str(error)
+    except MemoryError:
+        reason, line = "memory", ""
+    except TooLargeError as error:
+        reason, line = "size", str(error)
+    except BaseException as error:
+        reason, line = "exception", f"{type(error).__name__}: {_text(error)}"
+    return packed({"fault": [reason, " ".join(line[: 4 * _LINE].split())[:_LINE]]})
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+class Served:
+    """The environment of a worker; its public methods are the requests."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        self._environment: Environment
+        self._episodes: dict[int, Episode] = {}
+
+    def build(self) -> dict[str, Any]:
+        """Import the plugin that offers the environment, and no other, and build it."""
+        from surogate_core.config.typed import Builder
+        from surogate_core.errors import ConfigError, Problem
+        from surogate_core.plugins.discovery import ImportPolicy
+        from surogate_core.plugins.policy import LockRule
+        from surogate_core.plugins.registry import load_plugins
+
+        asked = self._given["policy"]
+        policy = ImportPolicy(
+            block=asked["block"],
+            allow=tuple((where, frozenset(names)) for where, names in asked["allow"]),
+            locks=tuple(LockRule(**rule) for rule in asked["locks"]),
+        )
+        spec = load_plugins(policy).get("environment", self._given["name"])
+        builder = Builder(lambda key: "", lambda key, known: Problem(key=key, message="there is no such option."))
+        options = builder.dataclass(spec.options, self._given["options"], "environment.")
+        if builder.problems:
+            raise ConfigError(builder.problems)
+        self._environment = spec.build(options)
+        size, held_out = self._environment.size, getattr(self._environment, "held_out", 0)
+        if not (size is None or (isinstance(size, int) and size > 0)) or not isinstance(held_out, int):
+            raise InvalidError(f"size is {size!r:.40}, held_out is {held_out!r:.40}")
+        return {"size": size, "held_out": held_out, "groups": hasattr(self._environment, "group_rewards")}
+
+    def task(self, number: int, seed: int) -> dict[str, Any]:
+        task = self._environment.task(number, seed)
+        if not isinstance(task, EnvironmentTask):
+            raise InvalidError(f"task returned {type(task).__name__}, not an EnvironmentTask")
+        if not task.messages:
+            raise InvalidError("the task has no message")
+        _check_messages(task.messages)
+        return _json({"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}, "the task")
+
+    def start(self, episode: int, task: Mapping[str, Any]) -> None:
+        messages, tools = tuple(task["messages"]), tuple(task["tools"])
+        started = self._environment.start(EnvironmentTask(messages=messages, data=task["data"], tools=tools))
+        self._episodes[episode] = started
+
+    def reply(self, episode: int, text: str) -> dict[str, Any]:
+        turn = self._episodes[episode].reply(text)
+        if not isinstance(turn, Turn):
+            raise InvalidError(f"reply returned {type(turn).__name__}, not a Turn")
+        if not turn.done and not turn.messages:
+            raise InvalidError("the episode goes on, but the turn has no message")
+        _check_messages(turn.messages)
+        return _json({"messages": list(turn.messages), "done": bool(turn.done)}, "the turn")
+
+    def rewards(self, episode: int) -> dict[str, float | None]:
+        return _rewards(self._episodes[episode].rewards())
+
+    def group(self, episodes: list[int]) -> list[dict[str, float | None]]:
+        found = self._environment.group_rewards([self._episodes[e] for e in episodes])  # type: ignore[attr-defined]
+        if not isinstance(found, list | tuple) or len(found) != len(episodes):
+            raise InvalidError(f"group_rewards returned no list of {len(episodes)} rewards")
+        return [_rewards(one) for one in found]
+
+    def forget(self, episodes: list[int]) -> None:
+        for episode in episodes:
+            self._episodes.pop(episode, None)
+
+
+def _rewards(found: Any) -> dict[str, float | None]:
+    if not isinstance(found, Mapping):
+        raise InvalidError(f"the rewards are {type(found).__name__}, not a mapping")
+    named: dict[str, float | None] = {}
+    for name, value in found.items():
+        if not isinstance(name, str) or not (value is None or isinstance(value, Real)):
+            raise InvalidError(f"reward {name!r:.40} is {type(value).__name__}, not a number or None")
+        if value is not None and not math.isfinite(value):
+            raise InvalidError(f"reward {name[:40]!r} is {float(value)}")
+        named[name] = None if value is None else float(value)
+    return named
+
+
+def _check_messages(messages: Iterable[Any]) -> None:
+    length = 0
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise InvalidError("a message is no mapping with `role` and `content`")
+        length += len(message["content"]) if isinstance(message["content"], str) else 0
+    if length > LARGEST:
+        raise TooLargeError(f"messages of {length} characters")
+
+
+def _json(value: dict[str, Any], what: str) -> dict[str, Any]:
+    """The value; raises `InvalidError` unless it is JSON."""
+    try:
+        packed(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidError(f"{what} has values that JSON has not: {error}") from error
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

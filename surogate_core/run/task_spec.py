@@ -1,0 +1,90 @@
+"""The chosen task: its options, the objective that it trains, and how it is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.bundles.options import flat_marks
+from surogate_core.bundles.tasks import OnlineContext
+from surogate_core.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_core.bundles import Objective, Steps, Task, TaskSpec
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.data.pipeline import PreparedData
+    from surogate_core.events import Event
+    from surogate_core.plugins.registry import Registry
+    from surogate_core.run.assemble import ResolvedModel
+
+
+def task_spec(config: RunConfig, registry: Registry) -> TaskSpec:
+    """The task of a run."""
+    spec: TaskSpec = registry.get("task", config.task)
+    return spec
+
+
+def task_keys(config: RunConfig, registry: Registry) -> frozenset[str]:
+    """The flat keys that set the task's options."""
+    return frozenset(mark.key for mark in flat_marks(task_spec(config, registry).options).values())
+
+
+def objective_of(config: RunConfig, registry: Registry) -> Objective:
+    """The task's own objective, or the one that the key `objective` names."""
+    spec = task_spec(config, registry)
+    if spec.objective is not None:
+        return spec.objective(spec.options_of(config))
+    chosen: Objective = registry.get("objective", config.objective)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What an online task gets of the run that it is part of."""
+
+    emit: Callable[[Event], None] = lambda event: None
+    """Shows an event to the monitors."""
+    stopped: Callable[[], bool] = lambda: False
+    """Whether a signal has come."""
+
+
+def online_task(
+    config: RunConfig,
+    registry: Registry,
+    resolved: ResolvedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PreparedData | None,
+    surroundings: Surroundings,
+) -> Task:
+    """The task of a spec with `online`. Raises `ConfigError` on several GPUs."""
+    spec = task_spec(config, registry)
+    assert spec.online is not None
+    if config.gpus > 1:
+        message = f"is {config.gpus}, and task {spec.name}, which samples from the model, trains on one GPU."
+        raise ConfigError([Problem(key="gpus", message=message, fix="gpus: 1")])
+    own: dict[str, Any] | None = resolved.weights.generation_config() if resolved.weights is not None else None
+    return spec.online(
+        OnlineContext(
+            config=config,
+            options=spec.options_of(config),
+            tokenizer=tokenizer,
+            registry=registry,
+            generation_config=own or {},
+            emit=surroundings.emit,
+            stopped=surroundings.stopped,
+            directory=Path(config.place),
+            data=data,
+        )
+    )
+
+
+def check_end(config: RunConfig, steps: Steps) -> None:
+    """Raise `ConfigError` if nothing says how many steps the run has."""
+    if config.max_steps <= 0 and not math.isfinite(steps.steps_per_epoch):
+        message = f"must be set: task {config.task} makes its data while it trains, so an epoch never ends."
+        raise ConfigError([Problem(key="max_steps", message=message, fix="max_steps=200")])

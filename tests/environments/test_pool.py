@@ -1,0 +1,456 @@
+"""Nothing that the code of an environment does ends a run, and the other episodes do not notice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_core.bundles import EnvironmentTask, Fault, Stopped, Turn
+from surogate_core.config.schema import Selection
+from surogate_core.environments import process
+from surogate_core.environments.frames import LARGEST
+from surogate_core.environments.pool import EnvironmentPool
+from surogate_core.errors import UserError
+from surogate_core.plugins import Registry, import_policy, load_plugins
+
+SOURCE = """
+import os, sys, threading, time
+from dataclasses import dataclass
+from surogate_core import bundles, hookimpl
+from surogate_core.errors import UserError
+
+@dataclass(frozen=True)
+class Options:
+    size: int = 8
+    words: tuple[str, ...] = ()
+    broken: str = ""
+
+class Odd(Exception):
+    def __str__(self):
+        raise ValueError
+
+class Episode:
+    def __init__(self, task):
+        self.task, self.said = task, []
+
+    def reply(self, text):
+        self.said.append(text)
+        do = text.partition(" ")[0]
+        if do in ACTS:
+            return ACTS[do](self)
+        return bundles.Turn(messages=({"role": "user", "content": text.upper()},), done=False)
+
+    def rewards(self):
+        given = self.task.data.get("rewards", "length")
+        return {"length": len(" ".join(self.said))} if given == "length" else REWARDS[given]
+
+def fork_bomb(self):
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            pass
+
+def leave_children(self):
+    for _ in range(3):
+        if not os.fork():
+            os.setsid()
+            while True:
+                time.sleep(1)
+    while True:
+        pass
+
+def memory(self):
+    blocks = []
+    while True:
+        blocks.append(bytearray(1 << 26))
+
+def wait_for_network(self):
+    import socket
+    one, other = socket.socketpair()
+    one.recv(1)
+
+def recursion(self):
+    return recursion(self)
+
+def stop_threads(self):
+    threads = []
+    while True:
+        threads.append(threading.Thread(target=time.sleep, args=(60,)))
+        threads[-1].start()
+
+def big_file(self):
+    with open(os.environ["TMPDIR"] + "/large", "wb") as file:
+        while True:
+            file.write(bytes(1 << 24))
+
+def raised(error):
+    def act(self):
+        raise error
+    return act
+
+def forked(self):
+    os.fork()
+    return bundles.Turn(done=True)
+
+def noisy(self):
+    print("noise" * 1000)
+    sys.stderr.write("noise" * 1000000)
+    os.write(1, b"noise")
+    return bundles.Turn(done=True)
+
+def last_words(self):
+    sys.stderr.write("the reason\\n\\n")
+    sys.stderr.flush()
+    os._exit(4)
+
+ACTS = {
+    "fork": fork_bomb,
+    "children": leave_children,
+    "memory": memory,
+    "network": wait_for_network,
+    "recursion": recursion,
+    "threads": stop_threads,
+    "file": big_file,
+    "exit": lambda self: sys.exit(3),
+    "die": lambda self: os._exit(3),
+    "kill": lambda self: os.kill(os.getpid(), 9),
+    "raise": raised(ValueError("two\\nlines")),
+    "odd": raised(Odd()),
+    "interrupt": raised(KeyboardInterrupt()),
+    "none": lambda self: None,
+    "text": lambda self: bundles.Turn(messages=("hello",), done=False),
+    "nothing": lambda self: bundles.Turn(done=False),
+    "object": lambda self: bundles.Turn(messages=({"role": "user", "content": object()},), done=False),
+    "large": lambda self: bundles.Turn(messages=({"role": "user", "content": "x" * (1 << 25)},), done=False),
+    "forked": forked,
+    "noisy": noisy,
+    "words": last_words,
+    "done": lambda self: bundles.Turn(done=True),
+}
+REWARDS = {
+    "nan": {"a": float("nan")},
+    "infinite": {"a": -float("inf")},
+    "text": {"a": "1"},
+    "list": [1.0],
+    "name": {1: 1.0},
+    "none": {"a": None, "b": True},
+    "complex": {"a": 1j},
+}
+
+class Hostile:
+    def __init__(self, options):
+        if options.broken == "refused":
+            raise UserError("environment.broken is refused. Fix: leave it out")
+        if options.broken == "raised":
+            raise RuntimeError("no luck")
+        if options.broken == "died":
+            os._exit(9)
+        self.size, self.held_out, self.options = options.size, 2, options
+
+    def task(self, number, seed):
+        if number == 5:
+            raise KeyError("five")
+        if number == 6:
+            return "task"
+        if number == 7:
+            return bundles.EnvironmentTask(messages=())
+        data = {"number": number, "seed": seed, "words": self.options.words, "pid": os.getpid()}
+        return bundles.EnvironmentTask(messages=({"role": "user", "content": "go"},), data=data)
+
+    def start(self, task):
+        if task.data.get("never"):
+            raise ValueError("never starts")
+        return Episode(task)
+
+class Compared(Hostile):
+    def group_rewards(self, episodes):
+        if any("wrong" in episode.said for episode in episodes):
+            return []
+        lengths = [len(" ".join(episode.said)) for episode in episodes]
+        return [{"best": float(length == max(lengths))} for length in lengths]
+
+@hookimpl
+def surogate_environment():
+    return [
+        bundles.EnvironmentSpec(name="hostile", build=Hostile, options=Options),
+        bundles.EnvironmentSpec(name="compared", build=Compared, options=Options),
+    ]
+"""
+TASK = EnvironmentTask(messages=({"role": "user", "content": "go"},))
+Opener = Callable[..., EnvironmentPool]
+
+
+@pytest.fixture
+def opened(install_plugin: Any) -> Iterator[Opener]:
+    install_plugin("hostile", SOURCE)
+    registry: Registry = load_plugins(import_policy())
+    pools: list[EnvironmentPool] = []
+
+    def one(name: str = "hostile", *, options: dict[str, Any] | None = None, **settings: Any) -> EnvironmentPool:
+        cls = registry.get("environment", name).options
+        selection = Selection(name=name, options=cls(**(options or {})))
+        pools.append(EnvironmentPool(selection, registry, **{"timeout": 60.0, **settings}))
+        return pools[-1]
+
+    yield one
+    for pool in pools:
+        pool.close()
+
+
+def leftovers(pool: EnvironmentPool) -> list[int]:
+    return [pid for worker in pool._workers for pid in process._marked(worker._token)]
+
+
+def test_tasks_and_facts(opened: Opener) -> None:
+    pool = opened(options={"words": ("a", "b")}, workers=2)
+    assert (pool.size, pool.held_out) == (8, 2)
+    found = pool.tasks([4, 0, 5, 6, 7], 11)
+    tasks = [task for task in found if isinstance(task, EnvironmentTask)]
+    assert [(task.data["number"], task.data["seed"], task.data["words"]) for task in tasks] == [
+        (4, 11, ["a", "b"]),
+        (0, 11, ["a", "b"]),
+    ]
+    assert tasks[0].data["pid"] != tasks[1].data["pid"]
+    assert os.getpid() not in {task.data["pid"] for task in tasks}
+    assert found[2:] == [
+        Fault(reason="exception", detail="KeyError: 'five'"),
+        Fault(reason="invalid", detail="task returned str, not an EnvironmentTask"),
+        Fault(reason="invalid", detail="the task has no message"),
+    ]
+
+
+def test_answers_come_in_the_order_of_the_questions(opened: Opener) -> None:
+    pool = opened(workers=3)
+    keys = [("prompt", place) for place in range(10)]
+    pool.start([(key, TASK) for key in keys])
+    turns = pool.reply([(key, f"word {key[1]}") for key in reversed(keys)])
+    said = [turn.messages[0]["content"] for turn in turns if isinstance(turn, Turn)]
+    assert said == [f"WORD {place}" for place in range(9, -1, -1)]
+    pool.reply([(keys[3], "more")])
+    assert pool.rewards(keys[2:5]) == [{"length": 6.0}, {"length": 11.0}, {"length": 6.0}]
+    pool.forget([keys[0]])
+    pool.start([(keys[0], TASK), (keys[3], TASK)])
+    assert pool.rewards([keys[0], keys[3], keys[1]]) == [{"length": 0.0}, {"length": 0.0}, {"length": 6.0}]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_signal_ends_a_turn_after_the_present_requests(opened: Opener, workers: int) -> None:
+    stop: list[bool] = []
+    pool = opened(workers=workers, stopped=lambda: bool(stop))
+    pool.start([(key, TASK) for key in range(6)])
+    assert all(isinstance(turn, Turn) for turn in pool.reply([(key, "a") for key in range(6)]))
+    asked = pool._ask
+
+    def ask(*arguments: Any, **others: Any) -> Any:
+        stop.append(True)
+        return asked(*arguments, **others)
+
+    pool._ask = ask  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        pool.reply([(key, "b") for key in range(6)])
+    replied = [len(episode.replies) for episode in pool._episodes.values()]
+    assert replied.count(2) == len(stop) <= workers
+    with pytest.raises(Stopped):
+        pool.tasks([0], 1)
+
+
+FAULTS = [
+    ("exit", "exception", "SystemExit: 3"),
+    ("raise", "exception", "ValueError: two lines"),
+    ("odd", "exception", "Odd: "),
+    ("interrupt", "exception", "KeyboardInterrupt"),
+    ("recursion", "exception", "RecursionError: maximum"),
+    ("none", "invalid", "reply returned NoneType, not a Turn"),
+    ("text", "invalid", "a message is no mapping with `role` and `content`"),
+    ("nothing", "invalid", "the episode goes on, but the turn has no message"),
+    ("object", "invalid", "the turn has values that JSON has not: Object of type object"),
+    ("large", "size", "messages of 33554432 characters"),
+    ("die", "exit", "the worker process ended, exit code 3"),
+    ("kill", "exit", "the worker process ended, SIGKILL"),
+    ("words", "exit", "the worker process ended, exit code 4: the reason"),
+]
+
+
+def test_what_an_environment_does_wrong_is_a_fault_of_the_episode(opened: Opener) -> None:
+    pool = opened()
+    for act, reason, line in FAULTS:
+        pool.start([("bad", TASK), ("good", TASK)])
+        pool.reply([("good", "first")])
+        turn, other = pool.reply([("bad", act), ("good", "second")])
+        assert isinstance(turn, Fault)
+        assert (turn.reason, turn.detail[: len(line)]) == (reason, line.strip())
+        assert other == Turn(messages=({"role": "user", "content": "SECOND"},), done=False)
+        again, _ = pool.reply([("bad", "done"), ("good", "third")])
+        assert again == turn, "an episode that has failed stays so"
+        assert pool.rewards(["bad", "good"]) == [turn, {"length": 18.0}]
+
+
+def test_what_takes_too_long_is_killed_with_all_its_processes(opened: Opener) -> None:
+    pool = opened(timeout=1.5)
+    for act in ("network", "children"):
+        pool.start([("bad", TASK), ("good", TASK)])
+        pool.reply([("good", "first")])
+        turn, other = pool.reply([("bad", act), ("good", "second")])
+        assert turn == Fault(reason="timeout", detail="reply took more than 1.5 s")
+        assert isinstance(other, Turn)
+        assert pool.rewards(["good"]) == [{"length": 12.0}]
+        assert len(leftovers(pool)) == 1, "the worker that took the place of the killed one"
+        pool.forget(["bad"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="the machine has no /proc")
+def test_a_fork_bomb_stays_within_its_limit(opened: Opener) -> None:
+    pool = opened(timeout=1.5, processes=8)
+    pool.start([("bad", TASK)])
+    counts: list[int] = []
+    worker = pool._workers[0]
+    answered = pool._threads.submit(pool.reply, [("bad", "fork")])
+    while not answered.done():
+        counts.append(len(process._marked(worker._token)))
+        time.sleep(0.05)
+    (turn,) = answered.result()
+    assert isinstance(turn, Fault)
+    assert turn.reason == "timeout"
+    assert max(counts) <= 24, "8, and those that ended elsewhere on the machine while it forked"
+    assert not leftovers(pool)
+    pool.start([("next", TASK)])
+    assert pool.reply([("next", "done")]) == [Turn(done=True)]
+
+
+def test_memory_threads_and_files_have_limits(opened: Opener) -> None:
+    pool = opened(memory=1 << 29, processes=8)
+    for act, reasons in (("memory", {"memory"}), ("threads", {"exception"}), ("file", {"exception", "exit"})):
+        pool.start([("bad", TASK), ("good", TASK)])
+        turn, other = pool.reply([("bad", act), ("good", "done")])
+        assert isinstance(turn, Fault)
+        assert turn.reason in reasons, turn
+        assert other == Turn(done=True)
+        pool.forget(["bad", "good"])
+
+
+def test_rewards_that_are_none(opened: Opener) -> None:
+    pool = opened()
+    for given, line in (
+        ("nan", "reward 'a' is nan"),
+        ("infinite", "reward 'a' is -inf"),
+        ("text", "reward 'a' is str, not a number or None"),
+        ("complex", "reward 'a' is complex, not a number or None"),
+        ("list", "the rewards are list, not a mapping"),
+        ("name", "reward 1 is float, not a number or None"),
+    ):
+        pool.start([(1, EnvironmentTask(messages=TASK.messages, data={"rewards": given}))])
+        assert pool.reply([(1, "done")]) == [Turn(done=True)]
+        assert pool.rewards([1]) == [Fault(reason="invalid", detail=line)]
+
+
+def test_what_is_odd_but_allowed(opened: Opener) -> None:
+    pool = opened()
+    pool.start([(1, EnvironmentTask(messages=TASK.messages, data={"rewards": "none"}))])
+    pool.start([(2, EnvironmentTask(messages=TASK.messages, data={"never": True})), (3, TASK), (4, TASK)])
+    never = Fault(reason="exception", detail="ValueError: never starts")
+    assert pool.reply([(1, "noisy"), (2, "x"), (3, "forked"), (4, "\ud800")]) == [
+        Turn(done=True),
+        never,
+        Turn(done=True),
+        Turn(messages=({"role": "user", "content": "\ud800"},), done=False),
+    ]
+    assert os.fstat(pool._workers[0]._said.fileno()).st_size < 2 << 20, "what is written to stderr is not kept"
+    (large,) = pool.reply([(4, "x" * LARGEST)])
+    assert isinstance(large, Fault)
+    assert large.reason == "size"
+    assert pool.rewards([1, 2, 3]) == [{"a": None, "b": 1.0}, never, {"length": 6.0}]
+
+
+def test_attempts_at_one_task_are_compared(opened: Opener) -> None:
+    pool = opened("compared", workers=2)
+    keys = [(group, place) for group in "ab" for place in range(3)]
+    pool.start([(key, TASK) for key in keys], groups=[group for group, _ in keys])
+    replies = ["hello", "hi", "die", "wrong", "x", "y"]
+    pool.reply([(key, text) for key, text in zip(keys, replies, strict=True)])
+    found = pool.rewards(keys)
+    assert found[:2] == [{"length": 5.0, "best": 1.0}, {"length": 2.0, "best": 0.0}]
+    assert isinstance(found[2], Fault)
+    wrong = Fault(reason="invalid", detail="group_rewards returned no list of 3 rewards")
+    assert found[3:] == [wrong] * 3
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("refused", "environment=hostile: environment.broken is refused. Fix: leave it out"),
+        ("raised", "environment=hostile: it cannot be built: exception: RuntimeError: no luck."),
+        ("died", "environment=hostile: it cannot be built: exit: the worker process ended, exit code 9."),
+    ],
+)
+def test_an_environment_that_cannot_be_built_ends_with_one_line(broken: str, message: str, opened: Opener) -> None:
+    with pytest.raises(UserError) as raised:
+        opened(options={"broken": broken})
+    assert str(raised.value) == message
+
+
+def test_nothing_is_left_when_the_pool_is_closed(opened: Opener) -> None:
+    pool = opened(workers=2)
+    pool.start([(place, TASK) for place in range(4)])
+    pool.reply([(place, "word") for place in range(4)])
+    directories = [worker._directory for worker in pool._workers]
+    assert all(directory.is_dir() for directory in directories)
+    assert len(leftovers(pool)) == 2
+    pool.close()
+    assert not leftovers(pool)
+    assert not any(directory.exists() for directory in directories)
+    pool.close()
+
+
+def test_a_worker_that_ended_between_two_requests_is_started_again(opened: Opener) -> None:
+    pool = opened()
+    pool.start([(1, TASK)])
+    pool.reply([(1, "one")])
+    running = pool._workers[0]._process
+    assert running is not None
+    running.kill()
+    running.wait()
+    assert pool.reply([(1, "two")]) == [Turn(messages=({"role": "user", "content": "TWO"},), done=False)]
+    assert pool.rewards([1]) == [{"length": 7.0}]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the machine has no /proc")
+def test_workers_die_with_the_run(install_plugin: Any) -> None:
+    """Even if the run is killed, which cannot clean up."""
+    site = install_plugin("hostile", SOURCE)
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(site)!r})
+from surogate_core.config.schema import Selection
+from surogate_core.environments.pool import EnvironmentPool
+from surogate_core.plugins import import_policy, load_plugins
+registry = load_plugins(import_policy())
+pool = EnvironmentPool(Selection(name="hostile", options=registry.get("environment", "hostile").options()), registry)
+print(pool._workers[0]._process.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        worker = int(run.stdout.readline())
+        os.kill(worker, 0)
+        run.kill()
+    for _ in range(600):
+        if not is_running(worker):
+            return
+        time.sleep(0.05)
+    pytest.fail("the worker is still there")
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended; one that nobody waits for stays as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
