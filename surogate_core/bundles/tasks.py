@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
     from surogate_core.engine.engine import Engine
+    from surogate_core.errors import Problem
     from surogate_core.events import Event, Progress
     from surogate_core.generate.weights import Weights
     from surogate_core.plugins.registry import Registry
@@ -201,6 +202,10 @@ class TaskSpec:
     planned: Callable[[RunConfig, Any, Weights], tuple[int, str]] | None = None
     """For `surogate plan`: (the configuration, the options, the weights as a rollout engine gets them, but without
     values) → (bytes that an online task needs of what training leaves free on the device, a sentence about them).
+    """
+    check: Callable[[RunConfig, Any, Registry], Iterable[Problem]] | None = None
+    """(a configuration whose keys are right one by one, the options, the installed plugins) → what is missing or
+    contradicts itself. Every command that reads the configuration reports it, before anything is loaded.
     """
     adapters: bool = True
     """Whether it may train adapters; one that does not is refused with `lora`."""

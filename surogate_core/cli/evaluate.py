@@ -196,6 +196,7 @@ class Loader:
         """The models by name, all with the same rows."""
         from surogate_core.run.evaluation import held_out, shared
         from surogate_core.run.generation import prepare
+        from surogate_core.run.task_spec import task_spec
 
         keys = set(map(_name, self.words))
         if self.files[self.first] is None and not keys & _ROWS:
@@ -204,6 +205,13 @@ class Loader:
                 f"Fix: datasets=FILE.jsonl"
             )
         rows = self.config(self.first)
+        spec = task_spec(rows, self.registry)
+        if not spec.needs_data:
+            played = "" if rows.environment is None else f"surogate env eval {self.first} {rows.environment.name}, or "
+            raise UserError(
+                f"surogate eval {self.first}: task {spec.name} has no rows to evaluate. "
+                f"Fix: {played}task=sft datasets=FILE.jsonl for the loss on texts, or --tasks FILE.jsonl"
+            )
         if self.given is not None and not rows.validation_datasets:
             keys |= {"datasets"}  # a file of rows, not a run that held some of them out
         prepared = {}

@@ -82,7 +82,7 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
         )
     seconds = time.perf_counter() - began
     examples = suspicious_examples(data, tokenizer)
-    report = tokenize_view.report_of(config, data, notes=notes, examples=examples, seconds=seconds)
+    report = tokenize_view.report_of(config, data, group=spec.group, notes=notes, examples=examples, seconds=seconds)
     if words.json:
         if words.debug:
             report["debug"] = tokenize_view.debug_as_json(data, tokenizer, words.debug)

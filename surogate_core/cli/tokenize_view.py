@@ -51,13 +51,20 @@ def console() -> Console:
 
 
 def report_of(
-    config: RunConfig, data: PreparedData, *, notes: Sequence[str], examples: Sequence[str], seconds: float
+    config: RunConfig,
+    data: PreparedData,
+    *,
+    group: int,
+    notes: Sequence[str],
+    examples: Sequence[str],
+    seconds: float,
 ) -> dict[str, Any]:
-    """The report as JSON-able values; `show` prints the same."""
+    """The report as JSON-able values; `show` prints the same. `group`: documents that count as one."""
     report = data.report
     sets = [{**dataclasses.asdict(d), "trained_share": d.label_tokens / max(1, d.tokens)} for d in report.datasets]
     return {
         "task": config.task,
+        "group": group,
         "sequence_len": config.sequence_len,
         "seconds": round(seconds, 3),
         "cache": {
@@ -104,7 +111,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
         unread = f"; not read: {', '.join(map(repr, d['unread']))}" if d["unread"] else ""
         console.print(Text.assemble((d["key"], "bold"), f": {d['path']}{chosen}{unread}"), soft_wrap=True)
     sets = Table("data set", title="Read", title_justify="left", title_style="bold")
-    for name in ("rows", "bad", "documents", "tokens", "trained", "tokenised"):
+    for name in ("rows", "bad", _unit(report), "tokens", "trained", "tokenised"):
         sets.add_column(name, justify="right", no_wrap=True)
     for d in report["datasets"]:
         sets.add_row(
@@ -141,12 +148,17 @@ _CHANGES = {"deleted": "dropped", "truncated": "cut", "split": "split", "unlabel
 """Count → what a column calls it."""
 
 
+def _unit(report: Mapping[str, Any]) -> str:
+    """What is counted as documents: those that belong together count once."""
+    return {1: "documents", 2: "pairs"}.get(report["group"], "groups")
+
+
 def _packed_table(report: Mapping[str, Any]) -> Table:
     title = f"Packed into rows of {report['sequence_len']:,} tokens"
     table = Table("", title=title, title_justify="left", title_style="bold")
     sides = [(side, report[key]) for side, key in (("training", "train"), ("held out", "eval")) if report[key]]
     changes = [name for name in _CHANGES if any(rows[name] for _, rows in sides)]
-    for name in ("rows", "full", "documents", "tokens", "trained", *(_CHANGES[name] for name in changes)):
+    for name in ("rows", "full", _unit(report), "tokens", "trained", *(_CHANGES[name] for name in changes)):
         table.add_column(name, justify="right", no_wrap=name in ("rows", "tokens"))
     for side, rows in sides:
         documents, tokens = f"{rows['documents']:,}", f"{rows['tokens']:,}"

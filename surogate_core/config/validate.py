@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,8 @@ def validate(
     wrong_keys = {p.key.partition(".")[0] for p in check.problems}
     if not wrong_keys & PLACES_READ:
         check.problems += check_places(config, where)
+    if not check.problems:
+        check.task_check(config)
     return (None, check.problems) if check.problems else (expand_home(config), [])
 
 
@@ -341,6 +343,13 @@ class _Validator:
         for key, example in offered.bundle.needs.items():
             if built["flat"].get(key) is None and not any(p.key == key for p in self.problems):
                 self._problem(key, f"is not set, and task {built['task']} needs it.", f"{key}={example}")
+
+    def task_check(self, config: RunConfig) -> None:
+        """Ask the chosen task what is wrong with a configuration."""
+        spec: TaskSpec = self.registry.bundles("task")[config.task].bundle
+        if spec.check is not None:
+            found = spec.check(config, spec.options_of(config), self.registry)
+            self.problems += [replace(problem, where=self.where(problem.key)) for problem in found]
 
     def _own_options(self, cls: type, key: str, built: dict[str, Any]) -> None:
         """Add the options of a chosen bundle to the flat values of the run."""

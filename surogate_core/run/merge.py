@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.tokenizer import TOKENIZER_FILES, has_tokenizer
+from surogate_core.dsl.declare import SCORE
 from surogate_core.dsl.experts import EXPERT, expanded
 from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.files import atomic
@@ -177,6 +178,7 @@ def merge(
     check_place(output)
     stack, used = open_trained(trained)
     top = stack[-1]
+    _refuse_scores(top, used)
     base = base or own_base(top, used)
     repo, revision = named_base(base)
     if revision is None and top.base_model == repo and not Path(base).expanduser().is_dir():
@@ -208,6 +210,15 @@ def merge(
     )
     modules = {module for adapter in stack for module in adapter.modules}
     return Merged(used=used, base=base, weights=len(modules), warnings=merge_warnings(base, model, top, used, trained))
+
+
+def _refuse_scores(top: LoraAdapter, used: Path) -> None:
+    """Raise `UserError` for the adapter of a reward model, which has a head that its base lacks."""
+    if f"{top.prefix}{SCORE}" in top.tensors or SCORE in top.tensors:
+        raise UserError(
+            f"--checkpoint-dir {used}: is the adapter of a reward model, whose head only its run can write. "
+            f"Fix: repeat its command with merge_adapter=true, which trains nothing again and writes the model."
+        )
 
 
 def merge_warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path, trained: Path) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,4 +31,25 @@ def next_commands(config: RunConfig, *, scored: bool = False) -> tuple[tuple[str
     if scored:
         # `surogate merge` does not fold an adapter with a head of its own; a run with merge_adapter=true does.
         return (("measure it", f"surogate eval {run} datasets=pairs.jsonl"), read, *(() if ours else (publish,)))
-    return (*merge, ("try it", tried), read, publish, ("serve (vLLM)", f"vllm serve {shlex.quote(str(model))}"))
+    measured = (("measure its rewards", played),) if (played := _env_eval(config, run)) else ()
+    return (
+        *merge,
+        ("try it", tried),
+        *measured,
+        read,
+        publish,
+        ("serve (vLLM)", f"vllm serve {shlex.quote(str(model))}"),
+    )
+
+
+def _env_eval(config: RunConfig, run: str) -> str:
+    """The command that plays held-out tasks of the run's environment; empty if no command line can name its options."""
+    if config.environment is None:
+        return ""
+    options = config.environment.options
+    usual, chosen = asdict(type(options)()), asdict(options)
+    changed = {name: value for name, value in chosen.items() if value != usual[name]}
+    if not all(isinstance(value, str | int | float) for value in changed.values()):
+        return ""
+    words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in changed.items()]
+    return f"surogate env eval {run} {shlex.join([config.environment.name, *words])}"

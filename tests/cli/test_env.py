@@ -91,7 +91,7 @@ def test_tasks_are_printed_and_solved(env: Env, tmp_path: Path) -> None:
 
 
 def test_a_sound_environment_passes_the_check(env: Env) -> None:
-    out = env("check", "copy", "length=3", "min_length=3", "--limit", 4)
+    out = env("check", "copy", "length=3", "--limit", 4)
     assert "copy: 7 tasks, 21 episodes: all equal the second time" in out
     assert "rewards: exact match" in out
     assert "right 1.000" in out

@@ -337,6 +337,9 @@ def test_a_task_may_come_first(tmp_path: Path, rows: Path, capsys: pytest.Captur
     keys = [f"data_cache_dir={tmp_path / 'cache'}", TOKENIZER, "sequence_len=128", "validation_split_ratio=0"]
     assert main(["tokenize", "--json", "dpo", f"datasets={pairs}", *keys]) == 0
     assert json.loads(capsys.readouterr().out)["train"]["tokens"]
+    assert main(["tokenize", "dpo", f"datasets={pairs}", *keys]) == 0
+    shown = capsys.readouterr().out
+    assert "bad ┃ pairs" in shown, "four pairs are no four documents"
     assert main(["tokenize", "sft", f"datasets={pairs}", *keys]) == 2
     assert "type preference, which task sft cannot train on" in capsys.readouterr().err
 

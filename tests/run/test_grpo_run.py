@@ -286,9 +286,27 @@ def test_the_plan_has_the_memory_of_generation(keys: list[str], capsys: pytest.C
 
 def test_keys_that_cannot_work_are_refused(keys: list[str], tmp_path: Path, run_here: RunHere) -> None:
     for key, words in {
-        "environment=null": "environment: there is no environment",
+        "environment=null": "environment: is not set, and task grpo needs one",
         "max_completion_length=64": "do not fit into a row of 64 tokens",
         "advantage=absent": "advantage=absent: there is no such advantage",
     }.items():
         with pytest.raises(ConfigError, match=words):
             run_here(tmp_path / "run", *keys, key)
+
+
+def test_every_command_refuses_them(keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, `surogate plan` said that such a run fits."""
+    assert main(["plan", *keys, "max_completion_length=64", "mask_truncated_completions=true"]) == 2
+    assert "max_completion_length (command line): a completion of 64 tokens" in capsys.readouterr().err
+    wrong = ("mask_truncated_completions=true", "truncated_completions=penalty")
+    assert main(["plan", *keys, *wrong]) == 2
+    assert "contradicts truncated_completions=penalty" in capsys.readouterr().err
+
+
+def test_eval_names_the_command_that_measures_rewards(
+    keys: list[str], tmp_path: Path, run_here: RunHere, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert run_here(run, *keys, "max_steps=1", "eval_steps=0", "lora=false") == 0
+    assert main(["eval", str(run)]) == 2
+    assert f"task grpo has no rows to evaluate. Fix: surogate env eval {run} copy, or" in capsys.readouterr().err

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from surogate_core.config.schema import ModelSelection, RunConfig
+from surogate_core.config.schema import ModelSelection, RunConfig, Selection
 from surogate_core.run.next_commands import next_commands
 
 SCRATCH = RunConfig(output_dir="runs/a", model=ModelSelection(preset="tiny"), from_scratch=True)
@@ -34,3 +34,23 @@ def test_a_reward_model_is_measured_since_it_writes_no_text() -> None:
     assert [purpose for purpose, _ in commands] == ["measure it", "read the report", "publish (private)"]
     adapter = replace(SCRATCH, model=ModelSelection(path="a/b"), from_scratch=False)
     assert "surogate merge" not in str(next_commands(adapter, scored=True)), "it refuses such an adapter"
+
+
+@dataclass(frozen=True)
+class Letters:
+    length: int = 4
+    text: str = "Copy"
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [
+        (Letters(), "surogate env eval runs/a copy"),
+        (Letters(length=3, text="Say it"), "surogate env eval runs/a copy length=3 'text=Say it'"),
+        (Letters(weights={"exact": 1.0}), None),
+    ],
+)
+def test_rewards_are_measured_in_the_environment_of_the_run(options: Letters, command: str | None) -> None:
+    config = replace(SCRATCH, lora=False, environment=Selection(name="copy", options=options))
+    assert dict(next_commands(config)).get("measure its rewards") == command

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from surogate_core.errors import ConfigError
+from surogate_core.errors import ConfigError, UserError
+from surogate_core.run.merge import merge
 
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
@@ -76,6 +77,8 @@ def test_adapters_and_head_are_trained_on_a_language_model(
 
     run_here(tmp_path / "run", *base_on(hf_dir), *pairs, "merge_adapter=true", "lora_rank=4")
     assert records(tmp_path / "run", "eval_end")[-1]["loss"] < 0.1
+    with pytest.raises(UserError, match=r"the adapter of a reward model.* Fix: repeat its command with merge"):
+        merge(None, tmp_path / "run", tmp_path / "merged")
     merged = loaded(tmp_path / "run" / "model")
     whole = scores(merged, tmp_path / "run" / "model")
     assert whole[0] > whole[1] + 2

@@ -40,7 +40,7 @@ def test_it_conforms(name: str) -> None:
 
 def test_copy_and_reverse() -> None:
     for name in ("copy", "reverse"):
-        environment = built(name, length=3, min_length=3, alphabet="xyz")
+        environment = built(name, length=3, alphabet="xyz")
         task = environment.task(0, 1)
         asked = task.messages[0]["content"].partition(": ")[2]
         right = asked if name == "copy" else asked[::-1]
@@ -57,6 +57,10 @@ def test_lengths_of_copy() -> None:
     environment = built("copy", length=6, min_length=2)
     lengths = {len(environment.task(n, 0).data["answer"].split()) for n in range(60)}
     assert lengths == {2, 3, 4, 5, 6}
+    environment = built("copy", length=3)
+    assert {len(environment.task(n, 0).data["answer"].split()) for n in range(20)} == {3}
+    with pytest.raises(UserError, match=r"environment.min_length: is 5, and environment.length 4"):
+        built("copy", length=4, min_length=5)
 
 
 def test_arithmetic() -> None:

@@ -131,6 +131,7 @@ def test_the_record_is_cut_back_to_the_checkpoint(tmp_path):
         whole.append(step, found)
         if step == 1:
             after_first = whole.bytes
+    whole.sync()
     expected = whole.path.read_bytes()
     lines = [json.loads(line) for line in expected.splitlines()]
     assert len(lines) == 18
@@ -139,6 +140,7 @@ def test_the_record_is_cut_back_to_the_checkpoint(tmp_path):
     # A killed run's last line may be a part of one.
     whole.path.write_bytes(expected + b'{"step": 4, "pro')
     resumed = Record(tmp_path)
+    resumed.sync()  # a run that has not written yet has nothing to wait for
     resumed.bytes = after_first
     resumed.append(2, found)
     resumed.append(3, found)

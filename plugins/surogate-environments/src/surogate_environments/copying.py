@@ -6,6 +6,7 @@ from surogate_core.bundles import EnvironmentTask, Episode, Rewards
 from surogate_core.environments.answers import visible
 from surogate_core.environments.draws import Draws
 from surogate_core.environments.episodes import OneReply, user_says
+from surogate_core.errors import UserError
 from surogate_environments.options import CopyOptions
 
 
@@ -16,10 +17,16 @@ class Copying:
 
     def __init__(self, options: CopyOptions, *, backwards: bool = False) -> None:
         self._options, self._backwards = options, backwards
+        self._shortest = options.length if options.min_length is None else options.min_length
+        if self._shortest > options.length:
+            raise UserError(
+                f"environment.min_length: is {self._shortest}, and environment.length {options.length}. "
+                f"Fix: a smaller min_length"
+            )
 
     def task(self, number: int, seed: int) -> EnvironmentTask:
         draws, options = Draws(seed, number), self._options
-        letters = [draws.choice(options.alphabet) for _ in range(draws.between(options.min_length, options.length))]
+        letters = [draws.choice(options.alphabet) for _ in range(draws.between(self._shortest, options.length))]
         right = letters[::-1] if self._backwards else letters
         text = options.prompt.replace("{text}", options.separator.join(letters))
         return EnvironmentTask(messages=user_says(text), data={"answer": options.separator.join(right)})

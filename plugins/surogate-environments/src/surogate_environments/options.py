@@ -17,8 +17,8 @@ class CopyOptions:
 
     length: Count = 4
     """Largest number of letters."""
-    min_length: Count = 4
-    """Smallest number of letters."""
+    min_length: Count | None = None
+    """Smallest number of letters; null is `length`."""
     alphabet: Text = "abcdefgh"
     """The letters."""
     separator: str = " "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from surogate_core import bundles, hookimpl
+from surogate_task_grpo.checks import problems
 from surogate_task_grpo.options import GRPOOptions
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def surogate_config_path() -> str:
 @hookimpl
 def surogate_task() -> bundles.TaskSpec:
     """The task `grpo`."""
-    return bundles.TaskSpec(name="grpo", options=GRPOOptions, objective=_objective, online=_task, planned=_planned)
+    return bundles.TaskSpec(
+        name="grpo", options=GRPOOptions, objective=_objective, online=_task, planned=_planned, check=problems
+    )
 
 
 def _objective(options: GRPOOptions) -> bundles.Objective:

@@ -6,6 +6,7 @@ Equal runs write equal bytes. A resumed run cuts the file back to its checkpoint
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ class Record:
             file.seek(self.bytes)
             file.write(data)
         self.bytes += len(data)
+
+    def sync(self) -> None:
+        """Return when the lines are on the disk: a checkpoint that counts them must not outlive them."""
+        if self._begun:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def _lines(step: int, generation: Generation) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from surogate_core.bundles import (
 )
 from surogate_core.environments.order import held_out_numbers, training_numbers
 from surogate_core.environments.pool import EnvironmentPool
-from surogate_core.errors import ConfigError, Problem, UserError
+from surogate_core.errors import UserError
 from surogate_core.events import Event, Notice, Progress, RolloutEval
 from surogate_core.files.atomic import human_bytes
 from surogate_core.run.generation import stop_ids
@@ -64,7 +64,6 @@ class GRPOTask:
 
     def __init__(self, context: OnlineContext):
         self.context, self.options = context, context.options
-        _check(context)
         self._steps: GRPOSteps | None = None
 
     @property
@@ -102,31 +101,6 @@ class GRPOTask:
         """Plays held-out tasks; None if there are none."""
         steps = self.steps()
         return steps.evaluate if steps.held_out else None
-
-
-def _check(context: OnlineContext) -> None:
-    config, options = context.config, context.options
-    problems = []
-    if config.environment is None:
-        message = "there is no environment to learn in."
-        problems.append(Problem(key="environment", message=message, fix="environment=copy"))
-    if options.max_completion_length >= config.sequence_len:
-        message = (
-            f"a completion of {options.max_completion_length:,} tokens and its prompt do not fit into a row of "
-            f"{config.sequence_len:,} tokens."
-        )
-        fix = f"sequence_len={2 * options.max_completion_length}, or a smaller max_completion_length"
-        problems.append(Problem(key="max_completion_length", message=message, fix=fix))
-    if options.mask_truncated_completions and options.truncated_completions == "penalty":
-        message = "contradicts truncated_completions=penalty."
-        problems.append(Problem(key="mask_truncated_completions", message=message, fix="keep one"))
-    name = advantage_name(options)
-    known = context.registry.names("advantage")
-    if name not in known:
-        missing = context.registry.explain_missing("advantage", name, known)
-        problems.append(Problem(key=f"advantage={name}", message=missing.message, fix=missing.fix))
-    if problems:
-        raise ConfigError(problems)
 
 
 def caches(config: RunConfig, options: GRPOOptions, model: Mapping[str, Any], weights: Weights) -> tuple[int, int]:
@@ -198,6 +172,8 @@ class GRPOSteps:
 
     def state(self) -> dict[str, Any]:
         """The position, as JSON values."""
+        if self.record is not None:
+            self.record.sync()
         return {
             **self._identity(),
             "drawn": self.drawn,

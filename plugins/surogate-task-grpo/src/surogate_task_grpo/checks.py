@@ -1,0 +1,35 @@
+"""What a configuration of `grpo` must satisfy before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from surogate_core.config.names import unknown_name
+from surogate_core.errors import Problem
+from surogate_task_grpo.options import GRPOOptions, advantage_name
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
+    from surogate_core.plugins.registry import Registry
+
+
+def problems(config: RunConfig, options: GRPOOptions, registry: Registry) -> Iterator[Problem]:
+    """The mistakes of a configuration, as `TaskSpec.check` reports them."""
+    if config.environment is None:
+        message = "is not set, and task grpo needs one to learn in."
+        yield Problem(key="environment", message=message, fix="environment=copy")
+    if options.max_completion_length >= config.sequence_len:
+        message = (
+            f"a completion of {options.max_completion_length:,} tokens and its prompt do not fit into a row of "
+            f"{config.sequence_len:,} tokens."
+        )
+        fix = f"sequence_len={2 * options.max_completion_length}, or a smaller max_completion_length"
+        yield Problem(key="max_completion_length", message=message, fix=fix)
+    if options.mask_truncated_completions and options.truncated_completions == "penalty":
+        message = "contradicts truncated_completions=penalty."
+        yield Problem(key="mask_truncated_completions", message=message, fix="keep one")
+    name = advantage_name(options)
+    known = registry.names("advantage")
+    if name not in known:
+        yield unknown_name("advantage", name, "", registry, known)
