@@ -33,7 +33,7 @@ def test_a_case_that_fails_costs_itself(
         lines.append(line)
         return subprocess.CompletedProcess(line, 1, stderr="Traceback\nValueError: too large\n")
 
-    monkeypatch.setattr(generate.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     generate.main(["--small", "--cases", "bf16", "lora", "--out", str(out)])
     assert [(row["case"], row["error"]) for row in json.loads(out.read_text())] == [
         ("bf16", "ValueError: too large"),
