@@ -27,6 +27,7 @@ def test_every_shipped_option_composes_and_is_valid(load: Any, group: str, optio
     more = ["model.path=some/model"] if (group, option) == ("model", "hf") else []
     more += [DATA] if (group, option) == ("dataset", "none") else []
     more += ["distill_teacher=some/model"] if (group, option) == ("task", "distill") else []
+    more += ["environment=copy", "max_completion_length=64"] if (group, option) == ("task", "grpo") else []
     config = load(f"{group}={option}", *more)
     assert bool(config.datasets) is ((group, option) != ("task", "grpo"))
 
