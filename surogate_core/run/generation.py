@@ -50,6 +50,8 @@ class Named:
 
     overrides: tuple[str, ...]
     """The keys of a configuration that say where it is."""
+    base: tuple[str, str | None]
+    """(directory or hub id of the model below the adapters, its revision)."""
     stack: tuple[LoraAdapter, ...] = ()
     """The adapters on the base, the lowest first."""
     files: Path | None = None
@@ -85,17 +87,18 @@ def named(word: str, *, fix: str = on_its_base("surogate generate")) -> Named:
         if path.exists() or not is_hub_id(word.partition("@")[0]):
             what = "is a file" if path.exists() else "there is no such directory"
             raise UserError(f"{word}: {what}. Fix: name a model's directory, a run, an adapter, or a hub id.")
-        return Named(overrides=(f"model={encode(word)}",))
+        return Named(overrides=(f"model={encode(word)}",), base=(word, None))
     for place in (path, path / "model"):
         if (place / "config.json").is_file():
-            return Named(overrides=(f"model={encode(str(place))}",), files=place)
+            return Named(overrides=(f"model={encode(str(place))}",), base=(str(place), None), files=place)
     stack, used = open_trained(path, key="model")
     top = stack[-1]
     repo, revision = named_base(own_base(top, used, fix=fix.format(word=word)))
     overrides = [f"model={encode(repo)}"]
-    if not Path(repo).expanduser().is_dir() and (revision or top.base_commit):
-        overrides.append(f"model.revision={encode(str(revision or top.base_commit))}")
-    return Named(overrides=tuple(overrides), stack=tuple(stack), files=used)
+    commit = None if Path(repo).expanduser().is_dir() else revision or top.base_commit
+    if commit:
+        overrides.append(f"model.revision={encode(str(commit))}")
+    return Named(overrides=tuple(overrides), base=(repo, commit or None), stack=tuple(stack), files=used)
 
 
 def rollout_of(registry: Registry, name: str) -> Any:

@@ -19,6 +19,7 @@ from surogate_core.data.sampler import PackedTask
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
 from surogate_core.files.paths import cache_root
+from surogate_core.run.second_model import digest
 from surogate_core.train.loop import most_steps
 from surogate_task_distill import teacher
 from surogate_task_distill.loss import id_columns, logprob_columns
@@ -64,7 +65,7 @@ class DistillTask(PackedTask):
         if options.top_k >= vocabulary:
             raise _refused("distill_top_k", f"the vocabulary has {vocabulary:,} tokens.", fix="distill_top_k=32")
         wanted = Wanted(
-            teacher=teacher.digest(opened),
+            teacher=digest(opened),
             top_k=options.top_k,
             temperature=options.temperature,
             vocabulary=vocabulary,

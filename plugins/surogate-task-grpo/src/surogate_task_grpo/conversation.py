@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import EnvironmentTask
 from surogate_core.data.chat import GUARD, chat_of, encode_text
+from surogate_core.data.encoded import RowError
 from surogate_core.run.texts import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[Mapping[str, Any]]
+_ANSWERED = "It is answered."
+"""The text of a reply in a conversation that shows what the template writes behind one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,19 @@ class Renderer:
         watch = Watch(self.tokenizer, prompt, ())
         watch.ids += reply[:-1] if reply and reply[-1] in self.stop_ids else reply
         return watch.text()
+
+    def ending(self) -> tuple[int, ...]:
+        """The tokens behind the text of a finished conversation's last reply: what the template writes there, or the
+        token that ends a text.
+        """
+        if not self.templated:
+            return () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWERED}]
+        try:
+            text = chat_of(self.tokenizer).render(turns)
+        except RowError:
+            return ()
+        return self._encode(text.rpartition(_ANSWERED)[2])
 
     def follow(
         self,

@@ -93,6 +93,10 @@ class GRPOOptions:
     """Optimizer steps on each generation."""
     reward_weights: Annotated[dict[str, float], Flat("reward_weights", essential=True)] = field(default_factory=dict)
     """Weight of each reward by its name; a reward that is not named has weight 1."""
+    reward_model: Annotated[str | None, Flat("reward_model")] = None
+    """A model of `surogate reward`: a directory, a run, or a hub id. Its score of each completion is the reward
+    `reward_model`, beside those of the environment; `reward_weights` may give it a weight.
+    """
     environment_workers: Annotated[Annotated[int, Interval(ge=1, le=4096)] | None, Flat("environment_workers")] = None
     """Processes that run environments; null takes one for each CPU core, at most 8."""
     environment_timeout: Annotated[float, Gt(0), Flat("environment_timeout")] = 10.0

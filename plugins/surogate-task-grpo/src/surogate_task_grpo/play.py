@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,9 @@ from surogate_core.bundles import (
     total_reward,
 )
 from surogate_core.data.encoded import RowError
+from surogate_core.errors import UserError
 from surogate_task_grpo.conversation import Renderer
+from surogate_task_grpo.reward_model import FAULT, NAME, RewardModel, with_room
 
 if TYPE_CHECKING:
     from surogate_core.environments.pool import EnvironmentPool
@@ -108,6 +111,7 @@ class Player:
     """Name of a reward → its weight in the sum."""
     lap: Callable[[str], None]
     """Receives the name of a phase when it ends."""
+    judge: RewardModel | None = None
 
     def play(
         self,
@@ -133,8 +137,13 @@ class Player:
             self.lap("environment")
             turn += 1
         self.arena.forget([one.key for one in played if one.fault and one.samples and one.replies])
-        self._score([one for one in played if not one.fault])
+        self._reward([one for one in played if not one.fault])
         self.lap("score")
+        if self.judge is not None:
+            self._score([one for one in played if _is_judged(one)], self.judge)
+            self.lap("reward_model")
+        for one in played:
+            one.reward = None if one.fault else total_reward(one.rewards, self.weights)
         return played
 
     def _seat(self, one: Played, task: EnvironmentTask | Fault) -> bool:
@@ -229,9 +238,32 @@ class Player:
             one.samples.append(Sample.of(found.ids))
         return True
 
-    def _score(self, played: Sequence[Played]) -> None:
+    def _reward(self, played: Sequence[Played]) -> None:
+        """Take the environment's rewards."""
         for one, found in zip(played, self.arena.rewards([one.key for one in played]), strict=True):
             if isinstance(found, Fault):
                 one.fail(found.reason, found.detail)
+            elif not found and self.judge is None:
+                raise UserError(
+                    "The environment gives prompts and no rewards. Fix: reward_model=DIRECTORY, a model of `surogate "
+                    "reward`, or an environment that judges."
+                )
             else:
-                one.rewards, one.reward = found, total_reward(found, self.weights)
+                one.rewards = found if self.judge is None else with_room(found)
+
+    def _score(self, played: Sequence[Played], judge: RewardModel) -> None:
+        """Add the scores of the reward model."""
+        stop_ids = self.renderer.stop_ids
+        found = judge.scores([judge.ended(one.samples[-1].ids, stop_ids) for one in played])
+        for one, score in zip(played, found, strict=True):
+            if math.isfinite(score):
+                one.rewards = {**one.rewards, NAME: score}
+            else:
+                one.rewards = {}
+                one.fail(FAULT, f"the score of the reward model is {score}")
+
+
+def _is_judged(one: Played) -> bool:
+    """Whether an episode may have a score: not where it failed, and not where no reward of the environment applies."""
+    values = [value for name, value in one.rewards.items() if name != NAME]
+    return not one.fault and (not values or any(value is not None for value in values))

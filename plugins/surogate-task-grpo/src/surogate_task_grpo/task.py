@@ -36,6 +36,7 @@ from surogate_task_grpo.options import GRPOOptions, advantage_name
 from surogate_task_grpo.packing import Batch, Document, Shape, arranged, micro_batch
 from surogate_task_grpo.play import Limits, Played, Player, Sample
 from surogate_task_grpo.record import Record
+from surogate_task_grpo.reward_model import RewardModel, needed
 from surogate_task_grpo.rollout import (
     Collector,
     Generation,
@@ -116,10 +117,14 @@ def planned(config: RunConfig, options: GRPOOptions, weights: Weights) -> tuple[
     """(bytes that generation needs of what training leaves free, a sentence about them)."""
     longest, slots = caches(config, options, weights.plan.assembly.model.config, weights)
     nbytes = needed_bytes(weights, longest)(slots)
-    return nbytes, (
+    sentence = (
         f"rollouts: {slots} sequences of {longest:,} tokens need {human_bytes(nbytes)} of what training leaves free; "
         f"with less, fewer are generated at a time"
     )
+    if options.reward_model is None:
+        return nbytes, sentence
+    more, said = needed(options.reward_model, weights.parameters.dtype)
+    return nbytes + more, f"{sentence}; {said}"
 
 
 def open_arena(context: OnlineContext) -> EnvironmentPool:
@@ -141,6 +146,10 @@ class GRPOSteps:
 
     def __init__(self, context: OnlineContext, shape: Shape):
         self.context, self.shape, self.options = context, shape, context.options
+        self._judge: RewardModel | None = None
+        if self.options.reward_model is not None:
+            ending = self._renderer(frozenset()).ending()
+            self._judge = RewardModel(self.options.reward_model, context, shape, ending)
         self.arena = open_arena(context)
         self.spec: EnvironmentSpec = self.arena.spec
         weakref.finalize(self, self.arena.close)
@@ -189,6 +198,7 @@ class GRPOSteps:
             "environment": self.spec.name,
             "size": self.arena.size,
             "seed": self.context.config.train_seed,
+            "reward_model": self._judge.digest[:16] if self._judge is not None else None,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -197,8 +207,9 @@ class GRPOSteps:
         changed = [f"{key} {state.get(key)}, now {mine[key]}" for key in mine if state.get(key) != mine[key]]
         if changed:
             raise UserError(
-                f"The checkpoint was made with other prompts ({'; '.join(changed)}), so the run cannot continue them. "
-                f"Fix: restore `environment` and `train_seed`, or start anew with resume_from_checkpoint=false."
+                f"The checkpoint was made with other prompts or rewards ({'; '.join(changed)}), so the run cannot "
+                f"continue it. Fix: restore `environment`, `train_seed` and `reward_model`, or start anew with "
+                f"resume_from_checkpoint=false."
             )
         self.drawn, self.taken = int(state["drawn"]), int(state["taken"])
         self._batch = Batch.of(state["batch"]) if state["batch"] is not None else None
@@ -212,6 +223,11 @@ class GRPOSteps:
         config, context = self.context.config, self.context
         weights = Weights.of(engine)
         longest, wanted = caches(config, self.options, engine.model.config, weights)
+        if self._judge is not None:
+            # Before the caches, which take what is left of the memory.
+            self._judge.load()
+            for note in self._judge.notes:
+                context.emit(Notice(level="warning", message=note))
         fix = "a shorter sequence_len, recompute=true, or a smaller per_device_train_batch_size"
         spec: RolloutEngineSpec = context.registry.get("rollout", config.rollout.name)
         slots = fitting_slots(weights, longest, wanted, fix=fix) if spec.caches else wanted
@@ -219,21 +235,26 @@ class GRPOSteps:
         self._engine, self._rollout = engine, spec.open(weights, settings)
         if self.options.beta > 0:
             self._reference = Reference(engine, context.directory, begun=self.taken > 0)
-        trains_prompts = context.registry.get("task", config.task).trains_prompts
         self._player = Player(
             engine=self._rollout,
             arena=self.arena,
-            renderer=Renderer(
-                context.tokenizer,
-                templated=config.use_chat_template and not trains_prompts,
-                system=config.system,
-                stop_ids=stop_ids(context.generation_config, engine.model.config, context.tokenizer),
-            ),
+            renderer=self._renderer(stop_ids(context.generation_config, engine.model.config, context.tokenizer)),
             limits=Limits(
                 completion=self.options.max_completion_length, sequence=longest, turns=self.options.max_turns
             ),
             weights={**self.spec.weights, **self.options.reward_weights},
             lap=self._lap,
+            judge=self._judge,
+        )
+
+    def _renderer(self, stop_ids: frozenset[int]) -> Renderer:
+        config, context = self.context.config, self.context
+        trains_prompts = context.registry.get("task", config.task).trains_prompts
+        return Renderer(
+            context.tokenizer,
+            templated=config.use_chat_template and not trains_prompts,
+            system=config.system,
+            stop_ids=stop_ids,
         )
 
     def next_step(self) -> list[MicroBatch]:
