@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from surogate_environment_trl import surogate_environment
@@ -139,7 +139,7 @@ def test_a_function_that_cannot_be_called_is_one_clear_message(place: Path, func
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward_funcs": []}, "environment.reward_funcs is empty"),
+        ({"reward_funcs": None}, "environment.reward_funcs is not set"),
         ({"path": ""}, "environment.path is not set"),
         ({"path": "other.jsonl"}, "environment.path other.jsonl: cannot be read"),
         ({"prompt": "question"}, r"rows.jsonl:1: the column 'question' has no text and no messages"),
@@ -159,3 +159,11 @@ def test_the_environments_policy_forbids_code_that_is_no_plugins(place: Path, mo
     monkeypatch.setenv("SUROGATE_PLUGINS_ALLOW", "environment-trl")
     with pytest.raises(UserError, match=r"rewards.py:right is not in the package of a plugin, and SUROGATE_PLUGINS_"):
         made("right")
+
+
+@pytest.mark.parametrize("call", ["completion", "group"])
+def test_without_functions_there_are_prompts_and_no_rewards(place: Path, call: Literal["completion", "group"]) -> None:
+    environment = build(RewardOptions(path="rows.jsonl", reward_funcs=[], call=call))
+    episode = environment.start(environment.task(0, 0))
+    assert episode.reply("?").done
+    assert episode.rewards() == {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import MinLen
@@ -18,8 +18,10 @@ class RewardOptions:
     """A .jsonl file; each line is an object with a prompt and further columns."""
     eval_path: str = ""
     """Another one, whose prompts are held out; empty holds out the last ones of `path`."""
-    reward_funcs: Annotated[list[str], Code()] = field(default_factory=list)
-    """Reward functions, each as `module:function` or `file.py:function`; their names are the names of the rewards."""
+    reward_funcs: Annotated[list[str] | None, Code()] = None
+    """Reward functions, each as `module:function` or `file.py:function`; their names are the names of the rewards. An
+    empty list only gives prompts, for a run with a `reward_model`.
+    """
     prompt: Annotated[str, MinLen(1)] = "prompt"
     """The column of the prompt: a text, which becomes a message of the user, or a list of messages."""
     system: str = ""

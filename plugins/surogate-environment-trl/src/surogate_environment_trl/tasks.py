@@ -99,8 +99,11 @@ def build(options: RewardOptions) -> Rewarded:
     """The environment. Raises `UserError` for a file, a row or a function that is wrong."""
     if not options.path:
         raise UserError("environment.path is not set. Fix: environment.path=prompts.jsonl")
-    if not options.reward_funcs:
-        raise UserError("environment.reward_funcs is empty. Fix: environment.reward_funcs=[rewards.py:FUNCTION]")
+    if options.reward_funcs is None:
+        raise UserError(
+            "environment.reward_funcs is not set. Fix: environment.reward_funcs=[rewards.py:FUNCTION], or [] where a "
+            "reward_model alone judges"
+        )
     functions: dict[str, Function] = {}
     for text in options.reward_funcs:
         function = load_function(text, key="environment.reward_funcs", policy=import_policy())

@@ -80,8 +80,8 @@ class RewardModel:
         own, theirs = (one.chat_template for one in (self._context.tokenizer, self._prepared.tokenizer))
         if theirs and own != theirs:
             notes.append(
-                f"{KEY}: {self._word} has another chat template than the model, whose template writes the conversations "
-                f"that it scores. If it was trained with its own, set `template` to that one."
+                f"{KEY}: {self._word} has another chat template than the model, whose template writes what it "
+                f"scores. If it was trained with its own, set `template` to that one."
             )
         return tuple(notes)
 
