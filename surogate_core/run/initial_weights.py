@@ -110,6 +110,8 @@ class _Files:
     def _one(self, spec: TensorSpec, *, adopts: bool = False) -> Tensor | Kept:
         name, start, folded = spec.hf_name, self._start, self._folded
         new = name == SCORE and not is_scored(self.weights.config) and not (start is not None and start.replaces(name))
+        if new and (below := next((one for one in reversed(folded) if one.replaces(name)), None)) is not None:
+            return below.get(name)  # a language model has no head that it could be folded into
         if new or (spec.role == "adapter" and start is None):
             drawn = self.random(spec)
             assert isinstance(drawn, Tensor)

@@ -182,14 +182,21 @@ def test_the_score_is_beside_the_rewards_of_the_environment(
         run_here(tmp_path / "same", *judged, same)
 
 
+@pytest.mark.parametrize("whole_names", [True, False])
 def test_an_adapter_with_its_head_is_read_on_its_base(
-    keys: list[str], pairs: list[str], hf_dir: Path, base_on: Any, tmp_path: Path, run_here: RunHere
+    whole_names: bool, keys: list[str], pairs: list[str], hf_dir: Path, base_on: Any, tmp_path: Path, run_here: RunHere
 ) -> None:
+    """An adapter that is not on all projections of a name is folded into the base; its head is read all the same."""
     from peft import PeftModelForSequenceClassification
+    from safetensors.torch import load_file, save_file
     from transformers import AutoModelForSequenceClassification
 
     trained = tmp_path / "reward"
     run_here(trained, *base_on(hf_dir), *pairs, "lora_rank=4", "learning_rate=1e-2")
+    if not whole_names:
+        file = trained / "adapter" / "adapter_model.safetensors"
+        kept = {name: t for name, t in load_file(file).items() if "layers.1.self_attn.q_proj" not in name}
+        save_file(kept, file, {"format": "pt"})
     run = tmp_path / "run"
     assert run_here(run, *keys, f"reward_model={trained}", "max_steps=1", "eval_environment_tasks=0") == 0
     model = AutoModelForSequenceClassification.from_pretrained(hf_dir, num_labels=1, dtype=torch.float32)

@@ -2,6 +2,8 @@ import pytest
 from surogate_task_grpo.conversation import Renderer
 
 from surogate_core.bundles import EnvironmentTask
+from surogate_core.data.answers import encode_answer
+from surogate_core.data.encoded import EncodeContext
 from surogate_core.testing.chat_templates import CHATML, byte_tokenizer
 
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
@@ -71,3 +73,21 @@ def test_the_system_message_of_the_configuration_comes_first():
     assert tokenizer.decode(renderer.prompt(TASK)).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     own = EnvironmentTask(messages=({"role": "system", "content": "Shout."}, QUESTION))
     assert "Be brief." not in tokenizer.decode(renderer.prompt(own))
+
+
+@pytest.mark.parametrize("name", ["chatml-short", "llama3", "gemma", "phi"])
+def test_the_ending_is_what_the_template_writes_behind_the_last_reply(renderer_of, name):
+    renderer = renderer_of(name)
+    tokenizer = renderer.tokenizer
+    rendered = tokenizer.apply_chat_template([QUESTION, {"role": "assistant", "content": "It is 4"}], tokenize=False)
+    assert f"It is 4{tokenizer.decode(renderer.ending())}" == rendered[rendered.index("It is 4") :]
+    # As a reward model is trained on it.
+    trained = encode_answer(QUESTION["content"], "It is 4", EncodeContext(tokenizer=tokenizer, sequence_len=200))
+    reply = tuple(tokenizer("It is 4", add_special_tokens=False)["input_ids"])
+    assert (*renderer.prompt(TASK), *reply, *renderer.ending()) == tuple(trained.input_ids.tolist())
+
+
+def test_a_text_ends_with_the_token_that_ends_texts():
+    tokenizer = byte_tokenizer()
+    renderer = Renderer(tokenizer, templated=False, system=None, stop_ids=frozenset())
+    assert renderer.ending() == (tokenizer.eos_token_id,)

@@ -10,6 +10,7 @@ import pytest
 from surogate_task_grpo.play import Limits, Player
 
 from surogate_core.bundles import Completion, EnvironmentTask, Fault, Request, Sampling, Turn
+from surogate_core.errors import UserError
 from surogate_core.testing.chat_templates import CHATML
 
 END = "<|im_end|>"
@@ -76,7 +77,7 @@ class LocalArena:
         pass
 
 
-def play(renderer, arena, reply, *, completion=60, sequence=200, turns=8, prompts=1, samples=1):
+def play(renderer, arena, reply, *, completion=60, sequence=200, turns=8, prompts=1, samples=1, judge=None):
     """(the episodes, the engine that played them)."""
     engine = ScriptedEngine(renderer.tokenizer, reply)
     player = Player(
@@ -86,6 +87,7 @@ def play(renderer, arena, reply, *, completion=60, sequence=200, turns=8, prompt
         limits=Limits(completion=completion, sequence=sequence, turns=turns),
         weights={},
         lap=lambda phase: None,
+        judge=judge,
     )
     numbers = range(prompts)
     tasks = list(zip(numbers, arena.tasks(numbers, 0), strict=True))
@@ -170,3 +172,49 @@ def test_pad_and_several_end_tokens_are_masked_by_position(renderer_of):
     (sample,) = one.samples
     sampled = [token for token, trained in zip(sample.ids, sample.trained, strict=True) if trained]
     assert renderer.tokenizer.decode(sampled) == f"a{END}b<|endoftext|>"
+
+
+class Scores:
+    """A reward model that gives the scores of a list in turn."""
+
+    def __init__(self, *scores):
+        self.scores_, self.seen = list(scores), []
+
+    def ended(self, ids, stop_ids):
+        return list(ids)
+
+    def scores(self, conversations):
+        self.seen += conversations
+        return self.scores_[: len(conversations)]
+
+
+def test_a_score_is_one_of_the_rewards_and_no_number_is_a_fault(renderer_of):
+    said = {0: {"r": 1.0}, 1: {"r": None}, 2: Fault(reason="timeout"), 3: {"r": None, "s": 0.0}, 4: {"r": 1.0}, 5: {}}
+    arena = LocalArena(judge=lambda task, replies: said[int(replies[0])])
+    judge = Scores(0.5, 0.25, float("nan"), float("inf"))
+    played, _ = play(renderer_of("chatml-short"), arena, lambda r: f"{r.sample}{END}", samples=6, judge=judge)
+    assert [one.reward for one in played] == [1.5, None, None, 0.25, None, None]
+    assert [one.reason for one in played] == ["stop", "stop", "timeout", "stop", "reward_model", "reward_model"]
+    assert [dict(one.rewards) for one in played[:4]] == [
+        {"r": 1.0, "reward_model": 0.5},
+        {"r": None, "reward_model": None},
+        {},
+        {"r": None, "s": 0.0, "reward_model": 0.25},
+    ]
+    assert [one.detail for one in played[4:]] == [f"the score of the reward model is {name}" for name in ("nan", "inf")]
+
+
+def test_the_last_conversation_is_scored(renderer_of):
+    """Where a template changes earlier turns, that is the one that the last reply was sampled in."""
+    stripped = CHATML.replace("m.content + '<|im_end|>", "(m.content | trim) + '<|im_end|>")
+    renderer, judge = renderer_of("chatml-short", template=stripped), Scores(1.0)
+    arena = LocalArena(answer=lambda replies: MORE if len(replies) < 2 else Turn(done=True))
+    (one,), _ = play(renderer, arena, lambda r: f"  ok{END}", completion=100, judge=judge)
+    assert len(one.samples) == 2
+    assert judge.seen == [list(one.samples[-1].ids)]
+
+
+def test_an_environment_without_rewards_needs_a_reward_model(renderer_of):
+    arena = LocalArena(judge=lambda task, replies: {})
+    with pytest.raises(UserError, match="gives prompts and no rewards"):
+        play(renderer_of("chatml-short"), arena, lambda r: f"a{END}")

@@ -19,6 +19,7 @@ from surogate_core.errors import UserError
 from surogate_core.events import Rollouts, RolloutSample, RolloutSamples, Spread
 from surogate_task_grpo.options import GRPOOptions, truncation
 from surogate_task_grpo.play import Played
+from surogate_task_grpo.reward_model import FAULT
 
 Tasks = Sequence[tuple[int, EnvironmentTask | Fault]]
 SHOWN = 3
@@ -132,10 +133,13 @@ class Collector:
         if faults and not rewards:
             listed = ", ".join(f"{reason} {number:,}" for reason, number in sorted(faults.items()))
             detail = next((f", the first: {one.detail}" for one in played if one.fault and one.detail), "")
-            return (
-                f"None of {count} has a reward: {listed}{detail}. Fix: `surogate env check` shows what the environment "
-                f"does; a prompt that is too long needs a larger sequence_len."
+            fix = (
+                "`surogate env check` shows what the environment does; a prompt that is too long needs a larger "
+                "sequence_len"
             )
+            if faults.keys() == {FAULT}:
+                fix = "a reward model whose scores are numbers; `surogate eval` measures it"
+            return f"None of {count} has a reward: {listed}{detail}. Fix: {fix}."
         shown = f"every reward is {rewards[0]:g}" if len(rewards) == 1 else "the rewards within each group are equal"
         return (
             f"Reinforcement learning has no signal: in {count}, {shown}. Fix: train on examples of good answers first "
