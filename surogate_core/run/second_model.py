@@ -44,7 +44,7 @@ def open_reward_model(key: str, word: str, config: RunConfig, registry: Registry
     task = next((name for name, spec in registry.all("task").items() if spec.scores), None)
     if task is None:
         message = "no installed plugin has a task that trains reward models, which says how one is read."
-        raise _refused(key, message, fix="install surogate-task-reward")
+        raise _refused(key, message, fix="install one; `surogate plugins list` shows what is there")
     found = found_model(key, word)
     try:
         own = _config_of(found, config, registry, f"task={task}")
