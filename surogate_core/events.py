@@ -304,6 +304,9 @@ class Rollouts(Event):
     """Completions of several turns that were divided, because the chat template changed their earlier turns."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phase → its wall time, such as `generate`, `score` or `reference`; the optimizer step is not among them."""
+    overlapped: Mapping[str, float] = field(default_factory=dict)
+    """The same of what was done in a thread, while the model was trained on the completions before; `seconds` then has
+    the phase `wait`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

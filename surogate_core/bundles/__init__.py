@@ -38,6 +38,7 @@ from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, Optimize
 from surogate_core.bundles.options import Code, Flat, NoOptions
 from surogate_core.bundles.recipes import PanelOp, RangedState, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
 from surogate_core.bundles.rollouts import (
+    ApartEngine,
     Arriving,
     Completion,
     OnChosen,
@@ -68,6 +69,7 @@ __all__ = [
     "FLAT_ALIGNMENT",
     "KINDS",
     "AdvantageSpec",
+    "ApartEngine",
     "Arriving",
     "Bundle",
     "Code",

@@ -103,6 +103,17 @@ class RolloutEngine(Protocol):
         """The log-probability of every token of each document but its first."""
 
 
+class ApartEngine(RolloutEngine, Protocol):
+    """An engine of a `RolloutEngineSpec.apart`: it has weights of its own, so it may generate while the run trains."""
+
+    def copy_weights(self, documents: Sequence[Sequence[int]]) -> None:
+        """Take the weights as they are now, for all completions until the next call of `forget`.
+
+        `documents`: sequences of token ids to compare the copy with the original by. Called when nothing is generated
+        or trained.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
     """The sizes of an engine's caches."""
@@ -127,5 +138,7 @@ class RolloutEngineSpec:
     """Makes an engine of weights that are in use: it reads them where they are, so a later call sees later weights."""
     caches: bool = True
     """Whether it keeps keys and values on the run's device, so that memory must be left for them."""
+    apart: bool = False
+    """Whether `open` makes an `ApartEngine`."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""

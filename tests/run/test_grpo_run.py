@@ -6,18 +6,17 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 from unittest import mock
 
 import pytest
+from lengths import Lengths
 from run_fixtures import EMBEDDED, KILLER
 from surogate_task_grpo.options import LossType
 from surogate_task_grpo.task import open_arena
 
-from surogate_core.bundles import EnvironmentTask, Turn
 from surogate_core.cli.main import main
 from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import ConfigError, UserError
@@ -26,41 +25,6 @@ from surogate_core.plugins.registry import load_plugins
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
 Digests = Callable[[Path], dict[str, str]]
-
-
-class Lengths:
-    """An environment in this process: the reward is the share of even characters, of one reply or of two."""
-
-    size, held_out = 7, 3
-
-    def __init__(self, name: str, turns: int):
-        self.spec = SimpleNamespace(name=name, weights={})
-        self._turns = turns
-        self._replies: dict[Any, list[str]] = {}
-
-    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentTask]:
-        return [EnvironmentTask(messages=({"role": "user", "content": f"Say {n}"},)) for n in numbers]
-
-    def start(self, episodes: Sequence[tuple[Any, EnvironmentTask]], *, groups: Sequence[Any]) -> None:
-        self._replies |= {key: [] for key, _ in episodes}
-
-    def reply(self, replies: Sequence[tuple[Any, str]]) -> list[Turn]:
-        for key, text in replies:
-            self._replies[key].append(text)
-        more = ({"role": "user", "content": "More"},)
-        done = [len(self._replies[key]) >= self._turns for key, _ in replies]
-        return [Turn(messages=() if last else more, done=last) for last in done]
-
-    def rewards(self, keys: Sequence[Any]) -> list[Mapping[str, float]]:
-        texts = ["".join(self._replies.pop(key)) for key in keys]
-        return [{"even": sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1)} for text in texts]
-
-    def forget(self, keys: Sequence[Any]) -> None:
-        for key in keys:
-            del self._replies[key]
-
-    def close(self) -> None:
-        pass
 
 
 OPENED: list[EnvironmentPool] = []

@@ -100,6 +100,20 @@ def test_frozen_weights_are_compared_again_when_they_are_forgotten(fake: Any, tr
     assert len(fake.loads) == 2
 
 
+def test_a_copy_of_the_weights_samples_while_they_change(fake: Any, trainer: Any) -> None:
+    settings = dataclasses.replace(SETTINGS, frozen=True)
+    engine = VllmEngine(Weights.of(trainer), settings, VllmOptions(url=fake.url))
+    documents = [list(request.prompt) for request in requests()]
+    moved(trainer)
+    expected = NativeEngine(Weights.of(trainer), SETTINGS).generate(requests())
+    engine.copy_weights(documents)
+    moved(trainer)
+    assert [one.ids for one in engine.generate(requests())] == [one.ids for one in expected]
+    assert len(fake.loads) == 1
+    engine.copy_weights(documents)
+    assert len(fake.loads) == 2
+
+
 def test_the_request_names_every_value_that_a_server_has_a_default_for(
     fake: Any, opened: Callable[..., VllmEngine]
 ) -> None:

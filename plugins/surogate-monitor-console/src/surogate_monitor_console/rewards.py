@@ -58,9 +58,13 @@ def line(event: Rollouts, step: StepEnd | None) -> str:
     if len(event.rewards) > 1:
         told.append("rewards " + ", ".join(f"{name} {spread.mean:.3g}" for name, spread in event.rewards.items()))
     told += [faults] if (faults := _faults(event.faults)) else []
-    if generating := event.seconds.get("generate"):
+    if generating := event.seconds.get("generate") or event.overlapped.get("generate"):
         told.append(f"generates {count(event.tokens / generating)} tok/s")
-    return " · ".join([*told, f"time {phases(event, step)}"])
+    told.append(f"time {phases(event, step)}")
+    if event.overlapped:
+        beside = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in event.overlapped.items())
+        told.append(f"beside the step before: {beside}")
+    return " · ".join(told)
 
 
 def phases(event: Rollouts, step: StepEnd | None) -> str:

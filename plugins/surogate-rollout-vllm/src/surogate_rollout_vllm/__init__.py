@@ -22,7 +22,7 @@ def surogate_config_path() -> str:
 @hookimpl
 def surogate_rollout_engine() -> bundles.RolloutEngineSpec:
     """A vLLM server."""
-    return bundles.RolloutEngineSpec(name="vllm", open=_open, options=VllmOptions, caches=False)
+    return bundles.RolloutEngineSpec(name="vllm", open=_open, options=VllmOptions, caches=False, apart=True)
 
 
 def _open(weights: Weights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:

@@ -83,6 +83,11 @@ class VllmEngine:
         """The weights may have changed: the adapter is compared before the next completion."""
         self.adapters.stale = True
 
+    def copy_weights(self, documents: Sequence[Sequence[int]]) -> None:
+        """Load the adapter as it is now; completions until `forget` have these weights."""
+        self.adapters.stale = True
+        self.adapters.update(documents)
+
     def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of every token of each document but its first."""
         self._update(documents)

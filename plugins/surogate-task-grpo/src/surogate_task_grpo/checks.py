@@ -33,3 +33,19 @@ def problems(config: RunConfig, options: GRPOOptions, registry: Registry) -> Ite
     known = registry.names("advantage")
     if name not in known:
         yield unknown_name("advantage", name, "", registry, known)
+    if options.max_staleness:
+        yield from _of_staleness(config, options, registry)
+
+
+def _of_staleness(config: RunConfig, options: GRPOOptions, registry: Registry) -> Iterator[Problem]:
+    rollout, key, fix = config.rollout.name, "max_staleness", "max_staleness=0"
+    if not registry.get("rollout", rollout).apart:
+        message = f"is {options.max_staleness}, and rollout={rollout} samples with the weights that are being trained."
+        yield Problem(key=key, message=message, fix=f"{fix}, or rollout=vllm")
+    # Both need the run's device while it trains.
+    if options.reward_model is not None:
+        message = f"is {options.max_staleness}, and reward_model scores completions on the device that trains."
+        yield Problem(key=key, message=message, fix=fix)
+    if options.loss_type == "rloo" and options.beta > 0:
+        message = f"is {options.max_staleness}, and rloo with beta needs the reference for its rewards."
+        yield Problem(key=key, message=message, fix=f"{fix}, or beta=0")

@@ -91,6 +91,11 @@ class GRPOOptions:
     """Largest such weight."""
     num_iterations: Annotated[int, Interval(ge=1, le=1000), Flat("num_iterations", essential=True)] = 1
     """Optimizer steps on each generation."""
+    max_staleness: Annotated[int, Interval(ge=0, le=1), Flat("max_staleness", essential=True)] = 0
+    """Generations that may lie between the weights that sample and the weights that are trained. 1 makes the next
+    completions while the model is trained on the last ones; a rollout engine with weights of its own can do that, such
+    as vllm. Importance weights make up for the difference.
+    """
     reward_weights: Annotated[dict[str, float], Flat("reward_weights", essential=True)] = field(default_factory=dict)
     """Weight of each reward by its name; a reward that is not named has weight 1."""
     reward_model: Annotated[str | None, Flat("reward_model")] = None

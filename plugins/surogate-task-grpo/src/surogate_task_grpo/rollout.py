@@ -52,6 +52,8 @@ class Generation:
     refills: int
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase → its wall time."""
+    overlapped: dict[str, float] = field(default_factory=dict)
+    """The same of a generation that was made while the model was trained."""
 
     @property
     def kept(self) -> list[Group]:
@@ -186,6 +188,7 @@ def rollouts_event(generation: Generation, step: int) -> Rollouts:
         turns=sum(len(one.replies) for one in played) / len(played),
         prefix_breaks=sum(max(len(one.samples) - 1, 0) for one in played),
         seconds=dict(generation.seconds),
+        overlapped=dict(generation.overlapped),
     )
 
 

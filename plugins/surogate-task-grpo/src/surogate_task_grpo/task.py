@@ -8,12 +8,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from surogate_core.batch import WEIGHTS, MicroBatch
 from surogate_core.bundles import (
+    ApartEngine,
     EnvironmentSpec,
     OnlineContext,
     RolloutEngine,
@@ -29,6 +30,8 @@ from surogate_core.events import Event, Notice, Progress, RolloutEval
 from surogate_core.files.atomic import human_bytes
 from surogate_core.run.generation import stop_ids
 from surogate_core.run.texts import MOST_SLOTS, fitting_slots, needed_bytes
+from surogate_core.train.loop import total_steps
+from surogate_task_grpo.ahead import Ahead, Ready
 from surogate_task_grpo.conversation import Renderer
 from surogate_task_grpo.forward import Reference, logprobs
 from surogate_task_grpo.losses import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE, aggregation, columns, kl_penalty
@@ -150,12 +153,16 @@ class GRPOSteps:
         if self.options.reward_model is not None:
             ending = self._renderer(frozenset()).ending()
             self._judge = RewardModel(self.options.reward_model, context, shape, ending)
-        self.arena = open_arena(context)
+        self._ahead = Ahead()
+        # A generation ahead belongs to the checkpoint, so a signal waits for it.
+        self.arena = open_arena(replace(context, stopped=self._is_stopped))
         self.spec: EnvironmentSpec = self.arena.spec
         weakref.finalize(self, self.arena.close)
         self.record = Record(context.directory) if self.options.log_completions else None
         self.drawn = 0
         """Prompts taken."""
+        self.trained = 0
+        """Prompts of the generations that were trained on so far."""
         self.taken = 0
         """Optimizer steps made."""
         self._player: Player | None = None
@@ -163,6 +170,9 @@ class GRPOSteps:
         self._rollout: RolloutEngine | None = None
         self._reference: Reference | None = None
         self._batch: Batch | None = None
+        self._next: Ready | None = None
+        self._failure: Exception | None = None
+        """Why there is no generation ahead."""
         self._seconds: dict[str, float] = {}
         self._since = 0.0
 
@@ -171,7 +181,7 @@ class GRPOSteps:
     @property
     def epoch(self) -> float:
         """Passes over the environment's tasks so far; 0 if there is no end of them."""
-        return self.drawn / self.arena.size if self.arena.size else 0.0
+        return self.trained / self.arena.size if self.arena.size else 0.0
 
     @property
     def steps_per_epoch(self) -> float:
@@ -181,15 +191,18 @@ class GRPOSteps:
 
     def state(self) -> dict[str, Any]:
         """The position, as JSON values."""
+        self._settle()
         if self.record is not None:
             self.record.sync()
         return {
             **self._identity(),
             "drawn": self.drawn,
+            "trained": self.trained,
             "taken": self.taken,
             "record": self.record.bytes if self.record is not None else 0,
             # A generation that is trained on once more cannot be made again: the weights are others by now.
             "batch": self._batch.state() if self._batch is not None and not self._is_used_up else None,
+            "next": self._next.state() if self._next is not None else None,
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -211,7 +224,8 @@ class GRPOSteps:
                 f"continue it. Fix: restore `environment`, `train_seed` and `reward_model`, or start anew with "
                 f"resume_from_checkpoint=false."
             )
-        self.drawn, self.taken = int(state["drawn"]), int(state["taken"])
+        self.drawn, self.taken, self.trained = (int(state[name]) for name in ("drawn", "taken", "trained"))
+        self._next = Ready.of(state["next"]) if state["next"] is not None else None
         self._batch = Batch.of(state["batch"]) if state["batch"] is not None else None
         if self.record is not None:
             self.record.bytes = int(state["record"])
@@ -264,30 +278,79 @@ class GRPOSteps:
         assert self._batch is not None
         self._batch.iterations += 1
         self.taken += 1
+        if self.options.max_staleness and self._batch.iterations == 1:
+            self._begin_next(self._batch)
         return self._packed(self._batch)
 
     def _generate(self) -> None:
-        """Sample completions until the step has its groups."""
+        """Take the generation that was made ahead, or make one now."""
+        self._settle()
+        if self._failure is not None:
+            raise self._failure
+        if self._next is None:
+            self._seconds, self._since = {}, time.perf_counter()
+            self._freshen()
+            self._next = self._finished(self._collected(self._watch("generating rollouts")), self.taken + 1)
+        ready, self._next = self._next, None
+        self._batch, self.trained = ready.batch, ready.drawn
+        self.context.emit(ready.figures)
+        self.context.emit(ready.samples)
+
+    def _collected(self, watch: Callable[[int], None]) -> Generation:
+        """Sample completions until a step has its groups."""
         before = self.drawn
-        self._seconds, self._since = {}, time.perf_counter()
-        self._freshen()
         try:
-            generation = self._collector().collect()
+            return self._collector(watch).collect()
         except BaseException:
             self.drawn = before
             raise
-        self._batch = self._measured(generation)
+
+    def _finished(self, generation: Generation, step: int) -> Ready:
+        """What `step` trains on, when its completions are recorded."""
+        batch = self._measured(generation)
         generation.seconds = self._seconds
-        step = self.taken + 1
         if step == 1 and (unused := unused_weights(self.options, generation)):
             self.context.emit(Notice(level="warning", message=unused))
         if self.record is not None:
             self.record.append(step, generation)
-        self.context.emit(rollouts_event(generation, step))
-        self.context.emit(samples_event(generation, step))
+        figures, samples = rollouts_event(generation, step), samples_event(generation, step)
+        return Ready(batch=batch, figures=figures, samples=samples, drawn=self.drawn)
+
+    def _begin_next(self, batch: Batch) -> None:
+        """Make the next generation with the weights as they are now, in a thread, unless the run ends before it."""
+        step = self.taken + self.options.num_iterations
+        if step > total_steps(self.context.config, self, done=0):
+            return
+        self._freshen()
+        engine = cast("ApartEngine", self._rollout)
+        engine.copy_weights([document.ids_T.tolist() for document in batch.documents])
+        self._seconds, self._since = {}, time.perf_counter()
+        self._ahead.begin(lambda: self._collected(self._end_if_closed), step)
+
+    def _settle(self) -> None:
+        """Wait for the generation ahead, if there is one. A failure is kept for the step that needs it."""
+        if not self._ahead.begun:
+            return
+        try:
+            generation, waited = self._ahead.take()
+        except Exception as error:
+            self._failure = error
+            return
+        generation.overlapped = self._seconds
+        self._seconds, self._since = {"wait": waited}, time.perf_counter()
+        self._next = self._finished(generation, self._ahead.step)
+
+    def _is_stopped(self) -> bool:
+        return self._ahead.closed or (not self._ahead.begun and self.context.stopped())
+
+    def _end_if_closed(self, left: int) -> None:
+        """Called for each token of a generation ahead."""
+        if self._ahead.closed:
+            raise Stopped
 
     def close(self) -> None:
         """End the processes of the environment."""
+        self._ahead.close()
         self.arena.close()
 
     @property
@@ -297,12 +360,13 @@ class GRPOSteps:
 
     def evaluate(self, step: int) -> RolloutEval | None:
         """The rewards of the held-out tasks, each played once with the most probable tokens; None after a signal."""
+        self._settle()
         numbers = self.held_out
         started = self._since = time.perf_counter()
         self._freshen()
         try:
             tasks = list(zip(numbers, self.arena.tasks(numbers, self._seed), strict=True))
-            played = self._play(tasks, 1, Sampling(temperature=0.0), "evaluating")
+            played = self._play(tasks, 1, Sampling(temperature=0.0), self._watch("evaluating"))
         except Stopped:
             return None
         seconds = time.perf_counter() - started
@@ -331,7 +395,7 @@ class GRPOSteps:
         self._engine.freshen()
         self._rollout.forget()
 
-    def _collector(self) -> Collector:
+    def _collector(self, watch: Callable[[int], None]) -> Collector:
         options = self.options
         sampling = Sampling(
             temperature=options.temperature,
@@ -345,7 +409,7 @@ class GRPOSteps:
             options=options,
             advantage=self.context.registry.get("advantage", advantage_name(options)),
             draw=self._draw,
-            play=lambda tasks: self._play(tasks, options.num_generations, sampling, "generating rollouts"),
+            play=lambda tasks: self._play(tasks, options.num_generations, sampling, watch),
             penalties=self._penalties,
         )
 
@@ -356,9 +420,9 @@ class GRPOSteps:
         self.drawn += count
         return list(zip(numbers, self.arena.tasks(places, self._seed), strict=True))
 
-    def _play(self, tasks: Tasks, samples: int, sampling: Sampling, task: str) -> list[Played]:
+    def _play(self, tasks: Tasks, samples: int, sampling: Sampling, watch: Callable[[int], None]) -> list[Played]:
         assert self._player is not None
-        return self._player.play(tasks, samples, sampling, self._watch(task))
+        return self._player.play(tasks, samples, sampling, watch)
 
     def _watch(self, task: str) -> Callable[[int], None]:
         """Shows the progress of a generation, and ends it after a signal."""
