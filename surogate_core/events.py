@@ -334,12 +334,12 @@ class RolloutSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSamples(Event):
-    """A few completions of one optimizer step, among them the best and the worst."""
+    """A few completions of one optimizer step: the best, the worst, and one that failed if any did."""
 
     step: int
     """Number of the optimizer step that trains on them."""
     samples: tuple[RolloutSample, ...]
-    """The completions, the highest reward first."""
+    """The completions, the highest reward first, and behind them the one that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

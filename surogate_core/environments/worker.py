@@ -66,7 +66,7 @@ def _answer(served: Served, request: Mapping[str, Any]) -> bytes:
     except TooLargeError as error:
         reason, line = "size", str(error)
     except BaseException as error:
-        reason, line = "exception", f"{type(error).__name__}: {_text(error)}"
+        reason, line = "exception", ": ".join(filter(None, (type(error).__name__, _text(error))))
     return packed({"fault": [reason, " ".join(line[: 4 * _LINE].split())[:_LINE]]})
 
 

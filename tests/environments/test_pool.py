@@ -123,6 +123,7 @@ ACTS = {
     "die": lambda self: os._exit(3),
     "kill": lambda self: os.kill(os.getpid(), 9),
     "raise": raised(ValueError("two\\nlines")),
+    "silent": raised(AssertionError()),
     "odd": raised(Odd()),
     "interrupt": raised(KeyboardInterrupt()),
     "none": lambda self: None,
@@ -265,7 +266,8 @@ def test_a_signal_ends_a_turn_after_the_present_requests(opened: Opener, workers
 FAULTS = [
     ("exit", "exception", "SystemExit: 3"),
     ("raise", "exception", "ValueError: two lines"),
-    ("odd", "exception", "Odd: "),
+    ("silent", "exception", "AssertionError"),
+    ("odd", "exception", "Odd"),
     ("interrupt", "exception", "KeyboardInterrupt"),
     ("recursion", "exception", "RecursionError: maximum"),
     ("none", "invalid", "reply returned NoneType, not a Turn"),
@@ -286,7 +288,8 @@ def test_what_an_environment_does_wrong_is_a_fault_of_the_episode(opened: Opener
         pool.reply([("good", "first")])
         turn, other = pool.reply([("bad", act), ("good", "second")])
         assert isinstance(turn, Fault)
-        assert (turn.reason, turn.detail[: len(line)]) == (reason, line.strip())
+        assert (turn.reason, turn.detail[: len(line)]) == (reason, line)
+        assert not turn.detail.endswith(":")
         assert other == Turn(messages=({"role": "user", "content": "SECOND"},), done=False)
         again, _ = pool.reply([("bad", "done"), ("good", "third")])
         assert again == turn, "an episode that has failed stays so"

@@ -96,14 +96,15 @@ def test_an_evaluation_has_the_figures_of_the_objective() -> None:
     assert plain(event) == ["step 3: eval loss 0.5000  acc 0.75  (64 tokens in 0.5 s)"]
 
 
-def test_the_best_and_the_worst_completion_at_intervals() -> None:
+def test_the_best_the_worst_and_a_failed_completion_at_intervals() -> None:
     later = replace(SAMPLES, step=2)
-    (_, head, best, worst) = plain(ONLINE, SAMPLES, later)[2:]
+    (_, head, best, worst, failed) = plain(ONLINE, SAMPLES, later)[2:]
     assert head == "step 1: completions with their rewards"
     assert best == "      +1  2 + 2 = →  4"
-    assert worst.startswith("    none  4 + 4 = →  [xxx")
-    assert worst.endswith("… [timeout]")
-    assert len(worst) < 130
+    assert worst == "    +0.5  3 + 3 = →  5"
+    assert failed.startswith("    none  4 + 4 = →  [xxx")
+    assert failed.endswith("… [timeout]")
+    assert len(failed) < 130
     assert sum("completions with" in text for text in plain(ONLINE, SAMPLES, later, completions_seconds=0.0)) == 2
 
 

@@ -99,7 +99,17 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part():
     assert event.reward.mean == 0.5
     samples = samples_event(found, 1).samples
     assert [sample.reward for sample in samples] == [1.0] * 3 + [0.0] * 3
-    # One reward is no comparison.
+
+
+def test_a_completion_that_failed_is_shown():
+    found, _ = collect(lambda number: (0.0, 1.0, 0.5), num_generations=3)
+    found.groups[1].played[2] = episode(1, 2, None, reason="timeout")
+    samples = samples_event(found, 1).samples
+    assert [sample.reward for sample in samples] == [1.0] * 3 + [0.0] * 3 + [None]
+    assert samples[-1].reason == "timeout"
+
+
+def test_one_reward_is_no_comparison():
     with pytest.raises(UserError, match="no signal"):
         collect(lambda number: (1.0, None), max_refills=0)
 

@@ -95,8 +95,10 @@ def eval_line(event: RolloutEval) -> str:
 
 
 def sample_lines(event: RolloutSamples, width: int = 110) -> list[str]:
-    """The best and the worst completion, a line each."""
-    shown = event.samples if len(event.samples) < 3 else (event.samples[0], event.samples[-1])
+    """The best and the worst completion, and one that has no reward, a line each."""
+    rewarded = [one for one in event.samples if one.reward is not None]
+    shown = [*(rewarded if len(rewarded) < 3 else (rewarded[0], rewarded[-1]))]
+    shown += [one for one in event.samples if one.reward is None][:1]
     return [f"step {event.step}: completions with their rewards", *(_sample(one, width) for one in shown)]
 
 

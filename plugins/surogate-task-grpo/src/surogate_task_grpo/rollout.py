@@ -208,11 +208,12 @@ def reward_figures(played: Sequence[Played]) -> dict[str, Any]:
 
 
 def samples_event(generation: Generation, step: int) -> RolloutSamples:
-    """The completions with the highest and the lowest rewards."""
+    """The completions with the highest and the lowest rewards, and the first that failed."""
     pairs = [(group, place) for group in generation.groups for place in range(len(group.played))]
     rewarded = [(g, i) for g, i in pairs if g.played[i].reward is not None]
     ranked = sorted(rewarded, key=lambda pair: -(pair[0].played[pair[1]].reward or 0.0))
     chosen = ranked if len(ranked) <= 2 * SHOWN else [*ranked[:SHOWN], *ranked[-SHOWN:]]
+    chosen += [(g, i) for g, i in pairs if g.played[i].fault][:1]
     return RolloutSamples(step=step, samples=tuple(_shown(group, place) for group, place in chosen))
 
 
