@@ -113,6 +113,9 @@ class ApartEngine(RolloutEngine, Protocol):
         or trained.
         """
 
+    def close(self) -> None:
+        """Give back what it holds elsewhere; the run is over, or failed. Raises nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:

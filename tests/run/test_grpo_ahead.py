@@ -47,6 +47,9 @@ class Apart:
         assert documents
         self.copied = self._digest()
 
+    def close(self):
+        Apart.log.append(("closed", ""))
+
     def generate(self, requests, *, on_token=None):
         thread = threading.current_thread().name.partition("_")[0]
         if thread == "rollouts":
@@ -132,6 +135,7 @@ def test_each_generation_is_sampled_with_the_weights_of_one_step_before(
     tmp_path: Path, run: Callable[..., int], engine: Any, records: Records
 ) -> None:
     assert run(tmp_path / "run", "eval_environment_tasks=0", "max_refills=0") == 0
+    assert engine.log.pop() == ("closed", "")
     threads, weights = zip(*engine.log, strict=True)
     assert threads == ("MainThread", *["rollouts"] * 4), "none is made that no step trains on"
     assert weights[0] == weights[1], "the first step trains while the second generation is made"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,23 @@ def test_a_copy_of_the_weights_samples_while_they_change(fake: Any, trainer: Any
     assert len(fake.loads) == 1
     engine.copy_weights(documents)
     assert len(fake.loads) == 2
+    engine.close()
+    assert not fake.adapters
+    engine.close()
+    engine.generate(requests())
+    assert len(fake.loads) == 3
+
+
+def test_closing_waits_for_no_server(fake: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VllmEngine(Weights.of(trainer), SETTINGS, VllmOptions(url=fake.url))
+    moved(trainer)
+    engine.generate(requests())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine.client._port = silent.getsockname()[1]
+        monkeypatch.setattr("surogate_rollout_vllm.adapters.UNLOADING", 0.2)
+        began = time.monotonic()
+        engine.close()
+    assert time.monotonic() - began < 5
 
 
 def test_the_request_names_every_value_that_a_server_has_a_default_for(

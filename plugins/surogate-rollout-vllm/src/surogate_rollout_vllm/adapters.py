@@ -7,7 +7,6 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
 IGNORED = 0.1
 """The server ignored an update if its log-probabilities are the same to the last digit although those of the trainer
 changed by more than this share of `probe_tolerance` on average."""
+
+UNLOADING = 10.0
+"""Seconds that the server has to unload an adapter."""
 
 
 class Adapters:
@@ -68,6 +70,15 @@ class Adapters:
             self._digest = digest
         self.stale = False
 
+    def close(self) -> None:
+        """Unload the adapter, and delete its files."""
+        self.client.resume()
+        self._unload(self.name)
+        self.name, self._digest, self.stale = self.base, b"", True
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
     # ------------------------------------------------------------------------------ load
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
@@ -98,10 +109,14 @@ class Adapters:
                 f"{', '.join(listed) or 'nothing'}. Fix: send requests to one server, not to several behind one address"
             )
         self.name = name
-        if former != self.base:
-            with suppress(MachineError):  # an adapter that is not used any more does no harm
-                self.client.post("/v1/unload_lora_adapter", {"lora_name": former}, retries=0)
-            shutil.rmtree(self._directory() / former, ignore_errors=True)
+        self._unload(former)
+
+    def _unload(self, name: str) -> None:
+        if name == self.base:
+            return
+        # One that stays loaded does no harm.
+        self.client.tell("/v1/unload_lora_adapter", {"lora_name": name}, seconds=UNLOADING)
+        shutil.rmtree(self._directory() / name, ignore_errors=True)
 
     def _directory(self) -> Path:
         if self.options.adapter_dir is not None:

@@ -59,6 +59,11 @@ class Client:
         """
         return self._tried("POST", path, values, retries=self._retries if retries is None else retries)
 
+    def tell(self, path: str, values: Any, *, seconds: float) -> None:
+        """Make a POST request whose answer does not matter; waits at most `seconds` for it."""
+        with suppress(OSError, HTTPException, SurogateError):
+            self._once("POST", path, values, min(seconds, self._timeout))
+
     def stop(self) -> None:
         """Break off the open requests; `resume` allows new ones."""
         self._stopped.set()
@@ -75,7 +80,7 @@ class Client:
     def _tried(self, method: str, path: str, values: Any, *, retries: int) -> Any:
         for attempt in range(retries + 1):
             try:
-                return self._once(method, path, values)
+                return self._once(method, path, values, self._timeout)
             except Refused as error:
                 if error.status != 429 and error.status < 500:
                     raise
@@ -93,15 +98,15 @@ class Client:
             "Fix: start the server, or correct rollout.url"
         ) from failure
 
-    def _once(self, method: str, path: str, values: Any) -> Any:
+    def _once(self, method: str, path: str, values: Any, timeout: float) -> Any:
         kind = HTTPSConnection if self._https else HTTPConnection
-        connection = kind(self._host, self._port, timeout=self._timeout)
+        connection = kind(self._host, self._port, timeout=timeout)
         with self._lock:
             self._open.add(connection)
         try:
             if self._stopped.is_set():
                 raise ConnectionAbortedError("the run stops")
-            ends = time.monotonic() + self._timeout
+            ends = time.monotonic() + timeout
             body = None if values is None else json.dumps(values).encode()
             connection.request(method, self._prefix + path, body, self._headers)
             with connection.getresponse() as response:

@@ -88,6 +88,10 @@ class VllmEngine:
         self.adapters.stale = True
         self.adapters.update(documents)
 
+    def close(self) -> None:
+        """Unload the adapter."""
+        self.adapters.close()
+
     def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of every token of each document but its first."""
         self._update(documents)

@@ -168,6 +168,8 @@ class GRPOSteps:
         self._player: Player | None = None
         self._engine: Engine | None = None
         self._rollout: RolloutEngine | None = None
+        self._apart: ApartEngine | None = None
+        """The rollout engine, if it has weights of its own."""
         self._reference: Reference | None = None
         self._batch: Batch | None = None
         self._next: Ready | None = None
@@ -247,6 +249,8 @@ class GRPOSteps:
         slots = fitting_slots(weights, longest, wanted, fix=fix) if spec.caches else wanted
         settings = RolloutSettings(slots=slots, context=longest, frozen=True, options=config.rollout.options)
         self._engine, self._rollout = engine, spec.open(weights, settings)
+        if spec.apart:
+            self._apart = cast("ApartEngine", self._rollout)
         if self.options.beta > 0:
             self._reference = Reference(engine, context.directory, begun=self.taken > 0)
         self._player = Player(
@@ -322,8 +326,8 @@ class GRPOSteps:
         if step > total_steps(self.context.config, self, done=0):
             return
         self._freshen()
-        engine = cast("ApartEngine", self._rollout)
-        engine.copy_weights([document.ids_T.tolist() for document in batch.documents])
+        assert self._apart is not None
+        self._apart.copy_weights([document.ids_T.tolist() for document in batch.documents])
         self._seconds, self._since = {}, time.perf_counter()
         self._ahead.begin(lambda: self._collected(self._end_if_closed), step)
 
@@ -349,9 +353,11 @@ class GRPOSteps:
             raise Stopped
 
     def close(self) -> None:
-        """End the processes of the environment."""
+        """End the processes of the environment, and leave nothing on a server."""
         self._ahead.close()
         self.arena.close()
+        if self._apart is not None:
+            self._apart.close()
 
     @property
     def held_out(self) -> list[int]:
