@@ -1,7 +1,9 @@
-"""Make the pictures of report and live page in docs/images: light and dark, wide and narrow, one run, a sweep, experts.
+"""Make the pictures of report and live page in docs/images: light and dark, wide and narrow, one run, a sweep, experts,
+rewards.
 
-Trains the embedded example, a sweep of three learning rates and a model with experts on the CPU (about five minutes;
-runs that are there are kept), and shoots them in a Chromium of the system. Needs playwright and Pillow.
+Trains the embedded example, a sweep of three learning rates, a model with experts and the arithmetic of the tutorial on
+the CPU (about eight minutes; runs that are there are kept), and shoots them in a Chromium of the system. Needs
+playwright and Pillow.
 
     OMP_NUM_THREADS=1 python scripts/make_screens.py [--runs DIR] [--to DIR] [--whole]
 """
@@ -17,6 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from surogate_core.cli.main import main as command
 from surogate_core.config.resolve import load_run_config
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.report.records import find_runs
@@ -35,6 +38,20 @@ EXPERTS = (
     *("model=qwen3-moe", "model.config.num_experts=32", "model.config.num_experts_per_tok=4", "max_steps=200"),
     *("router_aux_loss_coef=0", "eval_steps=100"),
 )
+SUMS = (
+    *("env", "tasks", "arithmetic", "digits=1", "operators=+"),
+    *("--limit", "3000", "--solved", "--output", "sums.jsonl"),
+)
+READING = (
+    *("datasets=sums.jsonl", "tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer", "model=qwen3"),
+    *("sequence_len=128", "max_steps=160", "warmup_steps=10", "learning_rate=1e-3", "lr_scheduler_type=constant"),
+)
+ADDING = (
+    *("task=grpo", "model=runs/sums/model", "environment={name: arithmetic, digits: 1, operators: '+'}", "lora=false"),
+    *("sequence_len=128", "max_completion_length=8", "prompts_per_step=16", "num_generations=8", "weight_decay=0"),
+    *("per_device_train_batch_size=4", "learning_rate=2e-4", "warmup_steps=10", "max_steps=200"),
+)
+"""The second half of docs/tutorials/reinforcement-learning.md."""
 
 WIDE: dict[str, Any] = {"viewport": {"width": 1440, "height": 1080}, "device_scale_factor": 0.75}
 NARROW: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 1}
@@ -43,10 +60,12 @@ NARROW: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "device_sca
 def train() -> None:
     """The example and the sweep, below the working directory; a run that has a report is kept."""
     registry = load_plugins()
-    wanted = {"demo": DEMO} | {
+    wanted: dict[str, tuple[str, ...]] = {"demo": DEMO} | {
         f"sweep/{rate}": (f"learning_rate={rate}", "max_steps=100", "eval_steps=10") for rate in RATES
     }
-    wanted["experts"] = EXPERTS
+    wanted |= {"experts": EXPERTS, "sums": READING, "adding": ADDING}
+    if not Path("sums.jsonl").exists():
+        command(SUMS)
     for name, keys in wanted.items():
         place = RUNS / name
         if (place / "report.md").exists():
@@ -88,6 +107,14 @@ def shoot_experts(browser: Any, to: Path, temporary: Path) -> None:
         tab.close()
 
 
+def shoot_rewards(browser: Any, to: Path, temporary: Path) -> None:
+    """The first screen of the report of a run that learns from rewards, light and dark."""
+    report = write_report([RUNS / "adding"], output=temporary / "report.html")[0].as_uri()
+    for scheme in ("light", "dark"):
+        path = to / f"report-rewards{'-dark' if scheme == 'dark' else ''}.png"
+        shoot(browser, report, path, whole=False, **{**WIDE, "color_scheme": scheme})
+
+
 def pictures(to: Path, *, whole: bool) -> None:
     """Every page in both schemes and widths; the sweep's report wide alone, unless `whole`."""
     from playwright.sync_api import sync_playwright
@@ -111,6 +138,7 @@ def pictures(to: Path, *, whole: bool) -> None:
             for follower in followers:
                 follower.close()
         shoot_experts(browser, to, Path(temporary))
+        shoot_rewards(browser, to, Path(temporary))
         browser.close()
 
 
