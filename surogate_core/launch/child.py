@@ -51,6 +51,8 @@ class Failure:
     """Whether the run may get further when it starts again."""
     advice: str = ""
     """How to go on, and the last lines of the rank's log."""
+    host: str = ""
+    """The rank's machine, in runs of several."""
 
     @property
     def text(self) -> str:
@@ -70,10 +72,22 @@ class Child:
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], *, shared: Path, log: Path | None
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        shared: Path,
+        log: Path | None,
+        output: tuple[int, int] | None = None,
+        host: str = "",
     ):
-        """`shared`: the directory of this start of the run. `log`: takes what ranks other than 0 print, and stacks."""
-        self.rank, self._shared, self._log = rank, shared, log
+        """`shared`: the directory of this start of the run. `log`: takes what ranks other than 0 print, and stacks.
+
+        `output`: the descriptors that take what rank 0 prints and its errors; None: those of this process. `host`: the
+        name of this machine, for messages in runs of several.
+        """
+        self.rank, self._shared, self._log, self._host = rank, shared, log, host
         self.ended: float | None = None
         """When the process was found dead."""
         self.outcome: Mapping[str, Any] | None = None
@@ -84,16 +98,18 @@ class Child:
         read, self._news = os.pipe()
         with ExitStack() as stack:
             stack.callback(os.close, read)
-            output: Any = None if rank == 0 else subprocess.DEVNULL
+            streams: tuple[Any, Any] = output or (None, None)
+            if rank:
+                streams = (subprocess.DEVNULL, subprocess.DEVNULL)
             if log is not None:
                 self._log_began = log.stat().st_size if log.is_file() else 0
                 if rank:
-                    output = stack.enter_context(open(log, "ab", opener=private))
+                    streams = (stack.enter_context(open(log, "ab", opener=private)),) * 2
             self.process = subprocess.Popen(
                 [*command, str(shared), str(rank), str(read), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=streams[0],
+                stderr=streams[1],
                 env=dict(environment),
                 pass_fds=(read,),
                 start_new_session=True,
@@ -131,9 +147,10 @@ class Child:
 
     def failed(self, text: str, *, code: int, at: float) -> Failure:
         """A failure that the rank could not report itself."""
-        who = f"rank {self.rank} (process {self.process.pid})"
+        where = f" on {self._host}" if self._host else ""
+        message = f"rank {self.rank} (process {self.process.pid}{where}) {text}."
         advice = f"{RESUME}{self._last_lines()}"
-        return Failure(rank=self.rank, message=f"{who} {text}.", code=code, at=at, advice=advice)
+        return Failure(rank=self.rank, message=message, code=code, at=at, advice=advice, host=self._host)
 
     def tell(self, message: str) -> None:
         """Tell the rank which failure ends the run, also if it is stopped."""
@@ -191,6 +208,7 @@ class Child:
                 kind=RankError if bug else refused,
                 may_pass=code == 1,
                 advice=self._last_lines().lstrip() if bug else "",
+                host=self._host,
             )
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"

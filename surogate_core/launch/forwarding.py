@@ -32,7 +32,7 @@ class Forwarding:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._pass_on)
+                    self._before[number] = signal.signal(number, lambda number, frame: self.receive(number))
             if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
                 self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
         return self
@@ -56,7 +56,8 @@ class Forwarding:
         finally:
             self._targets = ()
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int) -> None:
+        """Pass a signal on as if this process had received it."""
         if number in self._seen:
             self.at_once = True
             return

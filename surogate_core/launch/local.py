@@ -15,9 +15,12 @@ from annotated_types import Interval
 from surogate_core.bundles.options import Flat
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files import atomic
+from surogate_core.launch.child import Failure
+from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.gpus import VISIBLE, rotated, visible
 from surogate_core.launch.ranks import Rank, check_count, joined, rank_of
-from surogate_core.launch.supervisor import Failure, Plan, supervise
+from surogate_core.launch.restarts import Restarts
+from surogate_core.launch.supervisor import Plan, supervise
 
 if TYPE_CHECKING:
     from surogate_core.bundles.launchers import Job
@@ -51,30 +54,23 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
     world = processes(wanted, device, len(gpus))
     if world == 1 and not options.max_restarts:
         return job.run(registry=registry)
-    sent = _sent(job, world)
-    directory = Path(job.config["output_dir"])
-    logs = directory / "logs"
+    restarts = Restarts(job.config, options.max_restarts)
+    sent_job = sent(job, world, sys.path)
+    logs = Path(job.config["output_dir"]) / "logs"
     if world > 1:
         atomic.ensure_writable(logs, key="output_dir")
     plan = Plan(
-        job=sent,
+        job=sent_job,
         environments=[environment(os.environ, rank, world, gpus) for rank in range(world)],
         logs=logs,
         silence=options.silence,
     )
 
-    checkpoints = Path(job.config["checkpoint_dir"] or directory)
-    before = _saved(checkpoints)
+    def start(resume: bool) -> int | Failure:
+        return supervise(replace(plan, job=sent(job, world, sys.path, resume=resume)) if resume else plan, signals)
 
-    def again(failure: Failure, left: int) -> Plan:
-        # Another run's checkpoints, which this one was not to resume, are none of it.
-        own = [name for name, written in _saved(checkpoints).items() if before.get(name) != written]
-        where = f" from {max(own, key=_step)}" if own else ""
-        number = f"restart {options.max_restarts - left} of {options.max_restarts}"
-        log.warning(f"the run starts again{where} ({number}): {failure.message}")
-        return replace(plan, job=_sent(job, world, resume=bool(own)))
-
-    return supervise(plan, restarts=options.max_restarts, again=again)
+    with Forwarding() as signals:
+        return restarts.run(start, signals)
 
 
 def processes(wanted: int, device: str, gpus: int) -> int:
@@ -91,17 +87,23 @@ def processes(wanted: int, device: str, gpus: int) -> int:
     return wanted or max(gpus, 1)
 
 
-def environment(before: Mapping[str, str], rank: int, world: int, gpus: Sequence[str]) -> dict[str, str]:
-    """The environment of a rank of this machine. `gpus`: those of all ranks, none on a CPU."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+def environment(
+    before: Mapping[str, str], rank: int, world: int, gpus: Sequence[str], *, first: int = 0, here: int = 0
+) -> dict[str, str]:
+    """The environment of a rank of this machine. `gpus`: those of all ranks of the machine, none on a CPU.
+
+    `first`, `here`: the first rank of this machine and the number of them, where the run has ranks on others too.
+    """
+    here, local = here or world, rank - first
+    own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": here}
     found = {**before, **{name: str(value) for name, value in own.items()}}
     if gpus:
-        found[VISIBLE] = rotated(gpus, rank)
+        found[VISIBLE] = rotated(gpus, local)
     if world > 1:
         # A rank that ends early would have the last word with a warning about its process group.
         found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        found.setdefault(THREADS, str(threads(world)))
-        if LOOPBACK.exists():
+        found.setdefault(THREADS, str(threads(here)))
+        if here == world and LOOPBACK.exists():
             # NCCL would listen on the first network and gloo on that of this machine's name: neither may work.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 found.setdefault(name, LOOPBACK.name)
@@ -114,21 +116,11 @@ def threads(ranks: int) -> int:
     return max(cores // ranks, 1)
 
 
-def _sent(job: Job, world: int, *, resume: bool = False) -> dict[str, Any]:
-    """What a worker reads."""
+def sent(job: Job, world: int, path: Sequence[str], *, resume: bool = False) -> dict[str, Any]:
+    """What a worker reads. `path`: its `sys.path`. Raises what `job.to_json` raises."""
     kind = type(job)
     values = job.to_json(resume=resume)
-    return {"job": f"{kind.__module__}:{kind.__qualname__}", "values": values, "world": world, "path": sys.path}
-
-
-def _saved(directory: Path) -> dict[str, int]:
-    """Name of each checkpoint → when it was written."""
-    return {file.parent.name: file.stat().st_mtime_ns for file in directory.glob("checkpoint-*/manifest.json")}
-
-
-def _step(name: str) -> int:
-    number = name.rpartition("-")[2]
-    return int(number) if number.isdigit() else -1
+    return {"job": f"{kind.__module__}:{kind.__qualname__}", "values": values, "world": world, "path": list(path)}
 
 
 def _join(job: Job, found: Rank, registry: Registry) -> int:

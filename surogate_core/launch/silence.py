@@ -16,11 +16,11 @@ SLOWER = 20
 class Silence:
     """Watches the reports of the ranks. A rank may be silent before its first step and whenever it rests."""
 
-    def __init__(self, seconds: float, world: int):
-        """`seconds`: the shortest silence that counts; 0 for no watch."""
-        self._seconds = seconds
-        self._last: list[Pulse | None] = [None] * world
-        self._advanced = [False] * world
+    def __init__(self, seconds: float, ranks: int, *, first: int = 0):
+        """`seconds`: the shortest silence that counts; 0 for no watch. `ranks`: those of this machine, from `first`."""
+        self._seconds, self._first = seconds, first
+        self._last: list[Pulse | None] = [None] * ranks
+        self._advanced = [False] * ranks
         """Whether a rank has finished a step here. The first one compiles, and may begin at a resumed step."""
         self._steps: deque[float] = deque(maxlen=64)
         self._since = 0.0
@@ -35,7 +35,7 @@ class Silence:
         return max(self._seconds, SLOWER * median(self._steps)) if self._seconds and self._steps else float("inf")
 
     def late(self, pulses: Sequence[Pulse], now: float) -> tuple[int, str] | None:
-        """The rank that is silent for too long, and the fact as a phrase; None if there is none."""
+        """The number in `pulses` of the rank that is silent for too long, and the fact as a phrase; None if none is."""
         for rank, pulse in enumerate(pulses):
             last = self._last[rank]
             if last is not None and last.limit < 0 and pulse.limit < 0 and pulse.step > last.step:
@@ -50,7 +50,7 @@ class Silence:
         pulse = pulses[rank]
         if pulse.limit > 0:
             return rank, f"has been connecting to the other ranks for {now - pulse.at:.0f} seconds. {CONNECTING}"
-        ahead = [str(other) for other, p in enumerate(pulses) if p.step > pulse.step]
+        ahead = [str(self._first + other) for other, p in enumerate(pulses) if p.step > pulse.step]
         where = f"; rank {', '.join(ahead)} had finished it" if ahead else ""
         return rank, f"has been in step {pulse.step + 1} for {now - pulse.at:.0f} seconds{where}"
 

@@ -1,4 +1,4 @@
-"""The supervisor: starts the ranks of a run, watches them, and ends all of them when one fails.
+"""The supervisor: starts the ranks of one machine, watches them, and ends all of them when one of the run fails.
 
 It never starts CUDA and imports no torch. A rank fails if it dies, raises an error, is stopped, or finishes no step for
 a long time. The first failure is reported. No process of the run is left when the supervisor returns.
@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,13 @@ class Plan:
     job: Mapping[str, Any]
     """The job, as `worker` reads it."""
     environments: Sequence[Mapping[str, str]]
-    """The environment of each rank."""
+    """The environment of each rank of this machine."""
+    first: int = 0
+    """The first rank of this machine. Where the run has ranks on others, MASTER_ADDR and MASTER_PORT are set."""
+    host: str = ""
+    """Name of this machine for messages, in runs of several."""
+    output: tuple[int, int] | None = None
+    """Descriptors that take what rank 0 prints and its errors; None: those of this process."""
     logs: Path | None = None
     """Directory of ``rank-R.log``, which take what ranks other than 0 print; None: it goes nowhere."""
     silence: float = 60.0
@@ -62,34 +68,49 @@ class Plan:
     """What starts a worker; its arguments follow."""
 
     @property
-    def world(self) -> int:
-        """Number of ranks."""
+    def here(self) -> int:
+        """Number of ranks of this machine."""
         return len(self.environments)
 
 
-def supervise(plan: Plan, *, restarts: int = 0, again: Callable[[Failure, int], Plan]) -> int:
-    """Run the plan; the exit code. Raises the first failure as a `SurogateError` with that rank's exit code.
+class Elsewhere:
+    """What a supervisor hears of the ranks of other machines; here: there are none."""
 
-    After a failure that may pass, `again` (the failure, how many restarts are left) returns the plan to start next.
+    def failure(self) -> Failure | None:
+        """The first failure of the run, if it is known by now and this supervisor has not reported one itself."""
+        return None
+
+    def first(self, found: Sequence[Failure]) -> Failure:
+        """The first failure of the run, given those of this machine."""
+        return first_of(found)
+
+
+def supervise(plan: Plan, signals: Forwarding, elsewhere: Elsewhere | None = None) -> int | Failure:
+    """Start the ranks of this machine and watch them: the exit code, or the first failure of the run.
+
+    All their processes are gone by then. `signals`: what this process receives, or is told of. Raises `MachineError` if
+    they cannot be started.
     """
-    with Forwarding() as signals:
-        while True:
-            result = _Attempt(plan, signals).run()
-            if isinstance(result, int):
-                return result
-            if signals.received is not None or not restarts or not result.may_pass:
-                raise result.error()
-            restarts -= 1
-            plan = again(result, restarts)
+    return _Attempt(plan, signals, elsewhere or Elsewhere()).run()
+
+
+def first_of(found: Sequence[Failure]) -> Failure:
+    """The first of the failures; its message names the rank and the machine, unless all ranks say the same."""
+    first = min(found, key=lambda one: one.at)
+    alone = all(one is first or one.message != first.message for one in found)
+    if (first.rank or first.host) and alone and not first.message.startswith("rank "):
+        where = f" on {first.host}" if first.host else ""
+        first.message = f"rank {first.rank}{where}: {first.message}"
+    return first
 
 
 class _Attempt:
-    """One start of all ranks."""
+    """One start of all ranks of this machine."""
 
-    def __init__(self, plan: Plan, signals: Forwarding):
-        self._plan, self._signals = plan, signals
+    def __init__(self, plan: Plan, signals: Forwarding, elsewhere: Elsewhere):
+        self._plan, self._signals, self._elsewhere = plan, signals, elsewhere
         self._children: list[Child] = []
-        self._silence = Silence(plan.silence, plan.world)
+        self._silence = Silence(plan.silence, plan.here, first=plan.first)
         self._looked = time.monotonic()
 
     def run(self) -> int | Failure:
@@ -104,7 +125,7 @@ class _Attempt:
                 self._start()
             except OSError as error:
                 raise MachineError(
-                    f"the {self._plan.world} processes of the run cannot be started: {error}. Fix: check the free "
+                    f"the {self._plan.here} processes of the run cannot be started: {error}. Fix: check the free "
                     f"space of {tempfile.gettempdir()} and the limit of processes (ulimit -u)."
                 ) from error
             stack.enter_context(self._signals.to([child.process.pid for child in self._children]))
@@ -112,11 +133,14 @@ class _Attempt:
 
     def _start(self) -> None:
         plan, shared = self._plan, self._shared
-        atomic.write_file(shared / worker.JOB, json.dumps(plan.job).encode(), opener=private)
-        self._pulses = Pulses(shared / worker.PULSES, plan.world)
-        for rank, environment in enumerate(plan.environments):
+        given = {**plan.job, "first": plan.first, "here": plan.here}
+        atomic.write_file(shared / worker.JOB, json.dumps(given).encode(), opener=private)
+        self._pulses = Pulses(shared / worker.PULSES, plan.here)
+        for rank, environment in enumerate(plan.environments, plan.first):
             file = plan.logs / f"rank-{rank}.log" if plan.logs is not None else None
-            self._children.append(Child(rank, plan.command, environment, shared=shared, log=file))
+            self._children.append(
+                Child(rank, plan.command, environment, shared=shared, log=file, output=plan.output, host=plan.host)
+            )
 
     # --------------------------------------------------------------------------- watch
 
@@ -124,6 +148,9 @@ class _Attempt:
         while True:
             if self._signals.at_once:
                 return self._stop_code()
+            if (other := self._elsewhere.failure()) is not None:
+                self._end_with(other)
+                return other
             failure = self._failure()
             if failure is not None:
                 # A rank may end by a signal that was passed on before it could handle it.
@@ -155,21 +182,21 @@ class _Attempt:
         return self._children[late[0]].failed(late[1], code=1, at=now)
 
     def _late(self, now: float) -> tuple[int, str] | None:
-        """The rank whose next report is late, and the fact as a phrase; None if there is none."""
+        """The number here of the rank whose report is late, and the fact as a phrase; None if there is none."""
         pulses = self._pulses.read()
         late = self._silence.late(pulses, now)
-        errors = [(pulse.failed_at, rank) for rank, pulse in enumerate(pulses) if pulse.failed_at]
+        errors = [(pulse.failed_at, number) for number, pulse in enumerate(pulses) if pulse.failed_at]
         if not errors:
             return late
         # The other ranks wait for the one with the error: they are not late.
-        at, rank = min(errors)
-        waiting = any(child.ended is None for child in self._children if child.rank != rank)
+        at, number = min(errors)
+        waiting = any(child.ended is None for other, child in enumerate(self._children) if other != number)
         if not waiting or now - at < REPORT:
             return None
-        return rank, f"met an error and did not report it within {REPORT:.0f} seconds"
+        return number, f"met an error and did not report it within {REPORT:.0f} seconds"
 
     def _over(self) -> int | None:
-        """The exit code of the run if it is over: all ranks have ended, or one has and the others do not follow."""
+        """The exit code if the run is over here: all ranks have ended, or one has and the others do not follow."""
         now = time.monotonic()
         ended = [child for child in self._children if child.ended is not None]
         code = next((child.code for child in ended if child.code), 0)
@@ -186,30 +213,32 @@ class _Attempt:
     # ----------------------------------------------------------------------------- end
 
     def _first(self, failure: Failure) -> Failure:
-        """The first failure of all ranks, given one of them. Rank 0 has ended the record of the run by then."""
+        """The first failure of the run, given one of a rank here. Rank 0 has ended the record of the run by then."""
         found = {failure.rank: failure}
         for now in self._polls(WINDOW):
             for child in self._children:
                 if child.rank not in found and (other := child.look(now, slept=False)) is not None:
                     found[child.rank] = other
-            if len(found) == self._plan.world:
+            if len(found) == self._plan.here:
                 break
-        for rank, pulse in enumerate(self._pulses.read()):
+        for rank, pulse in enumerate(self._pulses.read(), self._plan.first):
             if rank in found and pulse.failed_at:
                 found[rank].at = min(found[rank].at, pulse.failed_at)
-        first = min(found.values(), key=lambda one: one.at)
-        alone = all(one is first or one.message != first.message for one in found.values())
-        if first.rank and alone and not first.message.startswith("rank "):
-            first.message = f"rank {first.rank}: {first.message}"
-        for child in self._children[1:]:
-            child.kill()
-        leader = self._children[0]
-        if leader.ended is None:
+        first = self._elsewhere.first(list(found.values()))
+        self._end_with(first)
+        return first
+
+    def _end_with(self, first: Failure) -> None:
+        """End the ranks here; rank 0, if it is one of them, ends the record of the run before."""
+        leader = next((child for child in self._children if child.rank == 0), None)
+        for child in self._children:
+            if child is not leader:
+                child.kill()
+        if leader is not None and leader.ended is None:
             leader.tell(first.text)
             for _ in self._polls(GRACE):
                 if leader.process.poll() is not None:
                     break
-        return first
 
     def _polls(self, seconds: float) -> Iterator[float]:
         """The times to look until the seconds are over or a second signal comes."""

@@ -7,10 +7,12 @@ import faulthandler
 import importlib
 import io
 import json
+import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,12 +54,12 @@ def main(arguments: list[str]) -> int:
     from surogate_core.mesh.lifeline import Tied
 
     world: int = given["world"]
-    lifeline = Tied(rank, directory / PULSES, int(arguments[2]))
+    lifeline = Tied(rank, directory / PULSES, int(arguments[2]), first=given["first"])
     outcome = partial(_write_outcome, directory / OUTCOME.format(rank))
     try:
         module, _, name = given["job"].partition(":")
         job = getattr(importlib.import_module(module), name).from_json(given["values"])
-        code = int(job.run(rank=rank, world=world, mesh=partial(_mesh, directory, rank, world, lifeline)))
+        code = int(job.run(rank=rank, world=world, mesh=partial(_mesh, directory, rank, given, lifeline)))
     except BaseException as error:
         shown = lifeline.cause_of(error)
         lifeline.over()
@@ -67,11 +69,20 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def _mesh(directory: Path, rank: int, world: int, lifeline: Tied) -> Mesh:
+def _mesh(directory: Path, rank: int, given: Mapping[str, Any], lifeline: Tied) -> Mesh:
     from surogate_core.mesh.mesh import Mesh
 
+    world = given["world"]
     if world == 1:
         return Mesh(lifeline=lifeline)
+    if given["here"] < world:
+        from surogate_core.launch.ranks import joined, rank_of
+
+        found = rank_of(os.environ)
+        assert found is not None, "the supervisor sets RANK and WORLD_SIZE"
+        mesh = joined(found)
+        mesh.lifeline = lifeline
+        return mesh
     from torch.distributed import FileStore
 
     store = FileStore(str(directory / STORE), world)

@@ -97,12 +97,12 @@ class Tied(Lifeline):
     """The lifeline of a rank under a supervisor.
 
     `pulses`: the file of the reports. `news`: the descriptor of a pipe on which the supervisor writes what failed;
-    its end means that the supervisor is gone, and the process ends too.
+    its end means that the supervisor is gone, and the process ends too. `first`: the supervisor's first rank.
     """
 
-    def __init__(self, rank: int, pulses: Path, news: int):
+    def __init__(self, rank: int, pulses: Path, news: int, *, first: int = 0):
         self._words = _mapped(pulses)
-        self._begin = rank * _WORDS
+        self._begin = (rank - first) * _WORDS
         self._step, self._failed_at = 0, 0
         self._leads = rank == 0
         self._heard, self._over = threading.Event(), threading.Event()
