@@ -1,0 +1,186 @@
+"""The Ray cluster as the driver uses it: connecting, a reserved place on each machine, and a supervisor in it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from surogate_core.errors import MachineError, PluginError, SurogateError
+from surogate_launcher_ray.facts import Facts
+from surogate_launcher_ray.layout import Layout, Machine, order
+from surogate_launcher_ray.node import Node
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import PluginPolicy
+
+log = structlog.get_logger(__name__)
+
+RESERVE_SECONDS = 300.0
+"""The time in which the cluster frees what the run needs."""
+READY_SECONDS = 120.0
+"""The time in which the supervisors start and load their plugins."""
+PATIENT = 5.0
+"""Seconds after which the user is told what is waited for."""
+POLL = 0.1
+
+
+class Stopped(Exception):  # noqa: N818
+    """A signal came while the run was not started yet."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """A machine of the run."""
+
+    actor: Any
+    id: str
+    address: str
+    first: int = 0
+    """Its first rank."""
+    facts: Facts | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.facts.name if self.facts is not None else self.address
+
+
+def ray_module() -> Any:
+    """The package `ray`; `MachineError` if it is not installed."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            f"launcher=ray: the package {error.name} is not installed. "
+            f"Fix: pip install 'surogate-launcher-ray[cluster]' on all machines of the cluster."
+        ) from error
+    return ray
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """The package `ray`, connected to the cluster as long as this is open; `MachineError` if it does not answer."""
+    ray = ray_module()
+    if ray.is_initialized():  # by the program that calls us
+        yield ray
+        return
+    keys = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **keys)
+    except (OSError, RuntimeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise MachineError(
+            f"launcher.ray_address={address}: no Ray cluster answers ({text[:300]}). Fix: `ray start --head` on one "
+            f"machine and `ray start --address=HOST:PORT` on the others, or launcher.ray_address=local for this one alone."
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def reserved(ray: Any, layout: Layout, check: Callable[[], None]) -> Iterator[list[Member]]:
+    """The machines of the run in the order of their ranks, each with an actor; all is given back afterwards.
+
+    `check` is called while this waits, and may raise. Raises `MachineError` if the cluster is too busy.
+    """
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([layout.bundle] * layout.nodes, strategy="STRICT_SPREAD")
+    actors: list[Any] = []
+    try:
+        waiting = f"for {layout.nodes} machines with {_shown(layout.bundle)} that no other program has reserved"
+        _wait(ray, [group.ready()], seconds=RESERVE_SECONDS, what=waiting, check=check)
+        addresses = {machine.id: machine.address for machine in Machine.of(ray.nodes())}
+        places = placement_group_table(group)["bundles_to_node_id"]
+        for index, node in sorted(places.items(), key=lambda item: order(addresses.get(item[1], ""), item[1])):
+            options = {"num_cpus": 1, "num_gpus": int(layout.bundle.get("GPU", 0)), "max_restarts": 0}
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=int(index))
+            actor = ray.remote(Node).options(scheduling_strategy=where, **options)
+            address = addresses.get(node, "")
+            actors.append((actor.remote(node, address), node, address))
+        yield [
+            Member(actor=actor, id=node, address=address, first=number * layout.per_node)
+            for number, (actor, node, address) in enumerate(actors)
+        ]
+    finally:
+        # Without a cluster there is nothing to give back.
+        for actor, _, _ in actors:
+            with suppress(Exception):
+                ray.kill(actor, no_restart=True)
+        with suppress(Exception):
+            remove_placement_group(group)
+
+
+def describe(ray: Any, members: Sequence[Member], policy: PluginPolicy | None, check: Callable[[], None]) -> None:
+    """Ask each machine for its facts. Raises its errors, with its name."""
+    asked = [member.actor.facts.remote(policy) for member in members]
+    found = answers(ray, members, asked, "for the supervisors of the machines", check)
+    for member, facts in zip(members, found, strict=True):
+        member.facts = facts
+
+
+def answers(
+    ray: Any, members: Sequence[Member], asked: Sequence[Any], what: str, check: Callable[[], None]
+) -> list[Any]:
+    """What a method of each machine's actor has returned. `what` is waited for, `check` is called meanwhile.
+
+    Raises its `SurogateError` with the machine's name, `PluginError` for any other error, and `MachineError` if the
+    actor cannot start or does not answer.
+    """
+    _wait(ray, asked, seconds=READY_SECONDS, what=what, check=check)
+    return [_answer(ray, member, ref) for member, ref in zip(members, asked, strict=True)]
+
+
+def _answer(ray: Any, member: Member, ref: Any) -> Any:
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SurogateError):
+            raise type(cause)(f"{member.name}: {cause}") from error
+        raise PluginError(_unlike(member, f"{type(cause).__name__}: {cause}")) from error
+    except ray.exceptions.RayActorError as error:
+        text = str(error)
+        if "ModuleNotFoundError" in text or "ImportError" in text or "AttributeError" in text:
+            raise PluginError(_unlike(member, text.strip().splitlines()[-1])) from error
+        raise MachineError(f"{member.name}: its supervisor cannot start. {first_line(error)}") from error
+
+
+def _unlike(member: Member, text: str) -> str:
+    return (
+        f"{member.name}: its supervisor fails: {text}. Fix: install the same versions of Surogate and its plugins, "
+        f"surogate-launcher-ray among them, on all machines."
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """What Ray says about the death of an actor, in short."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line.startswith("The actor") and " died because " in line]
+    return (told or [line for line in lines if line] or [type(error).__name__])[0]
+
+
+def _wait(ray: Any, refs: Sequence[Any], *, seconds: float, what: str, check: Callable[[], None]) -> None:
+    """Wait until all is there; `MachineError` if that takes too long."""
+    began, told = time.monotonic(), False
+    while ray.wait(list(refs), num_returns=len(refs), timeout=POLL)[1]:
+        check()
+        waited = time.monotonic() - began
+        if waited > PATIENT and not told:
+            log.warning(f"launcher=ray is waiting {what}")
+            told = True
+        if waited > seconds:
+            raise MachineError(f"launcher=ray has waited {seconds:.0f} seconds {what}. Fix: see `ray status`.")
+
+
+def _shown(bundle: dict[str, float]) -> str:
+    return " and ".join(f"{count:g} {kind}" for kind, count in bundle.items())
