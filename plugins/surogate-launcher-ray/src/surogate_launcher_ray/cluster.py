@@ -76,8 +76,8 @@ def connected(address: str) -> Iterator[Any]:
     except (OSError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
         raise MachineError(
-            f"launcher.ray_address={address}: no Ray cluster answers ({text[:300]}). Fix: `ray start --head` on one "
-            f"machine and `ray start --address=HOST:PORT` on the others, or launcher.ray_address=local for this one alone."
+            f"launcher.ray_address={address}: no Ray cluster answers ({text[:300]}). Fix: `ray start --head` "
+            f"on one machine and `ray start --address=HOST:PORT` on the others, or launcher.ray_address=local for one."
         ) from error
     try:
         yield ray

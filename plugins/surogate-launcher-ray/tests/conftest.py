@@ -1,0 +1,204 @@
+"""Clusters of two fake machines on this one, and runs on them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EMBEDDED = "pkg://surogate_dataset_chat/embedded"
+
+KEYS = (
+    f"datasets=[{{path: '{EMBEDDED}/train.jsonl', type: conversation, samples: 120}}]",
+    f"tokenizer='{EMBEDDED}/tokenizer'",
+    "model.config.num_hidden_layers=2",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=1",
+    "model.config.head_dim=16",
+    "sequence_len=64",
+    "warmup_steps=0",
+    "per_device_train_batch_size=2",
+    "gradient_accumulation_steps=2",
+    "eval_steps=0",
+    "save_steps=4",
+    "device=cpu",
+    "lora_rank=4",
+)
+"""A run of seconds on a model from random weights, with two micro-batches in a step on two processes."""
+
+
+def worker_processes(directory: Path) -> dict[int, tuple[int, int]]:
+    """Rank → (its process, that of its supervisor), of the run that was started in the directory."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_text().split("\0")
+            if "surogate_core.launch.worker" in words and (entry / "cwd").resolve() == directory.resolve():
+                found[int(words[-4])] = (int(entry.name), int(words[-2]))
+        except OSError:
+            continue
+    return found
+
+
+@dataclass(slots=True)
+class Run:
+    """`surogate sft` in a directory of its own."""
+
+    process: subprocess.Popen[str]
+    place: Path
+    output: Path
+
+    def wait_for_ranks(self, count: int) -> dict[int, tuple[int, int]]:
+        """Wait until the ranks have started; their processes."""
+        until = time.monotonic() + 120
+        while len(found := worker_processes(self.place)) < count:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        return found
+
+    def wait_for_steps(self, count: int) -> dict[int, tuple[int, int]]:
+        """Wait until this number of steps is recorded; the processes of the ranks."""
+        file, until = self.output / "metrics.jsonl", time.monotonic() + 120
+        while not file.is_file() or file.read_text().count('"step_end"') < count:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        return worker_processes(self.place)
+
+    def end(self) -> tuple[int, str]:
+        """The exit code and all output; no rank is left."""
+        output, _ = self.process.communicate(timeout=150)
+        assert not worker_processes(self.place)
+        return self.process.returncode, output
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == event]
+
+    def history(self) -> list[tuple[Any, ...]]:
+        """What is the same in equal runs. A step that a restart repeats counts as its last repetition."""
+        keys = ("step", "loss", "grad_norm", "lr", "tokens", "total_tokens")
+        steps = {line["step"]: tuple(line[key] for key in keys) for line in self.records("step_end")}
+        return [steps[step] for step in sorted(steps)]
+
+    def weights(self) -> dict[str, str]:
+        """File of the last checkpoint → digest: weights and optimizer state."""
+        checkpoint = max(self.output.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        files = sorted(checkpoint.glob("*.safetensors"))
+        assert files, checkpoint
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a run with more keys: `start("lora=true", name="a", address="host:port")`."""
+    started: list[Run] = []
+
+    def begin(*keys: str, name: str = "run", address: str = "") -> Run:
+        place = tmp_path / name
+        place.mkdir(exist_ok=True)
+        latest = {text.partition("=")[0]: text for text in (*KEYS, *keys)}
+        arguments = [*latest.values(), "output_dir=out", f"data_cache_dir={tmp_path / 'cache'}"]
+        arguments += [f"launcher.ray_address={address}"] if address else []
+        command = [sys.executable, "-m", "surogate_core", "sft", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SUROGATE_LOG_DIR": str(tmp_path / "log")}
+        process = subprocess.Popen(
+            command,
+            cwd=place,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
+        started.append(Run(process, place, place / "out"))
+        return started[-1]
+
+    yield begin
+    for run in started:
+        run.process.kill()
+        run.process.wait()
+        for process, _ in worker_processes(run.place).values():
+            os.kill(process, signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class Fake:
+    """A cluster of fake machines of one CPU each: what one run reserves, another one has to wait for."""
+
+    cluster: Any
+    machines: list[Any] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self, **environment: str) -> Any:
+        """Another machine."""
+        self.machines.append(self.cluster.add_node(num_cpus=1, env_vars=environment or None))
+        return self.machines[-1]
+
+    def lose(self, machine: Any) -> None:
+        """The machine's Ray is killed, as if the machine was."""
+        self.machines.remove(machine)
+        self.cluster.remove_node(machine, allow_graceful=False)
+
+    def machine_of(self, supervisor: int) -> Any:
+        """The machine that started a process."""
+        status = Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()
+        parent = int(status[1])
+        (found,) = [m for m in self.machines if any(p.process.pid == parent for p in m.all_processes["raylet"])]
+        return found
+
+
+def make_cluster(environments: Sequence[dict[str, str]] = ({}, {})) -> Fake:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("the package ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    first, *others = environments
+    head = {"num_cpus": 1, "include_dashboard": False, "env_vars": first or None}
+    fake = Fake(Cluster(initialize_head=True, head_node_args=head))
+    fake.machines.append(fake.cluster.head_node)
+    for environment in others:
+        fake.add(**environment)
+    return fake
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[Fake]:
+    """Two machines for all tests of the session."""
+    fake = make_cluster()
+    yield fake
+    fake.cluster.shutdown()
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[Callable[..., Fake]]:
+    """Makes a cluster with the environments of its machines, for a test that changes it."""
+    made: list[Fake] = []
+
+    def make(*environments: dict[str, str]) -> Fake:
+        made.append(make_cluster(environments or ({}, {})))
+        return made[-1]
+
+    yield make
+    for fake in made:
+        fake.cluster.shutdown()

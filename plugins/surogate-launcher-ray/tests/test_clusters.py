@@ -1,0 +1,176 @@
+"""Whole runs on two fake machines of this one: gloo on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from surogate_launcher_ray import surogate_launcher
+
+from conftest import worker_processes
+from surogate_core.testing.launchers import CHECKS
+
+pytestmark = pytest.mark.slow
+
+TWO_MACHINES = ("gpus=2", "launcher=ray", "launcher.num_nodes=2", "gradient_accumulation_steps=1")
+LORA = ("lora=true", "lora_dropout=0.1")
+FULL = ("lora=false", "exact_reduction=true", "optimizer=adamw")
+
+
+@pytest.mark.parametrize("trained", [LORA, FULL], ids=["lora", "all weights"])
+def test_two_machines_give_the_bits_of_one_process(start: Any, shared_cluster: Any, trained: tuple[str, ...]) -> None:
+    one = start(*trained, "max_steps=6", name="one")
+    code, output = one.end()
+    assert code == 0, output
+    two = start(*trained, "max_steps=6", *TWO_MACHINES, name="two", address=shared_cluster.address)
+    supervisors = {supervisor for _, supervisor in two.wait_for_ranks(2).values()}
+    assert len({id(shared_cluster.machine_of(supervisor)) for supervisor in supervisors}) == 2
+    code, output = two.end()
+    assert code == 0, output
+    # What rank 0 prints on its machine is seen here, once; what the others print is in their logs.
+    assert output.count("Finished after 6 steps") == 1
+    assert (two.output / "logs/rank-1.log").is_file()
+    assert two.history() == one.history()
+    assert two.weights() == one.weights()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_after_one_step_and_one_process_resumes(
+    start: Any, shared_cluster: Any, number: signal.Signals
+) -> None:
+    keys = (*LORA, "lr_scheduler_type=constant")
+    run = start(*keys, "max_steps=100000", *TWO_MACHINES, address=shared_cluster.address)
+    run.wait_for_steps(2)
+    run.process.send_signal(number)
+    code, output = run.end()
+    assert code == 128 + number, output
+    (end,) = run.records("run_end")
+    assert end["reason"] == "signal"
+    assert (run.output / f"checkpoint-{end['step']}").is_dir()
+    last = f"max_steps={end['step'] + 3}"
+    resumed, unbroken = start(*keys, last), start(*keys, last, name="unbroken")
+    for one in (resumed, unbroken):
+        code, output = one.end()
+        assert code == 0, output
+    assert resumed.records("run_start")[-1]["start_step"] == end["step"]
+    assert resumed.history() == unbroken.history()
+    assert resumed.weights() == unbroken.weights()
+
+
+def test_ctrl_c_reaches_rank_0_alone_also_in_a_cluster_of_the_run(start: Any, shared_cluster: Any) -> None:
+    """A terminal sends it to all processes of the group, those of Ray among them."""
+    run = start(*LORA, "max_steps=100000", "gpus=2", "launcher=ray", address="local")
+    run.wait_for_steps(2)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, output = run.end()
+    assert code == 130, output
+    (end,) = run.records("run_end")
+    assert end["reason"] == "signal"
+    assert (run.output / f"checkpoint-{end['step']}").is_dir()
+
+
+def test_a_killed_rank_is_named_with_its_machine(start: Any, shared_cluster: Any) -> None:
+    run = start(*LORA, "max_steps=100000", *TWO_MACHINES, address=shared_cluster.address)
+    process, _ = run.wait_for_steps(3)[1]
+    os.kill(process, signal.SIGKILL)
+    code, output = run.end()
+    assert code == 137
+    message = output[output.rindex("surogate: rank 1") :].removeprefix("surogate: ").strip()
+    assert message.startswith(f"rank 1 (process {process} on {os.uname().nodename} (")
+    assert "was killed by SIGKILL" in message
+    # Rank 0, on the other machine, ends the record of the run with the cause.
+    (end,) = run.records("run_end")
+    assert (end["reason"], end["message"]) == ("failed", message)
+
+
+def test_wrong_input_is_reported_once(start: Any, shared_cluster: Any) -> None:
+    run = start("max_steps=2", "model=/nowhere/model", *TWO_MACHINES, address=shared_cluster.address)
+    code, output = run.end()
+    assert code == 2
+    assert output.count("/nowhere/model") == 1, output
+
+
+def test_a_killed_driver_leaves_nothing_behind(start: Any, shared_cluster: Any) -> None:
+    run = start(*LORA, "max_steps=100000", *TWO_MACHINES, address=shared_cluster.address)
+    run.wait_for_steps(3)
+    run.process.kill()
+    run.process.wait()
+    until = time.monotonic() + 10
+    while worker_processes(run.place):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    # The machines have one CPU each: the next run gets them because the killed one has given them back.
+    code, output = start(*LORA, "max_steps=2", *TWO_MACHINES, name="next", address=shared_cluster.address).end()
+    assert code == 0, output
+
+
+def test_a_lost_machine_ends_the_run_soon(start: Any, own_cluster: Any) -> None:
+    cluster = own_cluster({}, {})
+    run = start(*LORA, "max_steps=100000", *TWO_MACHINES, address=cluster.address)
+    ranks = run.wait_for_steps(3)
+    (rank,) = [r for r, (_, supervisor) in ranks.items() if cluster.machine_of(supervisor) is cluster.machines[1]]
+    began = time.monotonic()
+    cluster.lose(cluster.machines[1])
+    code, output = run.end()
+    assert time.monotonic() - began < 20
+    assert code == 1
+    message = output[output.rindex("surogate: ") :]
+    assert message.startswith(f"surogate: rank {rank} on "), output
+    assert "): the machine is lost, " in message
+
+
+def test_a_run_goes_on_with_another_machine(start: Any, own_cluster: Any) -> None:
+    unbroken = start(*LORA, "max_steps=24", "sequence_len=128", name="unbroken")
+    code, output = unbroken.end()
+    assert code == 0, output
+    cluster = own_cluster({}, {})
+    keys = ("max_steps=24", "sequence_len=128", "max_restarts=1")
+    run = start(*LORA, *keys, *TWO_MACHINES, address=cluster.address)
+    run.wait_for_steps(6)
+    cluster.lose(cluster.machines[1])
+    cluster.add()
+    code, output = run.end()
+    assert code == 0, output
+    assert "the run starts again from checkpoint-" in output
+    assert [line["start_step"] > 0 for line in run.records("run_start")] == [False, True]
+    assert run.history() == unbroken.history()
+    assert run.weights() == unbroken.weights()
+
+
+def test_machines_with_other_plugins_are_refused(start: Any, own_cluster: Any, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    info = site / "dist_extra-1.2.3.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dist-extra\nVersion: 1.2.3\n")
+    (info / "entry_points.txt").write_text("[surogate]\nextra = plugin_extra\n")
+    (site / "plugin_extra").mkdir()
+    (site / "plugin_extra/__init__.py").write_text('SUROGATE_API = ">=2,<3"\n')
+    cluster = own_cluster({}, {"PYTHONPATH": str(site)})
+    run = start(*LORA, "max_steps=2", *TWO_MACHINES, address=cluster.address)
+    code, output = run.end()
+    assert code != 0
+    message = output[output.rindex("surogate: ") :]
+    assert "launcher=ray: not the same is installed everywhere" in message
+    assert "extra 1.2.3 is not installed on the machine that starts the run" in message
+    assert not run.output.joinpath("metrics.jsonl").exists()
+
+
+def test_more_machines_than_the_cluster_has(start: Any, shared_cluster: Any) -> None:
+    keys = ("gpus=3", "launcher=ray", "launcher.num_nodes=3")
+    code, output = start(*LORA, "max_steps=2", *keys, address=shared_cluster.address).end()
+    assert code == 3
+    assert "launcher.num_nodes=3: the Ray cluster has 2 machines with a CPU" in output
+    assert "Fix: launcher.num_nodes=2" in output
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_launcher_conforms_on_a_cluster(
+    check: Any, shared_cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", shared_cluster.address)
+    monkeypatch.setenv("SUROGATE_LOG_DIR", str(tmp_path / "log"))
+    check(surogate_launcher())
