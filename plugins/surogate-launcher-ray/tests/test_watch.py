@@ -25,14 +25,14 @@ class ActorError(Exception):
     pass
 
 
-class ActorUnavailable(ActorError):
+class ActorUnavailableError(ActorError):
     pass
 
 
 class FakeRay:
     """As much of Ray as the watch needs: a reference is a function that returns the answer or None."""
 
-    exceptions = SimpleNamespace(RayActorError=ActorError, ActorUnavailableError=ActorUnavailable)
+    exceptions = SimpleNamespace(RayActorError=ActorError, ActorUnavailableError=ActorUnavailableError)
 
     def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
         there = [ref for ref in refs if ref() is not None]
@@ -150,7 +150,9 @@ def test_a_machine_that_does_not_answer_is_lost() -> None:
 
 
 def test_the_death_of_a_supervisor_is_a_lost_machine() -> None:
-    text = "The actor died unexpectedly before finishing this task.\n\tclass_name: Node\nThe actor died because its node "
+    text = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: Node\nThe actor died because its node "
+    )
     error = ActorError(text + "has died. Node Id: 5")
     found = run(Actor(NEVER), Actor(NEVER, error))
     assert "the machine is lost, its supervisor is gone (The actor died because its node has died." in found.message
@@ -158,7 +160,7 @@ def test_the_death_of_a_supervisor_is_a_lost_machine() -> None:
 
 
 def test_a_short_interruption_of_the_network_is_no_loss() -> None:
-    assert run(Actor(over(0)), Actor(ActorUnavailable(), NEVER, ActorUnavailable(), over(0))) == 0
+    assert run(Actor(over(0)), Actor(ActorUnavailableError(), NEVER, ActorUnavailableError(), over(0))) == 0
 
 
 def test_a_driver_that_was_stopped_blames_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
