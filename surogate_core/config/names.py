@@ -50,6 +50,8 @@ def unknown_key(
         return Problem(key=key, message="there is no such key.", where=where, fix=fix)
     if known is None and (missing := registry.explain_missing_key(root)) is not None:
         return Problem(key=key, message=missing.message, where=where, fix=missing.fix, needs=missing.needs)
+    if known is None and root in planned.ELSEWHERE:
+        return Problem(key=key, message="there is no such key.", where=where, fix=planned.ELSEWHERE[root])
     if known is None and root in planned.KEYS:
         return Problem(key=key, message=planned.MESSAGE, where=where)
     every = KEYS | flat_keys(registry).keys() | default_groups().keys() | registry.options.keys()

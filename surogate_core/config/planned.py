@@ -8,7 +8,7 @@ from __future__ import annotations
 KEYS = frozenset(
     """
     model_type
-    ep_size ep_load_balance_threshold ep_plan_refresh_interval distributed
+    ep_size ep_load_balance_threshold ep_plan_refresh_interval
     debug_time_breakdown debug_memory_breakdown
     """.split()  # noqa: SIM905
 )
@@ -19,5 +19,8 @@ NAMES: frozenset[tuple[str, str]] = frozenset()
 
 COMMANDS: frozenset[str] = frozenset()
 """Sub-commands of `surogate`."""
+
+ELSEWHERE = {"distributed": "launcher=ray launcher.num_nodes=N launcher.gpus_per_node=M launcher.ray_address=ADDRESS"}
+"""Key of the plan → what to write instead, where it became something else."""
 
 MESSAGE = "not available in this version."

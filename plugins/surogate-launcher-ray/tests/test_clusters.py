@@ -21,19 +21,25 @@ LORA = ("lora=true", "lora_dropout=0.1")
 FULL = ("lora=false", "exact_reduction=true", "optimizer=adamw")
 
 
-@pytest.mark.parametrize("trained", [LORA, FULL], ids=["lora", "all weights"])
-def test_two_machines_give_the_bits_of_one_process(start: Any, shared_cluster: Any, trained: tuple[str, ...]) -> None:
-    one = start(*trained, "max_steps=6", name="one")
+@pytest.mark.parametrize(("ranks", "trained"), [(4, LORA), (2, FULL)], ids=["lora", "all weights"])
+def test_two_machines_give_the_bits_of_one_process(
+    start: Any, shared_cluster: Any, ranks: int, trained: tuple[str, ...]
+) -> None:
+    one = start(*trained, "max_steps=6", f"gradient_accumulation_steps={ranks}", name="one")
     code, output = one.end()
     assert code == 0, output
-    two = start(*trained, "max_steps=6", *TWO_MACHINES, name="two", address=shared_cluster.address)
-    supervisors = {supervisor for _, supervisor in two.wait_for_ranks(2).values()}
-    assert len({id(shared_cluster.machine_of(supervisor)) for supervisor in supervisors}) == 2
+    keys = ("max_steps=6", *TWO_MACHINES, f"gpus={ranks}")
+    two = start(*trained, *keys, name="two", address=shared_cluster.address)
+    supervisors = {rank: supervisor for rank, (_, supervisor) in two.wait_for_ranks(ranks).items()}
+    half = ranks // 2
+    machines = [shared_cluster.machine_of(supervisors[rank]) for rank in range(ranks)]
+    assert machines == [machines[0]] * half + [machines[half]] * half
+    assert machines[0] is not machines[half]
     code, output = two.end()
     assert code == 0, output
     # What rank 0 prints on its machine is seen here, once; what the others print is in their logs.
     assert output.count("Finished after 6 steps") == 1
-    assert (two.output / "logs/rank-1.log").is_file()
+    assert all((two.output / f"logs/rank-{rank}.log").is_file() for rank in range(1, ranks))
     assert two.history() == one.history()
     assert two.weights() == one.weights()
 
