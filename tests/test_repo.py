@@ -486,10 +486,12 @@ def test_the_front_door_requires_every_plugin_by_default_or_by_an_extra():
     environments = {p.name for p in PLUGINS if p.name.startswith("surogate-environment-")} - {
         "surogate-environment-trl"
     }
-    extras = trackers | evals | environments
+    ray = {"surogate-launcher-ray"}
+    extras = trackers | evals | environments | ray
     assert required["trackers"] == trackers
     assert required["evals"] == evals
     assert required["environments"] == environments
+    assert required["ray"] == ray
     assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in PLUGINS)} - extras
     assert sources.keys() == required[""] | extras
     assert (ROOT / "core" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()

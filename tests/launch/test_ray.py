@@ -4,23 +4,94 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_clusters import KEYS, Fake, Run, make_cluster, worker_processes
 from surogate_launcher_ray import surogate_launcher
 
-from conftest import worker_processes
+from surogate_core.errors import MachineError
 from surogate_core.testing.launchers import CHECKS
-
-pytestmark = pytest.mark.slow
 
 TWO_MACHINES = ("gpus=2", "launcher=ray", "launcher.num_nodes=2", "gradient_accumulation_steps=1")
 LORA = ("lora=true", "lora_dropout=0.1")
 FULL = ("lora=false", "exact_reduction=true", "optimizer=adamw")
 
 
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a run with more keys: `start("lora=true", name="a", address="host:port")`."""
+    started: list[Run] = []
+
+    def begin(*keys: str, name: str = "run", address: str = "") -> Run:
+        place = tmp_path / name
+        place.mkdir(exist_ok=True)
+        latest = {text.partition("=")[0]: text for text in (*KEYS, *keys)}
+        arguments = [*latest.values(), "output_dir=out", f"data_cache_dir={tmp_path / 'cache'}"]
+        arguments += [f"launcher.ray_address={address}"] if address else []
+        command = [sys.executable, "-m", "surogate_core", "sft", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SUROGATE_LOG_DIR": str(tmp_path / "log")}
+        process = subprocess.Popen(
+            command,
+            cwd=place,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
+        started.append(Run(process, place, place / "out"))
+        return started[-1]
+
+    yield begin
+    for run in started:
+        run.process.kill()
+        run.process.wait()
+        for process, _ in worker_processes(run.place).values():
+            os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[Fake]:
+    """Two machines for all tests of the session."""
+    fake = make_cluster()
+    yield fake
+    fake.cluster.shutdown()
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[Callable[..., Fake]]:
+    """Makes a cluster with the environments of its machines, for a test that changes it."""
+    made: list[Fake] = []
+
+    def make(*environments: dict[str, str]) -> Fake:
+        made.append(make_cluster(environments or ({}, {})))
+        return made[-1]
+
+    yield make
+    for fake in made:
+        fake.cluster.shutdown()
+
+
+def test_without_ray_the_run_is_refused(
+    run_here: Any, base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    message = r"^launcher=ray: the package ray is not installed\. Fix: pip install 'surogate-launcher-ray\[cluster\]'"
+    with pytest.raises(MachineError, match=message):
+        run_here(tmp_path / "run", *base, "gpus=2", "launcher=ray", "launcher.num_nodes=2")
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "trained"), [(4, LORA), (2, FULL)], ids=["lora", "all weights"])
 def test_two_machines_give_the_bits_of_one_process(
     start: Any, shared_cluster: Any, ranks: int, trained: tuple[str, ...]
@@ -44,6 +115,7 @@ def test_two_machines_give_the_bits_of_one_process(
     assert two.weights() == one.weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_after_one_step_and_one_process_resumes(
     start: Any, shared_cluster: Any, number: signal.Signals
@@ -67,6 +139,7 @@ def test_a_signal_saves_after_one_step_and_one_process_resumes(
     assert resumed.weights() == unbroken.weights()
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_rank_0_alone_also_in_a_cluster_of_the_run(start: Any, shared_cluster: Any) -> None:
     """A terminal sends it to all processes of the group, those of Ray among them."""
     run = start(*LORA, "max_steps=100000", "gpus=2", "launcher=ray", address="local")
@@ -79,6 +152,7 @@ def test_ctrl_c_reaches_rank_0_alone_also_in_a_cluster_of_the_run(start: Any, sh
     assert (run.output / f"checkpoint-{end['step']}").is_dir()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_with_its_machine(start: Any, shared_cluster: Any) -> None:
     run = start(*LORA, "max_steps=100000", *TWO_MACHINES, address=shared_cluster.address)
     process, _ = run.wait_for_steps(3)[1]
@@ -93,6 +167,7 @@ def test_a_killed_rank_is_named_with_its_machine(start: Any, shared_cluster: Any
     assert (end["reason"], end["message"]) == ("failed", message)
 
 
+@pytest.mark.slow
 def test_wrong_input_is_reported_once(start: Any, shared_cluster: Any) -> None:
     run = start("max_steps=2", "model=/nowhere/model", *TWO_MACHINES, address=shared_cluster.address)
     code, output = run.end()
@@ -100,6 +175,7 @@ def test_wrong_input_is_reported_once(start: Any, shared_cluster: Any) -> None:
     assert output.count("/nowhere/model") == 1, output
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_behind(start: Any, shared_cluster: Any) -> None:
     run = start(*LORA, "max_steps=100000", *TWO_MACHINES, address=shared_cluster.address)
     run.wait_for_steps(3)
@@ -114,6 +190,7 @@ def test_a_killed_driver_leaves_nothing_behind(start: Any, shared_cluster: Any) 
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_a_lost_machine_ends_the_run_soon(start: Any, own_cluster: Any) -> None:
     cluster = own_cluster({}, {})
     run = start(*LORA, "max_steps=100000", *TWO_MACHINES, address=cluster.address)
@@ -129,6 +206,7 @@ def test_a_lost_machine_ends_the_run_soon(start: Any, own_cluster: Any) -> None:
     assert "): the machine is lost, " in message
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_machine(start: Any, own_cluster: Any) -> None:
     unbroken = start(*LORA, "max_steps=24", "sequence_len=128", name="unbroken")
     code, output = unbroken.end()
@@ -147,6 +225,7 @@ def test_a_run_goes_on_with_another_machine(start: Any, own_cluster: Any) -> Non
     assert run.weights() == unbroken.weights()
 
 
+@pytest.mark.slow
 def test_machines_with_other_plugins_are_refused(start: Any, own_cluster: Any, tmp_path: Path) -> None:
     site = tmp_path / "site"
     info = site / "dist_extra-1.2.3.dist-info"
@@ -165,6 +244,7 @@ def test_machines_with_other_plugins_are_refused(start: Any, own_cluster: Any, t
     assert not run.output.joinpath("metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_more_machines_than_the_cluster_has(start: Any, shared_cluster: Any) -> None:
     keys = ("gpus=3", "launcher=ray", "launcher.num_nodes=3")
     code, output = start(*LORA, "max_steps=2", *keys, address=shared_cluster.address).end()
@@ -173,6 +253,7 @@ def test_more_machines_than_the_cluster_has(start: Any, shared_cluster: Any) -> 
     assert "Fix: launcher.num_nodes=2" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_launcher_conforms_on_a_cluster(
     check: Any, shared_cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

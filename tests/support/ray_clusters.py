@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,42 +100,6 @@ class Run:
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-Start = Callable[..., Run]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a run with more keys: `start("lora=true", name="a", address="host:port")`."""
-    started: list[Run] = []
-
-    def begin(*keys: str, name: str = "run", address: str = "") -> Run:
-        place = tmp_path / name
-        place.mkdir(exist_ok=True)
-        latest = {text.partition("=")[0]: text for text in (*KEYS, *keys)}
-        arguments = [*latest.values(), "output_dir=out", f"data_cache_dir={tmp_path / 'cache'}"]
-        arguments += [f"launcher.ray_address={address}"] if address else []
-        command = [sys.executable, "-m", "surogate_core", "sft", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SUROGATE_LOG_DIR": str(tmp_path / "log")}
-        process = subprocess.Popen(
-            command,
-            cwd=place,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            process_group=0,
-        )
-        started.append(Run(process, place, place / "out"))
-        return started[-1]
-
-    yield begin
-    for run in started:
-        run.process.kill()
-        run.process.wait()
-        for process, _ in worker_processes(run.place).values():
-            os.kill(process, signal.SIGKILL)
-
-
 @dataclass(slots=True)
 class Fake:
     """A cluster of fake machines of one CPU each: what one run reserves, another one has to wait for."""
@@ -169,6 +130,7 @@ class Fake:
 
 
 def make_cluster(environments: Sequence[dict[str, str]] = ({}, {})) -> Fake:
+    """A cluster with a machine for each environment; the test is skipped without Ray."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("the package ray is not installed")
     from ray.cluster_utils import Cluster
@@ -180,25 +142,3 @@ def make_cluster(environments: Sequence[dict[str, str]] = ({}, {})) -> Fake:
     for environment in others:
         fake.add(**environment)
     return fake
-
-
-@pytest.fixture(scope="session")
-def shared_cluster() -> Iterator[Fake]:
-    """Two machines for all tests of the session."""
-    fake = make_cluster()
-    yield fake
-    fake.cluster.shutdown()
-
-
-@pytest.fixture
-def own_cluster() -> Iterator[Callable[..., Fake]]:
-    """Makes a cluster with the environments of its machines, for a test that changes it."""
-    made: list[Fake] = []
-
-    def make(*environments: dict[str, str]) -> Fake:
-        made.append(make_cluster(environments or ({}, {})))
-        return made[-1]
-
-    yield make
-    for fake in made:
-        fake.cluster.shutdown()
