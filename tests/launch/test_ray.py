@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -199,11 +200,11 @@ def test_a_lost_machine_ends_the_run_soon(start: Any, own_cluster: Any) -> None:
     began = time.monotonic()
     cluster.lose(cluster.machines[1])
     code, output = run.end()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 15
     assert code == 1
     message = output[output.rindex("surogate: ") :]
     assert message.startswith(f"surogate: rank {rank} on "), output
-    assert "): the machine is lost, " in message
+    assert re.search(r"\): the machine (or its Ray )?is lost: ", message)
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_numbers_that_contradict_each_other(gpus: int, options: dict[str, int], 
     ("found", "options", "message"),
     [
         (machines(8, 4), {"num_nodes": 2}, r"different numbers of GPUs: 10\.0\.0\.0 has 8 .* Fix: .*gpus_per_node=4"),
-        (machines(8), {"num_nodes": 2}, r"launcher\.num_nodes=2: the Ray cluster has 1 machines with .*num_nodes=1"),
+        (machines(8), {"num_nodes": 2}, r"launcher\.num_nodes=2: the Ray cluster has 1 machine with .*num_nodes=1"),
         (machines(4, 4), {"num_nodes": 2, "gpus_per_node": 8}, r"has 0 machines with 8 GPUs and a CPU"),
         (machines(0, cpus=0.0), {}, r"has 0 machines with a CPU: 10\.0\.0\.0 has 0 CPUs and 0 GPUs"),
         ([], {}, r"has 0 machines with a CPU: it has no machine"),

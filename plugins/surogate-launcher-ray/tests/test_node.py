@@ -149,7 +149,8 @@ def test_a_network_that_is_not_here() -> None:
 def test_a_machine_must_see_the_output_directory(machine: Node, tmp_path: Path) -> None:
     file = tmp_path / "out/logs/.shared"
     assert machine.prepare(str(tmp_path), str(file), "abc") == (
-        f"does not see {tmp_path / 'out'}, the output directory",
+        f"does not see output_dir {tmp_path / 'out'}. "
+        "Fix: name one on a file system that all machines share under the same path.",
         0,
     )
     file.parent.mkdir(parents=True)
@@ -160,7 +161,26 @@ def test_a_machine_must_see_the_output_directory(machine: Node, tmp_path: Path) 
     assert text == ""
     with socket.create_server((HERE, port)):
         pass
-    assert machine.prepare("/nowhere", str(file), "abc")[0].startswith("cannot enter /nowhere, from which the run was")
+    assert machine.prepare("/nowhere", str(file), "abc")[0].startswith("cannot enter /nowhere (No such")
+
+
+def test_a_machine_must_have_the_address_by_which_ray_knows_it(machine: Node, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("abc")
+    machine._address = "203.0.113.9"
+    text, _ = machine.prepare(str(tmp_path), str(tmp_path / "file"), "abc")
+    assert text.startswith("cannot listen at 203.0.113.9, its address in Ray (")
+
+
+def test_to_stop_ends_the_wait_for_the_driver(machine: Node, tmp_path: Path) -> None:
+    machine.start(begin(tmp_path / "run", fails=0))
+    until = time.monotonic() + 60
+    while not machine.look().failures:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    machine.stop()
+    result = result_of(machine).result
+    assert isinstance(result, Failure)
+    assert "raised by the conformance kit" in result.message
 
 
 def test_output_is_kept_in_order_until_it_is_taken() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from surogate_launcher_ray import watch
-from surogate_launcher_ray.cluster import Member, first_line
+from surogate_launcher_ray.cluster import Member, death
 from surogate_launcher_ray.facts import Facts
 from surogate_launcher_ray.node import Report
 from surogate_launcher_ray.watch import Watch
@@ -144,7 +144,7 @@ def test_a_machine_that_does_not_answer_is_lost() -> None:
     silent.ends = None
     failure = Report(output=(), failures=[failed(1, "a bug: RuntimeError: connection closed", 0.0)])
     found = run(Actor(NEVER, NEVER, failure), silent, silence=0.2)
-    assert found.message.startswith("rank 2 to 3 on h1 (10.0.0.1): the machine is lost, it has not answered for 0 sec")
+    assert found.message.startswith("rank 2 to 3 on h1 (10.0.0.1): the machine is lost: no answer for 0 seconds.")
     assert (found.code, found.may_pass) == (1, True)
     assert "max_restarts=1" in found.text
 
@@ -155,8 +155,11 @@ def test_the_death_of_a_supervisor_is_a_lost_machine() -> None:
     )
     error = ActorError(text + "has died. Node Id: 5")
     found = run(Actor(NEVER), Actor(NEVER, error))
-    assert "the machine is lost, its supervisor is gone (The actor died because its node has died." in found.message
-    assert first_line(ActorError("")) == "ActorError"
+    assert found.message.endswith(
+        "the machine or its Ray is lost: The actor died unexpectedly before finishing this task. "
+        "The actor died because its node has died. Node Id: 5"
+    )
+    assert death(ActorError("")) == "ActorError"
 
 
 def test_a_short_interruption_of_the_network_is_no_loss() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,9 +26,12 @@ RESERVE_SECONDS = 300.0
 """The time in which the cluster frees what the run needs."""
 READY_SECONDS = 120.0
 """The time in which the supervisors start and load their plugins."""
+SHOWN = 500
+"""Characters of Ray's explanations that are shown."""
 PATIENT = 5.0
 """Seconds after which the user is told what is waited for."""
 POLL = 0.1
+_ATTRIBUTE = re.compile(r"\s+(class_name|actor_id|pid|name|namespace|ip): ")
 
 
 class Stopped(Exception):  # noqa: N818
@@ -76,7 +80,7 @@ def connected(address: str) -> Iterator[Any]:
     except (OSError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
         raise MachineError(
-            f"launcher.ray_address={address}: no Ray cluster answers ({text[:300]}). Fix: `ray start --head` "
+            f"launcher.ray_address={address}: no Ray cluster answers ({text[:SHOWN]}). Fix: `ray start --head` "
             f"on one machine and `ray start --address=HOST:PORT` on the others, or launcher.ray_address=local for one."
         ) from error
     try:
@@ -152,7 +156,7 @@ def _answer(ray: Any, member: Member, ref: Any) -> Any:
         text = str(error)
         if "ModuleNotFoundError" in text or "ImportError" in text or "AttributeError" in text:
             raise PluginError(_unlike(member, text.strip().splitlines()[-1])) from error
-        raise MachineError(f"{member.name}: its supervisor cannot start. {first_line(error)}") from error
+        raise MachineError(f"{member.name}: its supervisor cannot start. {death(error)}") from error
 
 
 def _unlike(member: Member, text: str) -> str:
@@ -162,11 +166,10 @@ def _unlike(member: Member, text: str) -> str:
     )
 
 
-def first_line(error: BaseException) -> str:
+def death(error: BaseException) -> str:
     """What Ray says about the death of an actor, in short."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line.startswith("The actor") and " died because " in line]
-    return (told or [line for line in lines if line] or [type(error).__name__])[0]
+    lines = [line.strip() for line in str(error).splitlines() if not _ATTRIBUTE.match(line)]
+    return " ".join(line for line in lines if line)[:SHOWN] or type(error).__name__
 
 
 def _wait(ray: Any, refs: Sequence[Any], *, seconds: float, what: str, check: Callable[[], None]) -> None:

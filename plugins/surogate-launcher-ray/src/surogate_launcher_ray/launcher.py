@@ -48,13 +48,17 @@ class _Run:
     def __init__(self, ray: Any, job: Job, options: RayOptions, registry: Registry, signals: Forwarding):
         self._ray, self._job, self._options, self._signals = ray, job, options, signals
         self._here = installed_in(registry)
+        self._layout: Layout | None = None
         self._policy = registry_policy(job.config)
 
     def start(self, resume: bool) -> int | Failure:
         """Start all ranks: the exit code or the first failure, when they are gone."""
         config, ray = self._job.config, self._ray
         try:
-            found = layout(self._options, config["gpus"], config["device"], Machine.of(ray.nodes()))
+            if (found := self._layout) is None:
+                found = layout(self._options, config["gpus"], config["device"], Machine.of(ray.nodes()))
+            # A restart has the same layout, and waits for a machine in place of one that was lost.
+            self._layout = found
             with reserved(ray, found, self._check) as members:
                 describe(ray, members, self._policy, self._check)
                 compare(self._here, [member.facts for member in members if member.facts is not None])
@@ -75,10 +79,7 @@ class _Run:
             prepared = answers(self._ray, members, asked, "for the machines to find the output directory", self._check)
         wrong = [f"{m.name} {text}" for m, (text, _) in zip(members, prepared, strict=True) if text]
         if wrong:
-            raise UserError(
-                f"output_dir={self._job.config['output_dir']}: {'; '.join(wrong)}. Fix: start the run in a "
-                f"directory, and name an output_dir, on a file system that all machines share under the same path."
-            )
+            raise UserError(f"launcher=ray: {' '.join(wrong)}")
         job = sent(self._job, found.world, (), resume=resume)
         asked = []
         for member in members:

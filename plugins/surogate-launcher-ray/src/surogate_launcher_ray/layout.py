@@ -65,8 +65,9 @@ class Layout:
         able = [machine for machine in machines if machine.cpus >= 1 and machine.gpus >= need]
         if len(able) < self.nodes:
             what = f"{need} GPU{'s' if need > 1 else ''} and a CPU" if need else "a CPU"
+            count = f"{len(able)} machine{'' if len(able) == 1 else 's'}"
             raise MachineError(
-                f"launcher.num_nodes={self.nodes}: the Ray cluster has {len(able)} machines with {what}: "
+                f"launcher.num_nodes={self.nodes}: the Ray cluster has {count} with {what}: "
                 f"{_listed(machines)}. Fix: launcher.num_nodes={max(len(able), 1)}, or add machines by "
                 f"`ray start --address=HOST:PORT`."
             )

@@ -86,8 +86,8 @@ class Verdict(Elsewhere):
         self._known.wait(VERDICT_SECONDS)
         return self._first or first_of(found)
 
-    def set(self, first: Failure) -> None:
-        """The driver's word."""
+    def set(self, first: Failure | None) -> None:
+        """The driver's word; None: it does not wait for more failures."""
         self._first = first
         self._known.set()
 
@@ -123,14 +123,20 @@ class Node:
         try:
             os.chdir(directory)
         except OSError as error:
-            return f"cannot enter {directory}, from which the run was started ({error.strerror})", 0
+            fix = "Fix: start the run in a directory that all machines have."
+            return f"cannot enter {directory} ({error.strerror}). {fix}", 0
         try:
             found = Path(shared).read_text(encoding="utf-8")
         except OSError:
             found = ""
         if found != content:
-            return f"does not see {Path(shared).parent.parent}, the output directory", 0
-        return "", free_port(self._address)
+            fix = "Fix: name one on a file system that all machines share under the same path."
+            return f"does not see output_dir {Path(shared).parent.parent}. {fix}", 0
+        try:
+            return "", free_port(self._address)
+        except OSError as error:
+            fix = "Fix: `ray start --node-ip-address=` with one of its own."
+            return f"cannot listen at {self._address}, its address in Ray ({error.strerror}). {fix}", 0
 
     def start(self, start: Start) -> None:
         """Start the ranks."""
@@ -155,6 +161,7 @@ class Node:
     def stop(self) -> None:
         """Kill the ranks here."""
         self._signals.at_once = True
+        self._verdict.set(None)
 
     def _run(self, start: Start) -> None:
         # The ranks inherit the mask of this thread, and Ray blocks signals in some of its processes.

@@ -17,7 +17,7 @@ import structlog
 from surogate_core.launch.child import LEAVE, RESUME, STOPPED, Failure
 from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.supervisor import GRACE, WINDOW, first_of
-from surogate_launcher_ray.cluster import Member, first_line
+from surogate_launcher_ray.cluster import Member, death
 from surogate_launcher_ray.node import Report
 
 log = structlog.get_logger(__name__)
@@ -145,9 +145,9 @@ class Watch:
             except errors.ActorUnavailableError:
                 pass  # Ray may connect to it again; `heard_at` decides
             except errors.RayActorError as error:
-                machine.lost = self._lost(machine, f"its supervisor is gone ({first_line(error)})")
-        elif machine.asked is not None and now - machine.heard_at > self._limit:
-            machine.lost = self._lost(machine, f"it has not answered for {now - machine.heard_at:.0f} seconds")
+                machine.lost = self._lost(machine, f"the machine or its Ray is lost: {death(error)}")
+        elif machine.asked is not None and (seconds := now - machine.heard_at) > self._limit:
+            machine.lost = self._lost(machine, f"the machine is lost: no answer for {seconds:.0f} seconds.")
         if machine.asked is None and not machine.over:
             machine.asked, machine.asked_at = machine.member.actor.look.remote(), now
 
@@ -161,7 +161,7 @@ class Watch:
     def _lost(self, machine: Watched, text: str) -> Failure:
         first, last = machine.member.first, machine.member.first + self._per_node - 1
         who = f"rank {first} to {last}" if last > first else f"rank {first}"
-        message = f"{who} on {machine.member.name}: the machine is lost, {text}."
+        message = f"{who} on {machine.member.name}: {text}"
         return Failure(rank=first, message=message, code=1, at=0.0, advice=RESUME, host=machine.member.name)
 
     # ----------------------------------------------------------------------------- end
