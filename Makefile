@@ -26,7 +26,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(filter-out pyproject.toml,$(PROJECTS)
 STAMP := $(VENV)/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-fuzz test-gpu lint format types docs site dist native clean
+.PHONY: help setup train test test-slow test-fuzz test-gpu test-ray lint format types docs site dist native clean
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -48,6 +48,10 @@ test-fuzz: $(STAMP) ## Ten thousand drawn configurations, data files, checkpoint
 
 test-gpu: $(STAMP) ## The tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST)
+
+test-ray: $(STAMP) ## The tests of runs on a Ray cluster; installs Ray into .venv
+	$(PIP) install --no-build-isolation -e 'plugins/surogate-launcher-ray[cluster]'
+	$(BIN)/python -m pytest -m 'not gpu' plugins/surogate-launcher-ray tests/launch/test_ray.py $(PYTEST)
 
 lint: $(STAMP) ## ruff check and ruff format --check
 	$(BIN)/ruff check .

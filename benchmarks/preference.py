@@ -44,6 +44,8 @@ from surogate_core.engine.pieces import RandomSource
 
 OURS = ("sft", "dpo", "ipo", "orpo", "simpo", "reference")
 PEERS = ("trl-dpo", "trl-dpo-precomputed", "trl-orpo")
+WARM_UP = 3.0
+"""Seconds of steps that do not count, after two that compile: the first case of a call came out slower by a third."""
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 Pair = tuple[list[int], list[int], list[int]]
@@ -277,10 +279,15 @@ def measure(case: str, words: argparse.Namespace) -> Found:
         times = of_trl(case, work, config, words)
     else:
         step, times = ours(case, work, config, words), []
-        for number in range(words.steps + 2):
+        for _ in range(2):  # compiles and captures
+            step()
+        warm = time.perf_counter() + (0.0 if words.small else WARM_UP)
+        while time.perf_counter() < warm:
+            step()
+        for _ in range(words.steps):
             began = time.perf_counter()
             step()  # reads its result on the host
-            times += [time.perf_counter() - began] if number >= 2 else []
+            times.append(time.perf_counter() - began)
     seconds, tokens = median(times), sum(size(pair) for pairs in work for pair in pairs)
     return Found(
         case=case,

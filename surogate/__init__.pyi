@@ -118,6 +118,7 @@ def sft(
     shard_gradients: bool = ...,
     shard_weights: bool = ...,
     exact_reduction: Literal["auto"] | bool = ...,
+    context_parallel_size: int = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
@@ -286,6 +287,9 @@ def sft(
             which it is kept.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
+        context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
+            exchange heads around attention. It divides `gpus` and `sequence_len`; `gradient_accumulation_steps`
+            then counts micro-batches of such a group.
         fabric: How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that
             connects them.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its
@@ -443,6 +447,7 @@ def pt(
     shard_gradients: bool = ...,
     shard_weights: bool = ...,
     exact_reduction: Literal["auto"] | bool = ...,
+    context_parallel_size: int = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
@@ -611,6 +616,9 @@ def pt(
             which it is kept.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
+        context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
+            exchange heads around attention. It divides `gpus` and `sequence_len`; `gradient_accumulation_steps`
+            then counts micro-batches of such a group.
         fabric: How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that
             connects them.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its

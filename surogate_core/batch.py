@@ -81,6 +81,21 @@ class MicroBatch:
             pairs = round(self.tokens * mean_pairs(self.positions))
         return Counts(tokens=self.tokens, label_tokens=self.label_tokens, loss_weight=self.loss_weight, pairs=pairs)
 
+    def emptied(self) -> MicroBatch:
+        """A micro-batch of the same shapes that trains nothing and counts nothing."""
+        import torch
+
+        return replace(
+            self,
+            labels=torch.full_like(self.labels, IGNORE_LABEL),
+            columns={name: torch.zeros_like(column) for name, column in self.columns.items()},
+            tokens=0,
+            label_tokens=0,
+            divisor=0.0,
+            pairs=0,
+            real=torch.zeros(self.input_ids.shape, dtype=torch.bool),
+        )
+
     def pinned(self) -> MicroBatch:
         """The micro-batch in page-locked memory, from which copies to a GPU are asynchronous."""
         import torch

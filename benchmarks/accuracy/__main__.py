@@ -14,6 +14,8 @@ COMMANDS = {
     "pretrain": "train the base model for some minutes, from where the last call stopped",
     "finetune": "train and measure the cells of the table that have no result yet",
     "anchor": "the same fine-tuning by TRL",
+    "reinforce": "GRPO on the generated problems, beside TRL",
+    "curves": "the runs of `reinforce` as a table and a picture",
     "rounding": "which operands' rounding costs how much loss, without training",
     "table": "write the table and its picture",
     "parcel": "split a directory into parts of a size, or join them",

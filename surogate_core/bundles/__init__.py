@@ -62,6 +62,7 @@ from surogate_core.bundles.tasks import (
     Stopped,
     Task,
     TaskSpec,
+    Together,
 )
 from surogate_core.bundles.weight_formats import WeightFormat, WeightFormatSpec
 
@@ -137,6 +138,7 @@ __all__ = [
     "TaskResult",
     "TaskSpec",
     "TensorKind",
+    "Together",
     "Turn",
     "WeightFormat",
     "WeightFormatSpec",

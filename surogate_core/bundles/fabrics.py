@@ -73,6 +73,14 @@ class Fabric:
         """The maximum of each number over the ranks, on the host."""
         raise NotImplementedError
 
+    def within(self, size: int) -> Fabric:
+        """The collectives among `size` neighbouring ranks, of which this one is: ranks 0 … size − 1 are a group, and so
+        on. `size` divides the ranks.
+
+        All ranks call it after `connect`. It lives as long as this fabric.
+        """
+        raise NotImplementedError
+
     def close(self) -> None:
         """End the communication, if `connect` opened it. All graphs that captured it are gone by now."""
 

@@ -24,10 +24,11 @@ class Job(Protocol):
     def config(self) -> Mapping[str, Any]:
         """The checked configuration: flat keys to JSON values. `gpus` is the number of ranks to start."""
 
-    def to_json(self, *, resume: bool = False) -> dict[str, Any]:
+    def to_json(self, *, resume: bool = False, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """JSON values from which the class's `from_json` makes a copy in another process.
 
-        `resume`: the copy continues from the run's latest checkpoint. Raises `ConfigError` if the job has parts that
+        `resume`: the copy continues from the run's latest checkpoint. `changes`: flat keys of its configuration that
+        differ from this one's. Raises `ConfigError` if the job has parts that
         cannot leave this process, such as callbacks.
         """
 

@@ -119,6 +119,10 @@ class PreparingTask(Task, Protocol):
         """
 
 
+_STOPPED, _DONE = b"\0", b"\1"
+"""The first byte of what a rank gives to the others."""
+
+
 class Stopped(Exception):  # noqa: N818
     """Raised by `OnlineSteps.next_step` after a signal: the step is not made, and the run ends after the one before."""
 
@@ -129,6 +133,9 @@ class OnlineSteps(Steps, Protocol):
     `next_step` is called in the loop's thread, after the step before has been applied and its figures have been read.
     It may raise `Stopped` when `OnlineContext.stopped()` is true. A step that a kill or a signal interrupts is made
     again by the run that resumes, from the same state and the same weights, and must come out identical.
+
+    On several GPUs every rank calls `next_step` at the same time, and must get identical micro-batches, in any number;
+    `OnlineContext.together` exchanges what each rank has made of them. So it is with `OnlineTask.evaluate`.
 
     Steps that hold processes or files may have a method ``close()``, which is called after the last step or evaluation.
     """
@@ -159,6 +166,40 @@ class OnlineTask(Task, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """The ranks that make the steps of an online task. All ranks call its methods in the same order."""
+
+    rank: int = 0
+    """Number of this rank."""
+    world: int = 1
+    """Number of ranks."""
+    local_world: int = 1
+    """Ranks on this machine."""
+    exchange: Callable[[bytes], list[bytes]] = field(default=lambda data: [data], repr=False)
+    """Gives the bytes of all ranks, by rank; when the engine exists."""
+
+    def own(self, number: int) -> bool:
+        """Whether this rank does the part of a work that has this number."""
+        return number % self.world == self.rank
+
+    def gather(self, make: Callable[[], bytes]) -> list[bytes]:
+        """What `make` returns on each rank, by rank. If it raises `Stopped` on one of them, all ranks raise that.
+
+        Other errors of `make` are raised on their rank alone, and end the run.
+        """
+        if self.world == 1:
+            return [make()]
+        try:
+            mine = _DONE + make()
+        except Stopped:
+            mine = _STOPPED
+        found = self.exchange(mine)
+        if any(data[:1] == _STOPPED for data in found):
+            raise Stopped
+        return [data[1:] for data in found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineContext:
     """What an online task is built from."""
 
@@ -179,6 +220,11 @@ class OnlineContext:
     """The run's output directory, for files of the task's own."""
     data: PreparedData | None = None
     """The packed rows of `datasets`, for a task with `reads_data`."""
+    together: Together = Together()
+    """The ranks of the run. Each of them builds the task, and all make every step together: what each did of it is
+    gathered, and all return the same micro-batches, of which the engine runs a share on each. Monitors see what rank 0
+    emits; it alone writes files.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,15 @@ from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 if TYPE_CHECKING:
     import torch
 
+    from surogate_core.cli.cluster import Cluster
     from surogate_core.cli.gpus import Gpu
-    from surogate_core.cli.plan_fit import Proposal
+    from surogate_core.cli.plan_cluster_view import ClusterPlan
+    from surogate_core.cli.plan_fit import Predictor, Proposal
+    from surogate_core.cli.plan_speed import Speed
     from surogate_core.cli.plan_view import Plan
     from surogate_core.config.schema import RunConfig
     from surogate_core.dsl import Model
+    from surogate_core.engine.prediction import Prediction
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.assemble import ResolvedModel
 
@@ -30,6 +34,14 @@ is trained and no weight is read; data of up to 16 MiB is tokenised, and the run
 
 --gpu h200   plans for such a GPU, which need not be here: a name such as t4, a100, rtx4090, h200 or b200,
              or a compute capability such as sm_90; gpus=8 plans for eight of them
+num_nodes=125 gpus_per_node=8
+             plans for 125 machines with 8 GPUs each, which need not be here; with them go
+  interconnect=nvlink4,8xib400
+             the wire inside a node and the one between nodes: a name of the table (nvlink2 to nvlink5, pcie4,
+             pcie5; ib100, ib200, ib400, eth100, eth200, eth400), or a measured bandwidth such as 45GB/s of one
+             direction; 8x: a node has 8 network adapters
+  tokens_per_second=10800
+             the measured speed of one GPU alone; without it, only bytes and seconds of the wires are shown
 --fit 24GiB  also proposes the cheapest changes with which the run fits into so much GPU memory;
              exit code 3 if nothing does
 --config     also prints the composed configuration
@@ -67,8 +79,10 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], set[str]
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
     from surogate_core.cli.arguments import leading_task, load, parse
+    from surogate_core.cli.cluster import own_words
 
     words, values, switches = _own_flags(argv)
+    words, cluster = own_words(words)
     task, words = leading_task(words)
     arguments = parse(words, command="surogate plan")
     if arguments.help:
@@ -88,17 +102,24 @@ def main(argv: Sequence[str]) -> int:
 
             stack.enter_context(assuming(asked.capability if isinstance(asked, Gpu) else asked))
         gpu = asked if isinstance(asked, Gpu) else None
-        return _plan(config, registry, fit=values.get("--fit"), switches=switches, gpu=gpu)
+        return _plan(config, registry, fit=values.get("--fit"), switches=switches, gpu=gpu, cluster=cluster)
 
 
-def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: set[str], gpu: Gpu | None) -> int:
+def _plan(
+    config: RunConfig,
+    registry: Registry,
+    *,
+    fit: str | None,
+    switches: set[str],
+    gpu: Gpu | None,
+    cluster: Cluster | None,
+) -> int:
     """Predict, and print; the exit code."""
     from surogate_core.cli import plan_fit, plan_view
     from surogate_core.cli.plan_length import length_of
     from surogate_core.cli.plan_room import Room
-    from surogate_core.cli.plan_speed import speed
     from surogate_core.config import sharing
-    from surogate_core.engine.prediction import Counts, Prediction
+    from surogate_core.engine.prediction import Counts
     from surogate_core.run.assemble import resolve_device, resolve_model
     from surogate_core.run.fitting import assembly_of, placed, settled_for
 
@@ -113,20 +134,14 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
     free = None if budget is not None else room.device
     config = settled_for(config, registry, resolved, room=free)
 
-    def count(config: RunConfig) -> Counts:
-        return Counts.of(assembly_of(config, registry, resolved))
-
-    def place(config: RunConfig, counts: Counts) -> Prediction:
-        return placed(config, registry, counts)
-
-    predicted = plan_fit.Predictor(count, place)
+    predicted = plan_fit.Predictor(
+        lambda config: Counts.of(assembly_of(config, registry, resolved)),
+        lambda config, counts: placed(config, registry, counts),
+    )
     prediction = predicted(config)
     rates = plan_fit.Rates.of(gpu)
-    estimate = None
     experts = _of_experts(config, resolved.model, prediction.kernels, device)
-    if gpu is not None and not experts:  # rates are measured with dense products
-        more = plan_fit.seconds_of(config, registry, prediction, rates)
-        estimate = speed(config, registry, resolved.model, prediction, gpu, more=more)
+    dense = gpu if not experts and cluster is None else None  # rates are measured with dense products
     plan = plan_view.Plan(
         config=config,
         title=resolved.title,
@@ -136,21 +151,68 @@ def _plan(config: RunConfig, registry: Registry, *, fit: str | None, switches: s
         again_rate=rates.flops,
         left_out=_left_out(registry, device),
         room=room,
-        speed=estimate,
+        speed=None if dense is None else _estimate(config, registry, resolved.model, prediction, dense),
+        cluster=None if cluster is None else _of_cluster(config, registry, prediction, gpu, cluster),
         length=length_of(config, registry, resolved),
         here=_number_here(device),
         chosen=plan_view.chosen(asked, config),
         **_caches(config, registry, resolved),
         **experts,
     )
-    if plan.fits is False and device.type == "cuda" and room.device is not None:
-        optimizer = registry.get("optimizer", config.optimizer.name)
-        several = plan_fit.more_gpus(config, predicted, optimizer, room.device / plan_view.MARGIN)
-        plan = replace(plan, more_gpus=several)
+    plan = replace(plan, more_gpus=_more_gpus(plan, registry, predicted))
     fitting = None if budget is None else plan_fit.proposals(config, registry, predicted, rates=rates)
     _print(plan, fitting, budget, switches)
     nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)
     return MachineError.exit_code if nothing_fits else 0
+
+
+def _more_gpus(plan: Plan, registry: Registry, predicted: Predictor) -> tuple[tuple[str, ...], int] | None:
+    """On how many GPUs of one machine a run fits that does not fit on these; None if it fits, or on none."""
+    from surogate_core.cli import plan_fit, plan_view
+
+    device = plan.settings.device
+    if plan.fits is not False or device.type != "cuda" or plan.room.device is None or plan.cluster is not None:
+        return None
+    optimizer = registry.get("optimizer", plan.config.optimizer.name)
+    return plan_fit.more_gpus(plan.config, predicted, optimizer, plan.room.device / plan_view.MARGIN)
+
+
+def _estimate(config: RunConfig, registry: Registry, model: Model, prediction: Prediction, gpu: Gpu) -> Speed:
+    """The speed of GPUs of this kind in one machine."""
+    from surogate_core.cli import plan_fit
+    from surogate_core.cli.plan_speed import speed
+
+    more = plan_fit.seconds_of(config, registry, prediction, plan_fit.Rates.of(gpu))
+    return speed(config, registry, model, prediction, gpu, more=more)
+
+
+def _of_cluster(
+    config: RunConfig, registry: Registry, prediction: Prediction, gpu: Gpu | None, cluster: Cluster
+) -> ClusterPlan:
+    """What a step costs on the cluster; raises `UserError` where there are no GPUs."""
+    from surogate_core.cli import plan_cluster
+    from surogate_core.cli.plan_cluster_view import ClusterPlan
+    from surogate_core.cli.plan_speed import update_seconds
+    from surogate_core.config import sharing
+    from surogate_core.run.assemble import resolve_device
+
+    if resolve_device(config).type != "cuda":
+        raise UserError("num_nodes, gpus_per_node: a cluster has GPUs, and none is here. Fix: add --gpu h200")
+    work = plan_cluster.Work(
+        tokens=config.per_device_train_batch_size * config.gradient_accumulation_steps * config.sequence_len,
+        micro_steps=config.gradient_accumulation_steps,
+        update=0.0 if gpu is None else update_seconds(config, registry, prediction, gpu),
+        shared=1 - 1 / cluster.ranks if sharing.level(config) else 0.0,
+    )
+    sent = prediction.sent
+    return ClusterPlan(
+        cluster=cluster,
+        sent=sent,
+        flat=plan_cluster.cost(cluster, sent, work),
+        hierarchical=plan_cluster.cost(cluster, sent, work, plan_cluster.hierarchical),
+        tokens=work.tokens * cluster.ranks,
+        update_known=gpu is not None,
+    )
 
 
 def _of_experts(

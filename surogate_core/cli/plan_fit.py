@@ -95,7 +95,7 @@ def more_gpus(
     """The least number of GPUs, and what they share out, with which the run needs at most `memory` bytes of each: as
     overrides, and the bytes; None if 8 are too few.
     """
-    for gpus in (n for n in EXACT_RANKS if n > config.gpus):
+    for gpus in (n for n in EXACT_RANKS if n > config.gpus and n % config.context_parallel_size == 0):
         on_them = replace(config, gpus=gpus)
         for changes in [{}, *sharing.shares_more(on_them, optimizer)]:
             changed = replace(on_them, **changes)

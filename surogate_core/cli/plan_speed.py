@@ -71,19 +71,17 @@ def speed(
 ) -> Speed:
     """The estimate; `more`: seconds of a step that go into offloading, computing again and the pieces of the head."""
     tokens = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.sequence_len
+    tokens //= config.context_parallel_size
     # A packed row of several documents has fewer pairs: this is the longest time.
     pairs = (config.sequence_len + 1) / 2
     work = Work.of(model, frozen=config.lora)
     recipe: RecipeSpec = registry.get("recipe", config.recipe.name)
-    optimizer: OptimizerSpec = registry.get("optimizer", config.optimizer.name)
     head = model.vocab_size * model.width * (4 if config.lora else 6)
     body = work.products_per_token - head
     each = body / (PRODUCTS[recipe.products] * gpu.rate(recipe.products)) + head / (PRODUCTS["bf16"] * gpu.bf16)
     each += work.attention_per_pair * pairs / (ATTENTION * gpu.bf16)
     each += FEATURE_BYTES * features(model) / gpu.bandwidth
-    update = 0.0
-    if not config.cpu_training:
-        update = prediction.trainable_parameters * (18 + 2 * optimizer.state_bytes_per_parameter) / gpu.bandwidth
+    update = update_seconds(config, registry, prediction, gpu)
     idle = LAYER_SECONDS * config.gradient_accumulation_steps * sum(1 for _ in model.blocks(1))
     ranks, micro_steps, computing = prediction.ranks, config.gradient_accumulation_steps, tokens * each + idle
     rates = WireRates.of(gpu, bus=gpu.bus)
@@ -97,6 +95,14 @@ def speed(
         wire=wire,
         alone=computing + update + more,
     )
+
+
+def update_seconds(config: RunConfig, registry: Registry, prediction: Prediction, gpu: Gpu) -> float:
+    """Time in which one GPU updates all trained weights; 0 if the CPU does."""
+    if config.cpu_training:
+        return 0.0
+    optimizer: OptimizerSpec = registry.get("optimizer", config.optimizer.name)
+    return prediction.trainable_parameters * (18 + 2 * optimizer.state_bytes_per_parameter) / gpu.bandwidth
 
 
 def features(model: Model) -> int:

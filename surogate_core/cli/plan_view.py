@@ -11,7 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from surogate_core.cli import plan_cluster_view
 from surogate_core.cli.gpus import Gpu
+from surogate_core.cli.plan_cluster_view import ClusterPlan
 from surogate_core.cli.plan_length import Length
 from surogate_core.cli.plan_room import Room
 from surogate_core.cli.plan_speed import ASSUMED, Speed
@@ -60,6 +62,8 @@ class Plan:
     """Kernel pack → why it is not counted on."""
     room: Room
     speed: Speed | None
+    cluster: ClusterPlan | None
+    """None unless the command names nodes."""
     length: Length
     here: int | None
     """GPUs of this machine; None for a CPU, or if a GPU is only assumed."""
@@ -97,14 +101,21 @@ class Plan:
     @property
     def seconds(self) -> float | None:
         """The time of all steps, without evaluations and checkpoints."""
-        if self.speed is None or self.length.steps is None or self.length.sampled:
-            return None
-        return self.speed.seconds * self.length.steps
+        step = self.step_seconds
+        return None if step is None or self.length.steps is None or self.length.sampled else step * self.length.steps
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The time of an optimizer step; None if it is not known."""
+        if self.cluster is not None:
+            return self.cluster.flat.seconds
+        return None if self.speed is None else self.speed.seconds
 
 
 def as_json(plan: Plan, **extra: Any) -> str:
     """The plan as one JSON object, with further keys at its end."""
     prediction, speed = plan.prediction, plan.speed
+    of_cluster = {} if plan.cluster is None else plan_cluster_view.as_json(plan.cluster)
     value = {
         "model": plan.title,
         "gpu": None if plan.gpu is None else plan.gpu.title,
@@ -139,6 +150,7 @@ def as_json(plan: Plan, **extra: Any) -> str:
         "disk_bytes": prediction.total("disk"),
         "recomputed_flops": prediction.again,
         "recomputed_seconds": prediction.again / plan.again_rate,
+        **of_cluster,
         **extra,
     }
     return json.dumps(value, indent=1) + "\n"
@@ -150,13 +162,16 @@ def as_text(plan: Plan, *, config: bool = False, schedule: bool = False) -> str:
     if plan.unused:
         trained += f"\n{plan.base:,} in the base, {plan.base - plan.unused:,} of them active for a token"
     answers = [("Fits", _fit(plan)), ("Speed", _speed(plan)), ("Time", _time(plan))]
-    answers += [("Sends", _sends(plan))] if plan.prediction.ranks > 1 else []
+    if plan.cluster is None:
+        answers += [("Sends", _sends(plan))] if plan.prediction.ranks > 1 else []
     answers += [("Chooses", plan.chosen)] if plan.chosen else []
     answers += [("Note", note) for note in _notes(plan)]
     parts = [
         f"{plan.title}: {trained}\n{_device(plan)}\n\n" + "".join(f"{name:<9}{text}\n" for name, text in answers),
         f"{_of_each('Memory', plan)}, predicted\n{_memory(plan)}",
     ]
+    if plan.cluster is not None:
+        parts.insert(1, plan_cluster_view.as_text(plan.cluster))
     if schedule:
         parts.append(_schedule(plan))
     if config:
@@ -169,6 +184,8 @@ def _device(plan: Plan) -> str:
     if plan.settings.device.type != "cuda":
         return "on the CPU of this machine" + (f", {ranks} processes" if ranks > 1 else "")
     count = f"{ranks} × " if ranks > 1 else ""
+    if plan.cluster is not None:
+        count = f"{plan.cluster.cluster.nodes} nodes of {plan.cluster.cluster.per_node} × "
     return f"on {count}{plan.gpu.title if plan.gpu is not None else 'a GPU that is not in the table'}"
 
 
@@ -194,6 +211,8 @@ def _fit(plan: Plan) -> str:
 
 
 def _speed(plan: Plan) -> str:
+    if plan.cluster is not None:
+        return plan_cluster_view.speed(plan.cluster)
     if plan.speed is None:
         what = "a CPU" if plan.settings.device.type != "cuda" else "this GPU"
         what = "a model with experts" if plan.unused else what
@@ -245,10 +264,11 @@ def _notes(plan: Plan) -> list[str]:
     if plan.gpu is not None and plan.gpu.note:
         notes.append(f"{plan.gpu.title}: {plan.gpu.note}")
     ranks = plan.prediction.ranks
-    if plan.here is not None and plan.here < ranks:
+    if plan.here is not None and plan.here < ranks and plan.cluster is None:
         notes.append(f"this machine has {plan.here} GPU{'s' * (plan.here != 1)}, and gpus={ranks} needs {ranks}")
     if plan.here is not None and plan.here > ranks == 1:
         notes.append(f"this machine has {plan.here} GPUs; gpus=0 trains on all of them")
+    notes += [] if plan.cluster is None else plan_cluster_view.notes(plan.cluster)
     notes += plan.of_experts
     notes += [sentence for _, sentence in (plan.samples, plan.rollouts) if sentence]
     notes += sharing.notes(plan.config)

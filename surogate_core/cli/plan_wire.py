@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from surogate_core.cli.gpus import Gpu
 
@@ -23,11 +23,22 @@ UNLINKED = 0.5
 CALL = 40e-6
 """Seconds of a small collective."""
 HIDDEN = 0.78
-"""Share of the time of transfers that the computation beside them hides."""
+"""Share of the time of transfers that the computation beside them hides, where copy engines move the data."""
+HIDDEN_NCCL = 0.41
+"""The same where NCCL's kernels move it, which take multiprocessors from the computation: 0.37 at level 1 and 0.46 at
+level 3 for 8B with one micro-step on two H200s (docs/evidence/several-gpus.md)."""
 WAIT = 2e-3
 """Seconds of a step in which a GPU waits for the slowest one and for the host's exchange."""
 FORWARD = 1 / 3
 """Share of a micro-step's time that its forward takes."""
+
+
+class Timed(Protocol):
+    """Tells how long transfers take."""
+
+    def seconds(self, sent: Sent) -> float:
+        """Time of all calls of a step, with nothing beside them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +80,8 @@ class Wire:
         return self.seconds - self.hidden + self.wait
 
 
-def wire_of(sent: Sequence[Sent], rates: WireRates, *, computing: float, micro_steps: int) -> Wire:
-    """The transfers beside micro-steps that take `computing` seconds each."""
+def wire_of(sent: Sequence[Sent], rates: Timed, *, computing: float, micro_steps: int, hidden: float = HIDDEN) -> Wire:
+    """The transfers beside micro-steps that take `computing` seconds each, which hide the share `hidden` at most."""
     windows = {"forward": FORWARD, "backward": 1 - FORWARD, "both": 1.0, "": 0.0}
     hideable = 0.0
     for one in sent:
@@ -78,6 +89,6 @@ def wire_of(sent: Sequence[Sent], rates: WireRates, *, computing: float, micro_s
     return Wire(
         nbytes=sum(one.nbytes for one in sent),
         seconds=sum(map(rates.seconds, sent)),
-        hidden=HIDDEN * min(hideable, micro_steps * computing),
+        hidden=hidden * min(hideable, micro_steps * computing),
         wait=WAIT if sent else 0.0,
     )

@@ -85,12 +85,66 @@ EXACT_RANKS = (1, 2, 4, 8)
 """Numbers of GPUs among which a run with exact sums has equal bits."""
 
 
+def row_groups(gpus: int, context_parallel_size: int) -> int:
+    """Groups of GPUs that take different rows; at least 1."""
+    return max(gpus // context_parallel_size, 1)
+
+
 def several(v: Values) -> bool:
     """Whether the run has several ranks. With 0, that is known when the run starts, and checked again."""
     return bool(v["gpus"] > 1)
 
 
+def _shares_rows(v: Values) -> bool:
+    """Whether several GPUs share each row."""
+    return bool(v["context_parallel_size"] > 1)
+
+
+def _not_with_shared_rows(key: str, wrong: Callable[[Values], bool], why: str, fix: str) -> Rule:
+    return Rule(
+        name=f"{key}_with_shared_rows",
+        key=key,
+        wrong=lambda v: _shares_rows(v) and wrong(v),
+        message=f"is set, and with `context_parallel_size` {why}.",
+        fix=f"{fix}, or context_parallel_size: 1",
+    )
+
+
+SHARED_ROWS: tuple[Rule, ...] = (
+    Rule(
+        name="groups_of_gpus",
+        key="context_parallel_size",
+        wrong=lambda v: v["gpus"] % v["context_parallel_size"] > 0,
+        message="does not divide `gpus`, the GPUs of the run, into groups that share rows.",
+        fix="gpus: a multiple of it, or context_parallel_size: 1",
+    ),
+    Rule(
+        name="parts_of_rows",
+        key="context_parallel_size",
+        wrong=lambda v: v["sequence_len"] % v["context_parallel_size"] > 0,
+        message="does not divide `sequence_len`, so that the GPUs would have unequal parts of a row.",
+        fix="sequence_len: a multiple of it",
+    ),
+    *(
+        _not_with_shared_rows(key, wrong, "only masters and optimizer state are shared out", fix)
+        for key, wrong, fix in (
+            ("zero_level", lambda v: v["zero_level"] > 1, "zero_level: 1"),
+            ("shard_gradients", lambda v: v["shard_gradients"], "shard_gradients: false"),
+            ("shard_weights", lambda v: v["shard_weights"], "shard_weights: false"),
+            ("cpu_training", lambda v: v["cpu_training"], "cpu_training: false"),
+        )
+    ),
+    _not_with_shared_rows(
+        "exact_reduction",
+        lambda v: v["exact_reduction"] is True,
+        "a sum over the tokens of a row has another order than on one GPU",
+        "exact_reduction: auto",
+    ),
+)
+"""What GPUs that share rows cannot do."""
+
 SEVERAL: tuple[Rule, ...] = (
+    *SHARED_ROWS,
     *(
         Rule(
             name=f"{key}_without_level",
@@ -141,7 +195,8 @@ RULES: tuple[Rule, ...] = (
         key="gradient_accumulation_steps",
         wrong=lambda v: (
             _micro_batch(v) <= MAX_MICRO_BATCH
-            and _micro_batch(v) * v["gradient_accumulation_steps"] * max(v["gpus"], 1) > MAX_STEP
+            and _micro_batch(v) * v["gradient_accumulation_steps"] * row_groups(v["gpus"], v["context_parallel_size"])
+            > MAX_STEP
         ),
         message=f"times the tokens of a micro-batch and `gpus` is more than {MAX_STEP:,} tokens in an optimizer step.",
         fix="smaller `gradient_accumulation_steps`",

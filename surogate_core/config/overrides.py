@@ -31,6 +31,7 @@ from surogate_core.config.names import (
 )
 from surogate_core.config.own_options import add_directories, own_file
 from surogate_core.config.schema import INSTANTIATE_KEYS
+from surogate_core.config.synonyms import in_arguments, in_file
 from surogate_core.config.typed import split_names
 from surogate_core.config.yamlfile import YamlFile
 from surogate_core.errors import Problem
@@ -109,6 +110,7 @@ class Settings:
 
     def add_file(self, file: YamlFile) -> None:
         """Take a flat YAML file's keys; its `defaults` choose first, and its own keys win over them."""
+        file = in_file(file)
         self.problems.extend(file.problems)
         for key in file.lines:
             self.places[key] = file.where(key)
@@ -133,6 +135,8 @@ class Settings:
     def add_arguments(self, arguments: Sequence[str]) -> None:
         """Take the overrides of the command line."""
         parsed = []
+        arguments, problems = in_arguments(arguments, {group: choice.options for group, choice in self.choices.items()})
+        self.problems += problems
         for argument in arguments:
             try:
                 parsed.append(parse_override(argument))

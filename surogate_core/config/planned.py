@@ -20,7 +20,12 @@ NAMES: frozenset[tuple[str, str]] = frozenset()
 COMMANDS: frozenset[str] = frozenset()
 """Sub-commands of `surogate`."""
 
-ELSEWHERE = {"distributed": "launcher=ray launcher.num_nodes=N launcher.gpus_per_node=M launcher.ray_address=ADDRESS"}
-"""Key of the plan → what to write instead, where it became something else."""
+ELSEWHERE = {
+    "num_nodes": "launcher=ray launcher.num_nodes=N; without launcher it is a word of `surogate plan` only",
+    "gpus_per_node": "launcher=ray launcher.gpus_per_node=M; without launcher it is a word of `surogate plan` only",
+    "interconnect": "leave it: it is a word of `surogate plan` only",
+    "tokens_per_second": "leave it: it is a word of `surogate plan` only",
+}
+"""Word of one command → what to write instead."""
 
 MESSAGE = "not available in this version."

@@ -272,6 +272,10 @@ class RunConfig:
     """Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in which it is kept."""
     exact_reduction: Literal["auto"] | bool = "auto"
     """Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with `lora`."""
+    context_parallel_size: Annotated[int, Interval(ge=1, le=1024)] = 1
+    """GPUs that share each row: every one has an equal part of its positions, and they exchange heads around attention.
+    It divides `gpus` and `sequence_len`; `gradient_accumulation_steps` then counts micro-batches of such a group.
+    """
     fabric: Selection = field(default_factory=lambda: _default("fabric"))
     """How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that connects them."""
 

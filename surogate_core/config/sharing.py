@@ -32,6 +32,8 @@ def shares_more(config: RunConfig, optimizer: OptimizerSpec) -> list[dict[str, A
     """Changes with which several GPUs share out more, from the cheapest to the one that needs least memory."""
     if config.gpus == 1:
         return []
+    if config.context_parallel_size > 1:
+        return [{"zero_level": 1}] if not config.lora and level(config) == 0 and not optimizer.whole_matrices else []
     if config.lora:
         return [] if shards_weights(config) else [{"shard_weights": True}]
     if optimizer.whole_matrices:
@@ -44,6 +46,8 @@ def exact(config: RunConfig, *, moves_gradients: bool) -> bool:
 
     `moves_gradients`: whether the offloader keeps gradients off the device, where such sums are not possible.
     """
+    if config.exact_reduction == "auto" and config.context_parallel_size > 1:
+        return False  # the sum over the tokens of a row has another order than on one GPU
     if config.exact_reduction == "auto":
         return config.lora and not moves_gradients and config.gpus in EXACT_RANKS
     if config.exact_reduction and moves_gradients:
@@ -65,6 +69,22 @@ def whole_matrices(optimizer: OptimizerSpec, values: Mapping[str, Any]) -> Probl
         return Problem(key="cpu_training", message=message, fix="gpus: 1, or cpu_training: false with zero_level: 0")
     message = f"is {level}, which shares out the masters, and optimizer {optimizer.name} needs whole matrices."
     return Problem(key="zero_level", message=message, fix="zero_level: 0")
+
+
+def online_problems(task: str, values: Mapping[str, Any]) -> list[Problem]:
+    """The mistakes of sharing out the weights where `task` samples from the model on every rank."""
+    if not several(values):
+        return []
+    why = f"and task {task} samples from the model on every GPU, which needs whole weights."
+    found = []
+    if values["shard_weights"]:
+        found.append(Problem(key="shard_weights", message=f"is true, {why}", fix="shard_weights: false"))
+    if values["zero_level"] == 3:
+        found.append(Problem(key="zero_level", message=f"is 3, {why}", fix="zero_level: 2"))
+    if values["cpu_training"] is True and values["lora"] is False:
+        message = f"shares out the weights among several GPUs, {why}"
+        found.append(Problem(key="cpu_training", message=message, fix="gpus: 1, or lora: true"))
+    return found
 
 
 def misplaced(config: RunConfig, moves: Collection[TensorKind]) -> Problem | None:

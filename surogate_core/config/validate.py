@@ -310,9 +310,13 @@ class _Validator:
             message = f"must be false in task {name}, which trains every weight."
             self._problem("lora", message, f"lora: false, or task {able}" if able else "lora: false")
         self._objective(spec, built["objective"])
-        if spec.online is not None and isinstance(built["gpus"], int) and built["gpus"] > 1:
-            message = f"is {built['gpus']}, and task {name}, which samples from the model, trains on one GPU."
-            self._problem("gpus", message, "gpus: 1")
+        if spec.online is not None and isinstance(built["gpus"], int):
+            for problem in sharing.online_problems(name, built):
+                self._problem(problem.key, problem.message, problem.fix)
+        shared = built["context_parallel_size"]
+        if isinstance(shared, int) and shared > 1 and (spec.online is not None or spec.objective is not None):
+            message = f"is {shared}, and task {name} needs whole rows on one GPU; only sft and pt share them."
+            self._problem("context_parallel_size", message, "context_parallel_size: 1")
         if not spec.needs_data and built["epoch_adjustment"] is True:
             message = f"is true, and task {name} has no data whose size it knows."
             self._problem("epoch_adjustment", message, "epoch_adjustment: false, and max_steps")

@@ -29,7 +29,7 @@ class EngineSettings:
 
     device: torch.device
     tokens: int
-    """N, tokens of every micro-batch."""
+    """N, tokens of every micro-batch; with `context` ranks that share it, each rank's part of them."""
     borders: int
     """S, document borders of every micro-batch."""
     max_seqlen: int
@@ -71,8 +71,14 @@ class EngineSettings:
     """Whether gradients are added in an order that does not depend on the number of ranks."""
     router_losses: RouterLosses = field(default_factory=RouterLosses)
     """The losses of routers that are part of the loss."""
+    context: int = 1
+    """C, neighbouring ranks that share each micro-batch: every one has 1/C of its positions."""
     micro_batches: int = 1
-    """M, micro-batches of an optimizer step of all ranks together."""
+    """M, micro-batches of an optimizer step of all ranks together. Where their number varies, a number that exact sums
+    can divide.
+    """
+    varying: bool = False
+    """Whether the number of micro-batches differs from step to step."""
 
 
 def _keeps_none(name: str) -> bool:

@@ -41,7 +41,8 @@ from surogate_core.engine.traffic import Traffic
 from surogate_core.engine.update import StepResult, Update, norm_of
 from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import Deferred, TensorFile
-from surogate_core.mesh.mesh import Mesh
+from surogate_core.kernels.heads import SharedRows
+from surogate_core.mesh.mesh import Mesh, Rows
 
 if TYPE_CHECKING:
     from surogate_core.engine.graphs import Kind
@@ -70,7 +71,13 @@ class Engine:
             level=self.settings.zero_level,
             exact=self.settings.exact,
             base=self.settings.shard_weights,
+            context=self.settings.context,
+            varying=self.settings.varying,
         )
+        self._shared_rows: SharedRows | None = None
+        rows = Rows(self.mesh, self.settings.context)
+        if self.settings.context > 1:
+            self._shared_rows = SharedRows.of(rows)
         if self.settings.device.type == "cpu":
             keep_freed_pages()
         else:
@@ -89,6 +96,8 @@ class Engine:
         with self.mesh.first("compiled"):
             self._compile()
         self.mesh.connect(self.settings.device)
+        if self._shared_rows is not None:
+            rows.connect()
         self._prepare_orders()
         self._capture(progress)
 
@@ -98,7 +107,9 @@ class Engine:
         """The stores, the inputs, the recipe's state and the parameters."""
         settings = self.settings
         self.stores = StoreSet.of(placement, self.sharing)
-        self.inputs = Inputs.allocate(settings, len(self.plan.layers), reads_real=REAL in self.plan.tables)
+        self.inputs = Inputs.allocate(
+            settings, len(self.plan.layers), reads_real=REAL in self.plan.tables, part=self.sharing.part
+        )
         state = self.assembly.recipe.state(self.plan.slots, settings.device)
         self.rows = None if state is None else RecipeRows(state, self.plan.rows)
         updating = torch.device("cpu") if settings.update_on_cpu else settings.device
@@ -134,10 +145,9 @@ class Engine:
             self.parameters, self.assembly, sharing=self.sharing, traffic=self.traffic, streams_gradients=streams
         )
         by_number = self.mesh.world > 1 or settings.exact
-        self.losses = LossSum(settings.device, numbers=settings.micro_batches if by_number else 0)
-        self.figures = FigureSums(
-            self.assembly.objective, settings.device, numbers=settings.micro_batches if by_number else 0
-        )
+        numbers = settings.micro_batches * settings.context if by_number else 0
+        self.losses = LossSum(settings.device, numbers=numbers)
+        self.figures = FigureSums(self.assembly.objective, settings.device, numbers=numbers)
         self._lanes = Lanes(self.parameters.flat.sums())
         self.own_work = Stopwatch(settings.device)
         """Times the micro-steps that need no other rank, if there are several."""
@@ -145,9 +155,9 @@ class Engine:
             self.plan.layers,
             settings.device,
             losses=settings.router_losses,
-            numbers=settings.micro_batches if by_number else 0,
+            numbers=numbers,
         )
-        if self.mesh.world > 1 and settings.micro_batches == self.mesh.world and not self.sharing.shards_weights:
+        if 1 < self.mesh.world == settings.micro_batches and not (settings.varying or self.sharing.shards_weights):
             self.sides.exchange_within(self.traffic)
         self.update = Update(
             self.assembly,
@@ -167,6 +177,7 @@ class Engine:
             parameters=self.parameters,
             columns=0 if self.rows is None else self.rows.state.rows.shape[1],
             device=settings.device,
+            shared_rows=self._shared_rows,
             progress=progress,
         )
         self.evaluated: Mapping[str, float] = {}
@@ -275,15 +286,12 @@ class Engine:
 
     def _kinds(self) -> list[Kind]:
         """The kinds of micro-step that a step has. Alone, a rank takes steps of any number of micro-batches."""
-        if self.mesh.world == 1:
+        if self.mesh.world == 1 or self.settings.varying:
             found = [self._kind(True, False, True), self._kind(False, False, False)]
         else:
             share = self.sharing.share(self.settings.micro_batches)
             steps, counted = len(share.numbers), self.sides.counts_first(self.settings.micro_batches)
-            found = [
-                self._kind(i == 0 and not counted, i == steps - 1, i == 0 or (not share.simple and i % share.unit == 0))
-                for i in range(steps)
-            ]
+            found = [self._kind(i == 0 and not counted, i == steps - 1, share.begins_leaf(i)) for i in range(steps)]
         return list(dict.fromkeys(found))
 
     def _capture_evaluation(self) -> None:
@@ -311,13 +319,15 @@ class Engine:
         return [f"{piece.key} {slot.module}" for piece in self.plan.layers for slot in piece.slots]
 
     def seeds(self, step: int, micro_step: int) -> Tensor:
-        """[L] int32 dropout seeds of a micro-step."""
-        sequence = np.random.SeedSequence([self.settings.seed, step, micro_step])
+        """[L] int32 dropout seeds of a micro-step; ranks that share it draw different ones."""
+        parts = (self.sharing.part,) if self.settings.context > 1 else ()
+        sequence = np.random.SeedSequence([self.settings.seed, step, micro_step], spawn_key=parts)
         return torch.from_numpy(sequence.generate_state(len(self.plan.layers), np.uint32).view(np.int32))
 
     def _accumulate(self, batches: Sequence[MicroBatch | Counts], *, step: int, loss_weight: float) -> None:
-        planned = self.settings.micro_batches
-        if self.mesh.world > 1 and len(batches) != planned:
+        settings = self.settings
+        planned = settings.micro_batches
+        if self.mesh.world > 1 and not settings.varying and len(batches) != planned:
             raise UserError(
                 f"step {step} has {len(batches)} micro-batches, and several GPUs need {planned} in every step. "
                 f"Fix: gpus=1, or a task whose steps are equally long."
@@ -326,33 +336,47 @@ class Engine:
         together = max(1, LOSSES_IN_FP32 // len(self.programs.chunks()))
         counted = self.sides.counts_first(len(batches))
         self.sides.begin(counted=counted)
+        if settings.varying:
+            self.traffic.freshen()
         if counted:
             self._count_routes(batches, share.numbers, step=step)
         tokens = sum(batch.tokens for batch in batches)
-        for micro_step, number in enumerate(share.numbers):
-            batch = batches[number]
-            assert isinstance(batch, MicroBatch), f"micro-batch {number} is of another rank"
+        # Sums in a store have those of the step before until a micro-step begins them anew.
+        numbers = share.numbers or [len(batches)] * self.stores.streams_gradients
+        self._lanes.begin(share)
+        for micro_step, number in enumerate(numbers):
+            batch, seeds = self._own_batch(batches, number, step=step)
             if micro_step and micro_step % together == 0:
                 self.losses.fold()
             scale = 1 / (loss_weight or 1)
-            self.inputs.load(batch, self.seeds(step, number), scale)
+            self.inputs.load(batch, seeds, scale)
             self.sides.load(tokens=batch.tokens, step_tokens=tokens, micro_batches=len(batches))
             # A count has gathered what the first micro-step would.
-            first, last = micro_step == 0 and not counted, micro_step == len(share.numbers) - 1
+            first, last = micro_step == 0 and not counted, micro_step == len(numbers) - 1
             self._run_micro_step(first, last, not self._sums_hold)
-            if len(batches) == self.settings.micro_batches:
-                self.losses.keep(number)
-                self.figures.keep(number)
-                self.sides.keep(number)
+            if number < len(batches) and (settings.varying or len(batches) == planned):
+                place = self.sharing.place(number, len(batches), places=planned)
+                self.losses.keep(place)
+                self.figures.keep(place)
+                self.sides.keep(place)
             self._sums_hold = not self._lanes.after(share, micro_step)
+
+    def _own_batch(
+        self, batches: Sequence[MicroBatch | Counts], number: int, *, step: int
+    ) -> tuple[MicroBatch, Tensor]:
+        """A micro-batch of this rank and its dropout seeds; for a number that the step does not have, the first one
+        without its tokens, so that no recipe sees other values.
+        """
+        exists = number < len(batches)
+        batch, seeds = batches[number if exists else 0], self.seeds(step, number if exists else 0)
+        assert isinstance(batch, MicroBatch), f"micro-batch {number} is of another rank"
+        return batch if exists else batch.emptied(), seeds
 
     def _count_routes(self, batches: Sequence[MicroBatch | Counts], numbers: Iterable[int], *, step: int) -> None:
         """Run the forward of each own micro-batch, so that the tokens of each expert are known before a backward."""
         self.traffic.freshen()
         for number in numbers:
-            batch = batches[number]
-            assert isinstance(batch, MicroBatch), f"micro-batch {number} is of another rank"
-            self.inputs.load(batch, self.seeds(step, number), 0.0)
+            self.inputs.load(*self._own_batch(batches, number, step=step), 0.0)
             self._count()
         self.sides.exchange(self.traffic)
 
@@ -376,7 +400,7 @@ class Engine:
         self._accumulate(batches, step=step, loss_weight=loss_weight)
         self.update.set(lr=lr, step=step)
         self._update()
-        self._sums_hold, self.traffic.stale = False, self.traffic.gathers
+        self._sums_hold, self.traffic.stale = False, self.traffic.renews
         return self.update.result(
             label_tokens=sum(b.label_tokens for b in batches),
             loss_weight=loss_weight,
@@ -398,10 +422,11 @@ class Engine:
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(mean loss per label token, each by its weight; label tokens) without dropout; touches no gradient.
 
-        Every rank gives all batches, and runs those whose number is its own modulo the ranks.
+        Every rank gives all batches, and runs those whose number is its own modulo the ranks, or its group's modulo the
+        groups that share rows.
         """
-        rank, ranks = self.mesh.rank, self.mesh.world
-        if ranks > 1 and not self._evaluates:
+        rank, ranks = self.sharing.row_rank, self.sharing.row_ranks
+        if self.mesh.world > 1 and not self._evaluates:
             with self.mesh.first("evaluation compiled"):
                 self._compile_evaluation()
             self._evaluates = True
@@ -411,18 +436,20 @@ class Engine:
         self.evaluated = {}
         sums: list[Tensor] = []
         losses: list[Tensor] = [torch.zeros_like(self.losses.take())]
-        seeds, waiting = self.seeds(0, 0), None
+        seeds, waiting, parts = self.seeds(0, 0), None, range(self.sharing.context)
         for number, batch in enumerate(batches):
             label_tokens += batch.label_tokens
             loss_weight += batch.loss_weight
             waiting = batch if number % ranks == 0 else waiting
             if number % ranks == rank:
-                losses.append(self._evaluate_one(batch, seeds))
+                own = self._evaluate_one(batch, seeds)
+                losses += [own if part == self.sharing.part else torch.zeros_like(own) for part in parts]
                 waiting = None
             else:
-                losses.append(torch.zeros_like(losses[0]))
+                losses += [torch.zeros_like(losses[0])] * len(parts)
             if self.figures.names:
-                sums.append(self.figures.take_sums())
+                found = self.figures.take_sums()
+                sums += [found if part == self.sharing.part else torch.zeros_like(found) for part in parts]
         if waiting is not None and rank:
             # The last round is not full, and a forward may need all ranks: its loss is not counted.
             self._evaluate_one(waiting, seeds)
@@ -508,12 +535,14 @@ class Engine:
                     assert sharded is not None
                     sharded.read(name, state[file])
         self.parameters.refresh()
-        self.traffic.stale = self.traffic.gathers
+        self.traffic.stale = self.traffic.renews
 
     def close(self) -> None:
         """Drop the CUDA graphs, which must be gone before the ranks disconnect."""
         self._micro_steps, self._update, self._captured = {}, self.update.run, None
         self._evaluate, self._count = self.step.evaluate, self.step.count
+        if self._shared_rows is not None:
+            self._shared_rows.close()
 
 
 def _shape(saved: Mapping[str, Tensor], name: str) -> tuple[int, ...]:

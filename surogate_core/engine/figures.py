@@ -70,10 +70,10 @@ class FigureSums:
         maxima_F = self._maxima_F[place]
         torch.maximum(maxima_F, values_F, out=maxima_F)
 
-    def keep(self, number: int) -> None:
-        """The values since the last call are those of a micro-batch."""
+    def keep(self, place: int) -> None:
+        """The values since the last call are those of a micro-batch; `place`: `Sharing.place`."""
         if self._by_number_MF is not None:
-            self._by_number_MF[number].copy_(self._sums_F)
+            self._by_number_MF[place].add_(self._sums_F)
             self._sums_F.zero_()
 
     def take(self, traffic: Traffic) -> Tensor:

@@ -34,10 +34,15 @@ class Inputs:
     """Name → [N] fp32: the columns of every micro-batch, in the settings' order."""
     real: Tensor | None
     """[N] bool: which positions are tokens, not padding; None if no block reads it."""
+    own: slice
+    """This rank's positions of a micro-batch."""
 
     @classmethod
-    def allocate(cls, settings: EngineSettings, layers: int, *, reads_real: bool = False) -> Inputs:
-        """Tensors with the shapes of a run: zeros, and positions of rows with one document each."""
+    def allocate(cls, settings: EngineSettings, layers: int, *, reads_real: bool = False, part: int = 0) -> Inputs:
+        """Tensors with the shapes of a run: zeros, and positions of rows with one document each.
+
+        `part`: which part of a micro-batch's positions is this rank's, if several share it.
+        """
         n, device = settings.tokens, settings.device
         return cls(
             input_ids=torch.zeros(n, dtype=torch.int64, device=device),
@@ -50,21 +55,23 @@ class Inputs:
             one=torch.ones((), dtype=torch.float32, device=device),
             columns={name: torch.zeros(n, dtype=torch.float32, device=device) for name in settings.columns},
             real=torch.ones(n, dtype=torch.bool, device=device) if reads_real else None,
+            own=slice(part * n, (part + 1) * n),
         )
 
     def load(self, batch: MicroBatch, seeds: Tensor, loss_scale: float) -> None:
-        """Copy a micro-batch in, without waiting for the device."""
+        """Copy this rank's positions of a micro-batch in, without waiting for the device."""
+        own = self.own
         pairs = [
-            (self.input_ids, batch.input_ids),
-            (self.labels, batch.labels),
-            (self.positions, batch.positions),
+            (self.input_ids, batch.input_ids[own]),
+            (self.labels, batch.labels[own]),
+            (self.positions, batch.positions[own]),
             (self.cu_seqlens, batch.cu_seqlens),
             (self.seeds_L, seeds),
         ]
         assert batch.columns.keys() == self.columns.keys(), f"columns {[*batch.columns]}, not {[*self.columns]}"
-        pairs += [(column, batch.columns[name]) for name, column in self.columns.items()]
+        pairs += [(column, batch.columns[name][own]) for name, column in self.columns.items()]
         if self.real is not None and batch.real is not None:
-            pairs.append((self.real, batch.real))
+            pairs.append((self.real, batch.real[own]))
         elif self.real is not None:
             self.real.fill_(True)
         for target, value in pairs:

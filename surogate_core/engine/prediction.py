@@ -19,6 +19,7 @@ from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, HEAD, Action, layer_key, training_schedule
 from surogate_core.engine.shares import GRADIENT, Sent, Shares
 from surogate_core.engine.stores import DeviceStore
+from surogate_core.kernels.heads import SharedRows
 
 CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes of cuBLAS's workspace on Hopper, for each stream that multiplies; 8 MiB on other GPUs."""
@@ -440,7 +441,14 @@ def programs_on_meta(assembly: Assembly) -> ProgramBuilder:
     plan = EnginePlan.of(assembly, device=tracing)
     state = assembly.recipe.state(plan.slots, torch.device("meta"))
     columns = 0 if state is None else state.rows.shape[1]
-    return ProgramBuilder(plan=plan, parameters=_parameters_on_meta(plan), columns=columns, device=tracing)
+    size = assembly.settings.context
+    return ProgramBuilder(
+        plan=plan,
+        parameters=_parameters_on_meta(plan),
+        columns=columns,
+        device=tracing,
+        shared_rows=SharedRows(size) if size > 1 else None,
+    )
 
 
 def _parameters_on_meta(plan: EnginePlan) -> Parameters:

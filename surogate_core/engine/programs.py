@@ -32,6 +32,7 @@ from surogate_core.engine.pieces import Piece
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.errors import SurogateError
 from surogate_core.kernels import ops, registry
+from surogate_core.kernels.heads import SharedRows, exchanging, sharing
 
 
 @contextmanager
@@ -57,6 +58,8 @@ class ProgramBuilder:
     columns: int
     """K, figures of a slot's row in the recipe's state; 0 if it has none."""
     device: torch.device
+    shared_rows: SharedRows | None = None
+    """The ranks that share each row; None where every rank has rows of its own."""
     progress: Callable[[str, int, int], None] = lambda task, done, total: None
     """Called with (task, 0, 1) when compilation of a program begins and with (task, 1, 1) when it ends."""
     _layers: dict[Any, Program] = field(default_factory=dict)
@@ -83,7 +86,7 @@ class ProgramBuilder:
     @contextmanager
     def _making(self, task: str) -> Iterator[None]:
         self.progress(task, 0, 1)
-        with registry.using(self.kernels):
+        with registry.using(self.kernels), sharing(self.shared_rows):
             yield
         self.progress(task, 1, 1)
 
@@ -110,7 +113,10 @@ class ProgramBuilder:
         return [*self._inputs(piece), *panels, *rows, activation, *self.plan.tables.values(), seed]
 
     def layer_function(self, piece: Piece, *, training: bool) -> Function:
-        """The layer as a function of as many tokens as its arguments have; in training it gives side outputs too."""
+        """The layer as a function of as many tokens as its arguments have; in training it gives side outputs too.
+
+        Raises `UserError` while it is traced if ranks share rows, and the block does not attend by `ops.attention`.
+        """
         block, names = piece.block, list(self.plan.tables)
         parameters, assembly = self.parameters, self.plan.assembly
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
@@ -138,7 +144,8 @@ class ProgramBuilder:
                 grouped=None if plain else assembly.recipe.grouped,
                 codes=None if plain else assembly.recipe.expert_codes,
             )
-            y, sides = bound.outputs(x, tables)
+            with exchanging(type(block).__name__):
+                y, sides = bound.outputs(x, tables)
             if not piece.sides or not training:
                 return y
             return y, *reported(sides, piece.sides, assembly.settings.router_losses)
@@ -186,7 +193,7 @@ class ProgramBuilder:
 
     def layer_footprint(self, piece: Piece) -> Footprint:
         """The residuals of a layer, without its input, and its working set."""
-        with registry.using(self.kernels), _naming_unused(piece):
+        with registry.using(self.kernels), sharing(self.shared_rows), _naming_unused(piece):
             return footprint(
                 self.layer_function(piece, training=True),
                 self.layer_inputs(piece),

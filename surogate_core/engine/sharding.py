@@ -76,6 +76,25 @@ class Sharing:
     """Whether sums are in an order that does not depend on the number of ranks."""
     base: bool = False
     """Whether frozen weights are shared out."""
+    context: int = 1
+    """C, neighbouring ranks that share each micro-batch."""
+    varying: bool = False
+    """Whether steps have any number of micro-batches."""
+
+    @property
+    def row_ranks(self) -> int:
+        """Groups of ranks that take different micro-batches."""
+        return self.mesh.world // self.context
+
+    @property
+    def row_rank(self) -> int:
+        """The group of this rank."""
+        return self.mesh.rank // self.context
+
+    @property
+    def part(self) -> int:
+        """Which part of its micro-batches' positions this rank has."""
+        return self.mesh.rank % self.context
 
     @property
     def shards(self) -> bool:
@@ -94,13 +113,23 @@ class Sharing:
 
     def share(self, micro_batches: int) -> Share:
         """This rank's micro-batches of a step."""
-        return Share.of(
+        share = Share.of_any if self.varying else Share.of
+        return share(
             micro_batches,
-            rank=self.mesh.rank,
-            ranks=self.mesh.world,
+            rank=self.row_rank,
+            ranks=self.row_ranks,
             exact=self.exact,
             strided=self.reduces_each_micro_step,
         )
+
+    def place(self, number: int, micro_batches: int, *, places: int) -> int:
+        """The place, of `places` for each rank of a group, where the figures of a step's micro-batch are added up.
+
+        Those of a place are of one rank, and of one lane if sums are exact. A step that has `places` micro-batches has
+        one in each.
+        """
+        place = number % places if self.reduces_each_micro_step else number * places // micro_batches
+        return self.context * place + self.part
 
     @property
     def reduces_each_micro_step(self) -> bool:

@@ -34,6 +34,9 @@ class Sent:
     """The computation that runs at the same time; empty if the GPU waits."""
     micro_steps: int = 1
     """Micro-steps of a step in which it runs."""
+    uneven: int = 0
+    """Gathers among the calls in which the ranks' parts differ in length. NCCL does each by a broadcast from every
+    rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,7 @@ class Shares:
         share = Share.of(settings.micro_batches, rank=0, ranks=self.ranks, exact=settings.exact, strided=strided)
         if share.simple:
             return 0
-        further = share.unit * share.leaves < len(share.numbers)
+        further = share.leaves < len(share.sizes)
         return (int(math.log2(share.leaves)) + further) * self.sums
 
     def copies(self, alone: int) -> int:
@@ -123,6 +126,11 @@ class Shares:
             return alone
         layers = self.frozen[1:-1]
         return alone - sum(layers) + sum(map(self._part, layers))
+
+    def _uneven(self, pieces: Sequence[int]) -> int:
+        """How many of the pieces are divided into parts of different lengths."""
+        parts = [{stop - start for start, stop in owners((0, elements), self.ranks)} for elements in pieces]
+        return sum(len(lengths) > 1 for lengths in parts)
 
     def _part(self, nbytes: int) -> int:
         """Bytes of a rank's part of a layer's frozen weights."""
@@ -184,10 +192,16 @@ class Shares:
     def _gradients(self, steps: int) -> Sequence[Sent]:
         whole = self.flat if self.level == 0 else self.undecayed
         reduced = self._others(GRADIENT * whole)
-        groups = sum(1 for group in (whole - self.undecayed, self.undecayed) if group)
+        groups = [group for group in (whole - self.undecayed, self.undecayed) if group]
         found = [
-            Sent(what="gradients that all keep, reduced", nbytes=reduced, calls=groups, how="exchange"),
-            Sent(what="gradients that all keep, gathered", nbytes=reduced, calls=groups, how="gather"),
+            Sent(what="gradients that all keep, reduced", nbytes=reduced, calls=len(groups), how="exchange"),
+            Sent(
+                what="gradients that all keep, gathered",
+                nbytes=reduced,
+                calls=len(groups),
+                how="gather",
+                uneven=self._uneven(groups),
+            ),
         ]
         if self.level:
             times = 1 if self.level == 1 else steps
@@ -224,6 +238,7 @@ class Shares:
                 calls=sum(1 for n in once if n),
                 how="gather",
                 beside="forward",
+                uneven=self._uneven(once),
             )
         ]
         if self.level == 3:

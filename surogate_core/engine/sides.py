@@ -153,8 +153,13 @@ class SideSums:
         self.counted_E.copy_(traffic.total(self.counted_E))
 
     def load(self, *, tokens: int, step_tokens: int, micro_batches: int) -> None:
-        """A micro-step begins: the tokens of its micro-batch and of the step, without padding."""
+        """A micro-step begins: the tokens of its micro-batch and of the step, without padding. One without tokens adds
+        nothing to the loss.
+        """
         if not self._shapes:
+            return
+        if not tokens:
+            self._scales.zero_()
             return
         layers = len(self.layers.get(self._of_role("expert_tokens") or "", ()))
         rows, share = max(1, layers * tokens), 1 / micro_batches
@@ -225,10 +230,10 @@ class SideSums:
 
     # --------------------------------------------------------------------------- the sums
 
-    def keep(self, number: int) -> None:
-        """The values since the last call are those of a micro-batch."""
+    def keep(self, place: int) -> None:
+        """The values since the last call are those of a micro-batch; `place`: `Sharing.place`."""
         if self._by_number_MS is not None:
-            self._by_number_MS[number].copy_(self._sums_S)
+            self._by_number_MS[place].add_(self._sums_S)
             self._sums_S.zero_()
 
     def take(self, traffic: Traffic) -> Tensor:

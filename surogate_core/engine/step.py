@@ -92,10 +92,10 @@ class LossSum:
         self._earlier.add_(self._recent)
         self._recent.zero_()
 
-    def keep(self, number: int) -> None:
-        """The losses since the last call are those of a micro-batch."""
+    def keep(self, place: int) -> None:
+        """The losses since the last call are those of a micro-batch; `place`: `Sharing.place`."""
         if self.by_number is not None:
-            self.by_number[number].copy_(self.take())
+            self.by_number[place].add_(self.take())
 
     def take(self) -> Tensor:
         """0-d float64: the sum; resets it."""

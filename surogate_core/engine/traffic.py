@@ -32,18 +32,25 @@ class Traffic:
         """For each replicated group, its gradients cut into a part for each rank."""
         self._alone = ranks == 1
         self._in_order = lanes_of(micro_batches) % ranks == 0 and sharing.exact
-        self.overlaps = not self._alone and sharing.level == 1 and sharing.share(micro_batches).simple
+        # Where the number of micro-batches varies, a rank may have no micro-step at all.
+        beside = not self._alone and not sharing.varying
+        self.overlaps = beside and sharing.level == 1 and sharing.share(micro_batches).simple
         """Whether the last micro-step of an optimizer step reduces gradients."""
-        self.gathers = not self._alone and self._group is not None
-        """Whether the first micro-step of an optimizer step gathers copies."""
-        self.stale = self.gathers
+        self.renews = not self._alone and self._group is not None
+        """Whether an update changes copies of other ranks, which are gathered afterwards."""
+        self.gathers = beside and self.renews
+        """Whether the first micro-step of an optimizer step gathers them."""
+        self.stale = self.renews
         """Whether copies that the last update changed are to be gathered."""
         self.reducing = False
         """Whether this micro-step reduces gradients."""
         self.counts = False
         """Whether micro-steps exchange the tokens of experts."""
         self._coming: dict[str, torch.cuda.Event | None] = {}
-        self._side = SideStream(device, priority=FIRST)
+        # Ranks that share rows exchange heads in the compute stream. Collectives of two groups on two streams could
+        # wait for each other, so they are all in that stream then.
+        one_stream = sharing.context > 1
+        self._side = SideStream(torch.device("cpu") if one_stream else device, priority=FIRST)
         self._last: torch.cuda.Event | None = None
         """After the last work of this micro-step on the side stream."""
         self._staging = sharing.mesh.zeros(0 if self._alone else self._staging_size(), torch.float32, device)
@@ -65,7 +72,7 @@ class Traffic:
     def within(self, *, first: bool, last: bool) -> bool:
         """Whether a micro-step of training needs other ranks."""
         own = (first and self.gathers) or (last and self.overlaps) or self._sharing.reduces_each_micro_step
-        return own or self.counts
+        return own or self.counts or self._sharing.context > 1
 
     def begin(self, *, first: bool, last: bool) -> None:
         """A micro-step of training begins."""

@@ -8,28 +8,19 @@ F feed-forward features, V vocabulary, S document borders.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.batch import IGNORE_LABEL
+from surogate_core.kernels.heads import over_shared_rows
 from surogate_core.kernels.panels import PanelShape
+from surogate_core.kernels.regions import choice as choice
+from surogate_core.kernels.regions import region as region
 from surogate_core.kernels.registry import op
-
-
-def region(name: str) -> AbstractContextManager[Any]:
-    """Marks the traced nodes of a part of a block, for the ``recompute_*`` switches."""
-    return fx_traceback.annotate({"region": name})
-
-
-def choice() -> AbstractContextManager[Any]:
-    """Marks the traced nodes by which an op decides, such as a token's experts: they are never computed again."""
-    return fx_traceback.annotate({"choice": True})
 
 
 def wide(x: Tensor) -> Tensor:
@@ -146,6 +137,7 @@ def document_ids(cu_seqlens_S: Tensor, tokens: int) -> Tensor:
     return torch.bucketize(steps, cu_seqlens_S, right=True)
 
 
+@over_shared_rows
 @op
 def attention(
     q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float
@@ -153,6 +145,8 @@ def attention(
     """Causal attention within each document; H is a multiple of K (grouped queries).
 
     `max_seqlen` bounds a document's length. Returns [N, H, E]. The reference forms all N² scores.
+    Where ranks share rows, N of the operands and of the result are this rank's positions, and the borders those of the
+    whole micro-batch; kernels see all positions of this rank's heads.
     """
     with region("att"):
         return _attention(q_NHE, k_NKE, v_NKE, cu_seqlens_S, scale)

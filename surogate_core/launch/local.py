@@ -116,10 +116,15 @@ def threads(ranks: int) -> int:
     return max(cores // ranks, 1)
 
 
-def sent(job: Job, world: int, path: Sequence[str], *, resume: bool = False) -> dict[str, Any]:
-    """What a worker reads. `path`: its `sys.path`. Raises what `job.to_json` raises."""
+def sent(
+    job: Job, world: int, path: Sequence[str], *, resume: bool = False, changes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a worker reads. `path`: its `sys.path`. `changes`: keys that differ from the job's.
+
+    Raises what `job.to_json` raises.
+    """
     kind = type(job)
-    values = job.to_json(resume=resume)
+    values = job.to_json(resume=resume, changes=changes)
     return {"job": f"{kind.__module__}:{kind.__qualname__}", "values": values, "world": world, "path": list(path)}
 
 

@@ -37,6 +37,10 @@ class Delegate(Fabric):
         """As `Fabric.largest`."""
         return self._now().largest(values)
 
+    def within(self, size: int) -> Fabric:
+        """As `Fabric.within`."""
+        return self._now().within(size)
+
     def close(self) -> None:
         """As `Fabric.close`."""
         self._now().close()

@@ -23,6 +23,10 @@ class GroupFabric(Fabric):
         self._context, self._device = context, context.device
         self.rank, self.world = context.rank, context.world
         self._open = False
+        self._group: dist.ProcessGroup | None = None
+        """Its ranks; None is all ranks of the run."""
+        self._first = 0
+        """Rank in the run of the group's first one."""
 
     def connect(self) -> None:
         """As `Fabric.connect`: gloo for tensors of the CPU, and NCCL for those of the GPU."""
@@ -46,34 +50,51 @@ class GroupFabric(Fabric):
     def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
         """As `Fabric.exchange`."""
         if self._device.type == "cpu":
-            dist.all_to_all_single(received_NK, torch.stack(list(parts)))
+            dist.all_to_all_single(received_NK, torch.stack(list(parts)), group=self._group)
         else:
-            dist.all_to_all(list(received_NK.unbind()), list(parts))
+            dist.all_to_all(list(received_NK.unbind()), list(parts), group=self._group)
 
     def gather(self, parts: Sequence[Tensor]) -> None:
         """As `Fabric.gather`."""
         whole = _as_one(parts)
         if self._device.type == "cuda" and whole is not None:
-            dist.all_gather_into_tensor(whole, parts[self.rank])
+            dist.all_gather_into_tensor(whole, parts[self.rank], group=self._group)
             return
         # gloo cannot gather unequal lengths, and NCCL gathers them by broadcasts too.
         for rank, part in enumerate(parts):
             if part.numel():
-                dist.broadcast(part, src=rank)
+                dist.broadcast(part, src=self._first + rank, group=self._group)
 
     def add(self, values: Tensor) -> None:
         """As `Fabric.add`."""
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=self._group)
 
     def maximum(self, values: Tensor) -> None:
         """As `Fabric.maximum`."""
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """As `Fabric.largest`, by gloo."""
         together = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
         found: list[float] = together.tolist()
+        return found
+
+    def within(self, size: int) -> Fabric:
+        """As `Fabric.within`, by a process group. What was opened ends with the default group."""
+        if size == self.world:
+            return self
+        found = GroupFabric(self._context)
+        for first in range(0, self.world, size):
+            # All ranks take part in making every group.
+            group = dist.new_group(list(range(first, first + size)), timeout=PATIENCE)
+            if first <= self.rank < first + size:
+                found._group, found._first = group, first
+                found.rank, found.world = self.rank - first, size
+        # The first collective of a group opens its links, which no CUDA graph can capture.
+        found.largest([0.0])
+        if self._device.type == "cuda":
+            found.add(torch.ones(1, device=self._device))
         return found
 
     def close(self) -> None:

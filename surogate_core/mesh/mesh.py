@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.bundles.tasks import Together
 from surogate_core.mesh.delegate import Delegate
 from surogate_core.mesh.lifeline import Lifeline
 
@@ -42,6 +43,25 @@ class Later(Delegate):
         return self._mesh.fabric
 
 
+class Rows(Delegate):
+    """The fabric of the neighbouring ranks that share rows, of a mesh that will be connected before it is used."""
+
+    def __init__(self, mesh: Mesh, size: int):
+        """`size`: number of these ranks, which divides those of the mesh."""
+        self._mesh = mesh
+        self.rank, self.world = mesh.rank % size, size
+        self._found: Fabric | None = None
+
+    def connect(self) -> None:
+        """Open it. All ranks of the mesh call it, after `Mesh.connect`."""
+        assert self._mesh.fabric is not None, "the ranks are connected before those that share rows"
+        self._found = self._mesh.fabric.within(self.world)
+
+    def _now(self) -> Fabric:
+        assert self._found is not None, "the ranks are connected before the first collective"
+        return self._found
+
+
 @dataclass(slots=True, kw_only=True)
 class Mesh:
     """One rank of a run: its number, and how it talks to the others on the host.
@@ -65,6 +85,8 @@ class Mesh:
     lifeline: Lifeline = field(default_factory=Lifeline)
     """Where this rank reports progress, and hears that another one has failed."""
     _gathered: int = field(default=0, repr=False)
+    _device: torch.device | None = field(default=None, repr=False)
+    """The device whose tensors the fabric moves; None is the CPU."""
     _built: Fabric | None = field(default=None, repr=False)
     """The fabric before it is connected, which has memory already."""
 
@@ -161,7 +183,7 @@ class Mesh:
         self.lifeline.hurry(CONNECTING_SECONDS)
         found.connect()
         self.lifeline.rest()
-        self.fabric = found
+        self.fabric, self._device = found, device
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[elements] zeros that the fabric moves as fast as it can. All ranks allocate alike, in the same order."""
@@ -186,6 +208,29 @@ class Mesh:
     def largest(self, values: Sequence[float]) -> list[float]:
         """The maximum of each value over the ranks, on the host; needs `connect`."""
         return list(values) if self.fabric is None else self.fabric.largest(values)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, by rank, through the collectives; needs `connect`. A rank waits for the slowest one.
+
+        For what is too large for `gather`, or gathered again and again: a store keeps all that it was ever given.
+        """
+        if self.fabric is None:
+            return [data]
+        import torch
+
+        mine = [0.0] * self.world
+        mine[self.rank] = float(len(data))
+        lengths = [int(length) for length in self.largest(mine)]
+        rows = torch.zeros(self.world, max(*lengths, 1), dtype=torch.uint8, device=self._device)
+        if data:
+            rows[self.rank, : len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.fabric.gather(list(rows.unbind()))
+        host = rows.cpu().numpy()
+        return [host[rank, :length].tobytes() for rank, length in enumerate(lengths)]
+
+    def together(self) -> Together:
+        """The ranks as an online task sees them."""
+        return Together(rank=self.rank, world=self.world, local_world=self.local_world, exchange=self.gather_bytes)
 
     def close(self) -> None:
         """End the collectives."""

@@ -19,6 +19,11 @@ def lanes_of(micro_batches: int) -> int:
     return min(micro_batches & -micro_batches, LANES)
 
 
+def lanes_for(ranks: int) -> int:
+    """Lanes of steps of any number of micro-batches: `LANES`, or one for each rank if `ranks` does not divide it."""
+    return LANES if LANES % ranks == 0 else ranks
+
+
 def tree_sum(parts: Sequence[Tensor], out: Tensor) -> None:
     """`out` = the sum of the parts by a binary tree over neighbours; the parts are overwritten, `out` may be one.
 

@@ -24,6 +24,7 @@ class VirtualRanks:
         self.barrier = threading.Barrier(world)
         self.slots: list[Any] = [None] * world
         self.turn = threading.Lock()
+        self._groups: dict[int, list[VirtualRanks]] = {}
 
     def swap(self, rank: int, value: T) -> list[T]:
         """The values of all ranks, by rank."""
@@ -32,6 +33,17 @@ class VirtualRanks:
         found = list(self.slots)
         self.barrier.wait()
         return found
+
+    def abort(self) -> None:
+        """A rank has failed: the others do not wait for it."""
+        self.barrier.abort()
+        for group in (g for groups in self._groups.values() for g in groups):
+            group.abort()
+
+    def groups(self, size: int) -> list[VirtualRanks]:
+        """What each group of `size` neighbouring ranks shares."""
+        with self.turn:
+            return self._groups.setdefault(size, [VirtualRanks(size) for _ in range(self.world // size)])
 
 
 class VirtualFabric(Fabric):
@@ -67,6 +79,11 @@ class VirtualFabric(Fabric):
         """As `Fabric.largest`."""
         return [max(column) for column in zip(*self._ranks.swap(self.rank, list(values)), strict=True)]
 
+    def within(self, size: int) -> Fabric:
+        """As `Fabric.within`."""
+        group, rank = divmod(self.rank, size)
+        return VirtualFabric(self._ranks.groups(size)[group], rank)
+
     def mesh(self) -> Mesh:
         """The rank as an engine takes it."""
         return Mesh(
@@ -86,7 +103,7 @@ def in_threads(world: int, work: Callable[[VirtualFabric], T]) -> list[T]:
         try:
             return work(VirtualFabric(ranks, rank))
         except BaseException:
-            ranks.barrier.abort()
+            ranks.abort()
             raise
 
     with ThreadPoolExecutor(max_workers=world) as pool:

@@ -42,6 +42,7 @@ from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir, config_in, locate
 from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.mesh.sums import lanes_for
 from surogate_core.run.ranks import micro_batches_of
 from surogate_core.run.router import router_losses
 from surogate_core.run.task_spec import objective_of, task_spec
@@ -317,10 +318,12 @@ def engine_settings(
     borders: int,
     columns: tuple[str, ...] = (),
     moves_gradients: bool = False,
+    varying: bool = False,
 ) -> EngineSettings:
     """The engine's settings for micro-batches with this many document borders and these columns.
 
-    `moves_gradients`: whether the offloader keeps gradients off the device.
+    `moves_gradients`: whether the offloader keeps gradients off the device. `varying`: whether the task, not the
+    configuration, decides how many micro-batches a step has.
     """
     assert config.lmhead_chunks != "auto"
     return EngineSettings(
@@ -329,7 +332,7 @@ def engine_settings(
         adapter_dtype=DTYPES[config.lora_dtype],
         compiler=config.compiler if config.compiler != "auto" else ("inductor" if device.type == "cuda" else "fx"),
         cuda_graphs=config.use_cuda_graphs,
-        tokens=config.per_device_train_batch_size * config.sequence_len,
+        tokens=config.per_device_train_batch_size * config.sequence_len // config.context_parallel_size,
         borders=borders,
         max_seqlen=config.sequence_len,
         head_chunks=config.lmhead_chunks,
@@ -346,7 +349,9 @@ def engine_settings(
         zero_level=sharing.level(config),
         shard_weights=sharing.shards_weights(config),
         exact=sharing.exact(config, moves_gradients=moves_gradients),
-        micro_batches=micro_batches_of(config),
+        context=config.context_parallel_size,
+        micro_batches=lanes_for(max(config.gpus, 1)) if varying else micro_batches_of(config),
+        varying=varying,
     )
 
 
@@ -468,9 +473,17 @@ def assemble(
     device, objective = resolve_device(config), objective_of(config, registry)
     columns = tuple(sorted(objective.columns)) if columns is None else columns
     check_columns(objective, columns, task=config.task)
+    check_shares_rows(config, resolved.model, objective)
     offloader = resolve_offloader(config, registry)
     gradients = offloader.moves("gradients")
-    settings = engine_settings(config, device=device, borders=borders, columns=columns, moves_gradients=gradients)
+    settings = engine_settings(
+        config,
+        device=device,
+        borders=borders,
+        columns=columns,
+        moves_gradients=gradients,
+        varying=task_spec(config, registry).online is not None,
+    )
     return Assembly(
         model=resolved.model,
         settings=replace(settings, router_losses=router_losses(config, resolved.model)),
@@ -485,6 +498,21 @@ def assemble(
         keeps_as_it_is=weights_as_they_are(config, resolved.model),
         offload_experts=config.qlora_offload_experts,
     )
+
+
+def check_shares_rows(config: RunConfig, model: Model, objective: Objective) -> None:
+    """Raise `ConfigError` if several GPUs are to share rows and the model or the objective needs whole ones."""
+    size = config.context_parallel_size
+    if size == 1:
+        return
+    message = ""
+    if any(block.expert_slots(None) for _, block in model.blocks(0)):
+        message = f"is {size}, and GPUs that share a row cannot train a model with experts."
+    elif objective.sequence_loss is not None or objective.sequence_figures is not None:
+        message = f"is {size}, and objective {objective.name} needs whole documents on one GPU."
+    if message:
+        fix = "context_parallel_size: 1"
+        raise ConfigError([Problem(key="context_parallel_size", message=message, fix=fix)])
 
 
 def check_columns(objective: Objective, columns: Collection[str], *, task: str) -> None:

@@ -45,12 +45,12 @@ class Job:
         """Name of the task that makes the steps."""
         return str(self.config["task"])
 
-    def to_json(self, *, resume: bool = False) -> dict[str, Any]:
+    def to_json(self, *, resume: bool = False, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """As `bundles.Job.to_json`."""
         if self.watch.callbacks:
             message = "they run in the process that trains, and this run trains in processes of their own."
             raise ConfigError([Problem(key="callbacks", message=message, fix="gpus=1, or a monitor in a plugin")])
-        config = {**self.config, "resume_from_checkpoint": True} if resume else dict(self.config)
+        config = {**self.config, **(changes or {})} | ({"resume_from_checkpoint": True} if resume else {})
         return {"config": config, "plugins": [list(plugin) for plugin in self.plugins], "quiet": self.watch.quiet}
 
     @classmethod

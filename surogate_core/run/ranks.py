@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surogate_core import __version__
-from surogate_core.config.checks import EXACT_RANKS
+from surogate_core.config.checks import EXACT_RANKS, row_groups
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.errors import ConfigError, Problem, UserError, printable
@@ -28,7 +28,7 @@ SHOWN = 8
 
 def micro_batches_of(config: RunConfig) -> int:
     """M, micro-batches of an optimizer step of all ranks together."""
-    return config.gradient_accumulation_steps * max(config.gpus, 1)
+    return config.gradient_accumulation_steps * row_groups(config.gpus, config.context_parallel_size)
 
 
 def tokens_per_step(config: RunConfig) -> int:
@@ -38,7 +38,7 @@ def tokens_per_step(config: RunConfig) -> int:
 
 def on_one_gpu(config: RunConfig) -> RunConfig:
     """The configuration with which one GPU takes the same optimizer steps."""
-    return replace(config, gpus=1, gradient_accumulation_steps=micro_batches_of(config))
+    return replace(config, gpus=1, context_parallel_size=1, gradient_accumulation_steps=micro_batches_of(config))
 
 
 def with_kept_steps(config: RunConfig, checkpoint: Checkpoint) -> tuple[RunConfig, list[str]]:
@@ -53,16 +53,18 @@ def with_kept_steps(config: RunConfig, checkpoint: Checkpoint) -> tuple[RunConfi
     # The key as the user gave it, and as `config.yaml` of the interrupted run has it.
     if kept is None or now not in (asked, kept // gpus) or kept == micro_batches_of(config):
         return config, []
-    if kept % config.gpus:
+    groups = row_groups(config.gpus, config.context_parallel_size)
+    if kept % groups:
         *few, most = (str(n) for n in range(1, kept + 1) if kept % n == 0)
         message = (
             f"is {config.gpus}, and a step of {checkpoint.path} has {kept} micro-batches, which {config.gpus} GPUs "
             f"cannot share equally."
         )
         divisors = f"{', '.join(few)} or {most}" if few else most
-        fix = f"gpus={divisors}, or another gradient_accumulation_steps, which trains on with other steps"
+        of_each = f" times {config.context_parallel_size}" if config.context_parallel_size > 1 else ""
+        fix = f"gpus={divisors}{of_each}, or another gradient_accumulation_steps, which trains on with other steps"
         raise ConfigError([Problem(key="gpus", message=message, fix=fix)])
-    own = kept // config.gpus
+    own = kept // groups
     note = (
         f"gradient_accumulation_steps is {own} instead of {now}: with gpus={config.gpus}, a step keeps the {kept} "
         f"micro-batches that it has in {checkpoint.path}."
@@ -126,7 +128,9 @@ def reduction_of(settings: EngineSettings) -> dict[str, Any]:
     At level 0 every rank sums all squares for the norm; above, the norm has one sum for each part of a layer.
     """
     if not settings.exact:
-        return {"exact": False, "ranks": settings.ranks, "level": settings.zero_level if settings.ranks > 1 else 0}
+        return {"exact": False, "ranks": settings.ranks, "level": settings.zero_level if settings.ranks > 1 else 0} | (
+            {"context": settings.context} if settings.context > 1 else {}
+        )
     order = "interleaved" if settings.zero_level >= 2 else "neighbours"
     norm = "parts" if settings.zero_level else "whole"
     return {"exact": True, "lanes": lanes_of(settings.micro_batches), "order": order, "norm": norm}
@@ -156,6 +160,10 @@ def reduction_notes(settings: EngineSettings, checkpoint: Checkpoint | None, *, 
 
 
 def _how_to_be_exact(settings: EngineSettings) -> str:
-    possible = settings.ranks in EXACT_RANKS and lanes_of(settings.micro_batches) % settings.ranks == 0
+    possible = (
+        settings.ranks in EXACT_RANKS
+        and settings.context == 1
+        and lanes_of(settings.micro_batches) % settings.ranks == 0
+    )
     offered = possible and not (settings.exact or settings.update_on_cpu)
     return " (exact_reduction=true gives equal bits)" if offered else ""

@@ -46,6 +46,7 @@ from surogate_core.run.ranks import (
     facts_of,
     reduction_notes,
     reduction_of,
+    tokens_per_step,
     unequal_devices,
     with_kept_steps,
 )
@@ -53,7 +54,7 @@ from surogate_core.run.rate_check import rate_note
 from surogate_core.run.record import new_run_id
 from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.samples import Sampler, rows_of
-from surogate_core.run.task_spec import Surroundings
+from surogate_core.run.task_spec import Surroundings, task_spec
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.follow import Follower
@@ -166,7 +167,7 @@ class _Run:
             "settled": Choice.taken(engine.settings).record(),
             "base_files": base.files(self._show),
             "gpus": self.mesh.world,
-            "micro_batches": engine.settings.micro_batches,
+            "micro_batches": None if engine.settings.varying else engine.settings.micro_batches,
             "reduction": reduction_of(engine.settings),
         }
         self.notes += adapter_notes(self.config, base.resolved, identity["base_files"])
@@ -215,8 +216,9 @@ class _Run:
             checkpoint, notes = checkpoint_to_resume(checkpoints, base, identity, self._show)
             self.notes += notes
             if checkpoint is not None:
-                config, notes = with_kept_steps(config, checkpoint)
-                self.notes += notes
+                if task_spec(config, self.registry).online is None:
+                    config, notes = with_kept_steps(config, checkpoint)
+                    self.notes += notes
                 found = str(checkpoint.path.absolute())
         path, accumulation = self.mesh.gather([found, config.gradient_accumulation_steps])[0]
         if path is not None and not self.mesh.leads:
@@ -241,7 +243,10 @@ class _Run:
             mesh=self.mesh,
             signals=self.signals,
             checkpoint=checkpoint,
+            evaluator=evaluator_of(material.task),
         )
+        if is_online(material.steps):
+            cast("OnlineSteps", material.steps).attach(engine)
         self.setting_up = False
         follower.run()
         engine.close()
@@ -344,10 +349,11 @@ class _Run:
         """What the task may use while the run trains."""
 
         def emit(event: Event) -> None:
-            assert self.loop is not None
-            self.loop.emit(event)
+            if self.mesh.leads:
+                assert self.loop is not None
+                self.loop.emit(event)
 
-        return Surroundings(emit=emit, stopped=lambda: self.signals.received is not None)
+        return Surroundings(emit=emit, stopped=lambda: self.signals.received is not None, together=self.mesh.together())
 
     def _stop_if_asked(self) -> None:
         # Once the ranks are connected, they end together: the loop agrees on it before the first step. Until then the
@@ -382,7 +388,7 @@ class _Run:
             train_tokens=material.data.report.train.tokens if material.data is not None else 0,
             steps=loop.total_steps,
             start_step=loop.state.step,
-            tokens_per_step=0 if is_online(material.steps) else engine.settings.tokens * engine.settings.micro_batches,
+            tokens_per_step=0 if is_online(material.steps) else tokens_per_step(self.config),
             epochs=loop.total_steps / material.steps.steps_per_epoch,
             device=_in_words(engine.settings.device, ranks=self.mesh.world),
             gpus=self.mesh.world,

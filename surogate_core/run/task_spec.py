@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles.options import flat_marks
-from surogate_core.bundles.tasks import OnlineContext
+from surogate_core.bundles.tasks import OnlineContext, Together
+from surogate_core.config.schema import KEYS
+from surogate_core.config.sharing import online_problems
 from surogate_core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class Surroundings:
     """Shows an event to the monitors."""
     stopped: Callable[[], bool] = lambda: False
     """Whether a signal has come."""
+    together: Together = field(default_factory=Together)
+    """The ranks of the run."""
 
 
 def online_task(
@@ -61,12 +65,16 @@ def online_task(
     data: PreparedData | None,
     surroundings: Surroundings,
 ) -> Task:
-    """The task of a spec with `online`. Raises `ConfigError` on several GPUs."""
+    """The task of a spec with `online`. Raises `ConfigError` if several GPUs, whose number may be known only now,
+    contradict other keys.
+    """
     spec = task_spec(config, registry)
     assert spec.online is not None
     if config.gpus > 1:
-        message = f"is {config.gpus}, and task {spec.name}, which samples from the model, trains on one GPU."
-        raise ConfigError([Problem(key="gpus", message=message, fix="gpus: 1")])
+        problems = online_problems(spec.name, {key: getattr(config, key) for key in KEYS})
+        problems += list(spec.check(config, spec.options_of(config), registry)) if spec.check is not None else []
+        if problems:
+            raise ConfigError(problems)
     own: dict[str, Any] | None = resolved.weights.generation_config() if resolved.weights is not None else None
     return spec.online(
         OnlineContext(
@@ -79,6 +87,7 @@ def online_task(
             stopped=surroundings.stopped,
             directory=Path(config.place),
             data=data,
+            together=surroundings.together,
         )
     )
 

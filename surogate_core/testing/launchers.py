@@ -31,7 +31,7 @@ class Probe:
         place = {"output_dir": self.directory, "checkpoint_dir": None}
         return {"gpus": self.gpus, "device": "cpu", "task": self.task, **place}
 
-    def to_json(self, *, resume: bool = False) -> dict[str, Any]:
+    def to_json(self, *, resume: bool = False, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """As `bundles.Job.to_json`."""
         return asdict(self)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from surogate_core.bundles import Evaluation, Steps
+from surogate_core.bundles import Evaluation, Steps, Stopped
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.mesh.mesh import Mesh
@@ -13,7 +14,7 @@ from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.flops import Work
 from surogate_core.train.leading import Interrupted, Led, Order
 from surogate_core.train.measures import peak_memory, settled_objects
-from surogate_core.train.prefetch import Batches
+from surogate_core.train.prefetch import Batches, Made
 from surogate_core.train.restore import load_tensors
 from surogate_core.train.signals import StopSignals
 
@@ -32,11 +33,17 @@ class Follower:
         mesh: Mesh,
         signals: StopSignals,
         checkpoint: Checkpoint | None = None,
+        evaluator: Callable[[int], object] | None = None,
     ):
-        """`loader` is where `checkpoint` left it. `checkpoints`: the directory in which rank 0 saves."""
+        """`loader` is where `checkpoint` left it. `checkpoints`: the directory in which rank 0 saves. `evaluator`: the
+        evaluation that the task does itself, as the loop has it.
+        """
         self._engine, self._loader, self._evaluation, self._checkpoints = engine, loader, evaluation, checkpoints
         self._ranks = Led(mesh, signals)
         self._work = Work.of(engine.model, frozen=config.lora)
+        self._evaluator = evaluator
+        self._made: Made | None = None
+        """The step that was made together, and is to be taken."""
         self._step = 0
         if checkpoint is not None:
             load_tensors(engine, checkpoint)
@@ -61,7 +68,7 @@ class Follower:
                 return
             if order == Order.STEP:
                 self._ranks.step_begins()
-                made = batches.take()
+                made, self._made = self._made or batches.take(), None
                 previous, launched = launched, self._engine.train_step(made.batches, step=self._step, lr=value)
                 self._step += 1
                 if previous is not None:
@@ -69,9 +76,20 @@ class Follower:
                 self._ranks.step_ends(self._step)
             elif order == Order.FIGURES:
                 self._ranks.figures(peak_memory(self._engine), self._engine.own_work.mean())
+            elif order == Order.MAKE:
+                self._ranks.rests()
+                self._make(batches)
             else:
                 self._ranks.rests()
                 self._do(order, value)
+
+    def _make(self, batches: Batches) -> None:
+        """Take part in making the next step."""
+        self._engine.freshen()
+        try:
+            self._made = batches.take()
+        except Stopped:
+            self._ranks.hear_signals()
 
     def _do(self, order: Order, value: float) -> None:
         if order == Order.EVALUATE:
@@ -80,6 +98,11 @@ class Follower:
                 self._engine.evaluate(self._ranks.interruptible(self._evaluation))
             except Interrupted:
                 return
+        elif order == Order.PLAY:
+            assert self._evaluator is not None
+            self._engine.freshen()
+            if self._evaluator(self._step) is None:
+                self._ranks.hear_signals()
         elif order == Order.SERVE:
             self._engine.serve()
         elif order == Order.SAMPLE:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 
 from surogate_core.batch import MicroBatch
+from surogate_core.bundles import Stopped
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import SurogateError
 from surogate_core.mesh.mesh import Mesh
@@ -38,6 +39,10 @@ class Order(IntEnum):
     """Exchange the figures of the ranks."""
     SAMPLE = 6
     """Take part in what rank 0 reads from the engine while it generates samples."""
+    MAKE = 7
+    """Make the next step together, by sampling from the model."""
+    PLAY = 8
+    """Do the evaluation of the task together."""
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -91,6 +96,10 @@ class Ranks:
         self._mesh.lifeline.rest()
         self._rests = True
 
+    def hear_signals(self) -> None:
+        """All ranks learn of a signal to any of them."""
+        self._agree()
+
     def _agree(self, *values: float) -> tuple[list[float], bool]:
         """The largest of the ranks' values, and whether a signal had reached any rank.
 
@@ -127,7 +136,7 @@ class Leader(Ranks):
         self._waited_for = False
         try:
             yield
-        except Interrupted:
+        except (Interrupted, Stopped):
             self._waited_for = True
             raise
         self._waited_for = True

@@ -262,10 +262,10 @@ class Loop:
         if not self._online:
             return batches.take(), 0.0
         started = time.perf_counter()
-        self.leader.rests()
-        self.engine.freshen()
         try:
-            made = batches.take()
+            with self.leader.ordering(Order.MAKE):
+                self.engine.freshen()
+                made = self._made_together(batches)
         except Stopped:
             if self.signals.received is None:
                 raise
@@ -273,6 +273,13 @@ class Loop:
                 self._save(batches.state, last=False, signalled=True)
             return None, 0.0
         return made, time.perf_counter() - started
+
+    def _made_together(self, batches: Batches) -> Made:
+        try:
+            return batches.take()
+        except Stopped:
+            self.leader.hear_signals()
+            raise
 
     def load_best(self) -> int:
         """Load the weights of the best evaluation if the configuration wants them; the step of the weights now."""
@@ -473,11 +480,13 @@ class Loop:
 
     def _evaluate_task(self, evaluator: Evaluator) -> None:
         """Let the task evaluate; raises `Interrupted` when a signal comes."""
-        self.leader.rests()
-        self.engine.freshen()
-        state, found = self.state, evaluator(self.state.step)
-        if found is None:
-            raise Interrupted
+        state = self.state
+        with self.leader.ordering(Order.PLAY):
+            self.engine.freshen()
+            found = evaluator(state.step)
+            if found is None:
+                self.leader.hear_signals()
+                raise Interrupted
         state.evaluated_step = state.step
         if isinstance(found, RolloutEval) and found.reward is not None:
             reward = state.last_reward = found.reward.mean

@@ -42,7 +42,7 @@ class Batches:
     def of(engine: Engine, loader: Steps, work: Work) -> Batches:
         """For the share of the engine's rank."""
         settings = engine.settings
-        own = None if settings.ranks == 1 else engine.sharing.share(settings.micro_batches).numbers
+        own = None if settings.ranks == 1 or settings.varying else engine.sharing.share(settings.micro_batches).numbers
         kind = Batches if is_online(loader) else Prefetcher
         return kind(loader, work, settings.device, own=own)
 

@@ -61,7 +61,7 @@ Problems = Callable[..., list[Problem]]
         (["model=qwen3-0.6b", "model.path=a/b"], "model", "both given", "model=PATH"),
         (["fp4_backend=cublas"], "fp4_backend", "one of cutlass, cudnn", ""),
         (["ep_size=2"], "ep_size", "not available in this version", ""),
-        (["distributed.num_nodes=2"], "distributed.num_nodes", "no such key", planned.ELSEWHERE["distributed"]),
+        (["num_nodes=2"], "num_nodes", "no such key", planned.ELSEWHERE["num_nodes"]),
         (["master_dtype=fp16"], "master_dtype", "one of fp32, bf16", ""),
         (["master_dtype=e4m3"], "master_dtype", "one of fp32, bf16", ""),
         (["model_dtype=fp16"], "model_dtype", "one of fp32, bf16", ""),
@@ -263,6 +263,7 @@ def test_a_second_weight_format_is_refused(problems: Problems, keys: list[str], 
 
 
 QUANTS = ["lora=true", "recipe=fp8-hybrid", "persistent_quants=true"]
+SHARED_ROWS = ["gpus=2", "context_parallel_size=2", "lora=false"]
 CONTRADICTIONS = {
     "qlora_without_lora": ["lora=false", "qlora_bnb=true"],
     "micro_batch_past_any_memory": ["per_device_train_batch_size=65536", "sequence_len=4096"],
@@ -300,6 +301,13 @@ CONTRADICTIONS = {
     "shard_weights_without_level": ["gpus=2", "lora=false", "zero_level=0", "shard_weights=true"],
     "exact_sums_of_other_numbers": ["gpus=3", "exact_reduction=true"],
     "exact_sums_off_the_device": ["exact_reduction=true", "offload_grads=true"],
+    "groups_of_gpus": ["gpus=3", "context_parallel_size=2"],
+    "parts_of_rows": ["gpus=3", "context_parallel_size=3", "sequence_len=1024"],
+    "zero_level_with_shared_rows": [*SHARED_ROWS, "zero_level=2"],
+    "shard_gradients_with_shared_rows": [*SHARED_ROWS, "shard_gradients=true"],
+    "shard_weights_with_shared_rows": [*SHARED_ROWS, "shard_weights=true"],
+    "cpu_training_with_shared_rows": [*SHARED_ROWS, "cpu_training=true"],
+    "exact_reduction_with_shared_rows": [*SHARED_ROWS, "exact_reduction=true"],
 }
 
 

@@ -16,6 +16,7 @@ from page_commands import GUIDES, PAGES, ROOT, Command, commands, commands_of
 from pages import blocks
 
 from surogate_core.cli.arguments import leading_task, parse
+from surogate_core.cli.cluster import own_words
 from surogate_core.cli.commands import COMMANDS, CORE_TASKS, installed_tasks
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_many
@@ -83,6 +84,8 @@ def compose(command: Command, registry: Registry) -> None:
     task = name if name in TASKS else None
     if name in ("plan", "tokenize"):
         task, words = leading_task(words)
+    if name == "plan":
+        words, _ = own_words(words)
     parsed = parse(overrides(name, words), command=f"surogate {name}")
     load_many(
         parsed.overrides,

@@ -81,4 +81,38 @@ def test_shares_cover_each_micro_batch_once() -> None:
 def test_two_micro_batches_on_one_rank_are_one_addition() -> None:
     """So that a run with up to two micro-batches has the bits that it had without lanes."""
     share = Share.of(2, rank=0, ranks=1, exact=True, strided=False)
-    assert (share.unit, share.leaves) == (1, 2)
+    assert (share.sizes, share.leaves) == ((1, 1), 2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 6, 8, 11, 16, 21])
+@pytest.mark.parametrize("strided", [False, True])
+def test_steps_of_any_length_have_the_same_bits_on_any_number_of_ranks(strided: bool, micro_batches: int) -> None:
+    def work(fabric: Fabric) -> Tensor:
+        share = Share.of_any(micro_batches, rank=fabric.rank, ranks=fabric.world, exact=True, strided=strided)
+        sums = torch.zeros(16)
+        lanes = Lanes([sums])
+        lanes.begin(share)
+        for i, number in enumerate(share.numbers):
+            value = gradient(number) if number < micro_batches else torch.zeros(16)
+            sums += over_ranks(fabric, value) if strided else value
+            lanes.after(share, i)
+        return sums if strided else over_ranks(fabric, sums)
+
+    (alone,) = in_threads(1, work)
+    for world in (2, 4, 8):
+        for found in in_threads(world, work):
+            assert torch.equal(found, alone), world
+    assert torch.allclose(alone, torch.stack([gradient(i) for i in range(micro_batches)]).sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+def test_shares_of_steps_of_any_length_are_as_equal_as_possible(world: int) -> None:
+    for count in (1, 3, 5, 8, 13, 40):
+        for strided in (False, True):
+            shares = [Share.of_any(count, rank=r, ranks=world, exact=True, strided=strided) for r in range(world)]
+            own = [[n for n in share.numbers if n < count] for share in shares]
+            assert sorted(n for numbers in own for n in numbers) == list(range(count))
+            assert max(map(len, own)) - min(map(len, own)) <= 1
+            assert [sum(share.sizes) for share in shares] == [len(share.numbers) for share in shares]
+            if strided:
+                assert len({len(share.numbers) for share in shares}) == 1

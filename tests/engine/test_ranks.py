@@ -51,22 +51,11 @@ def steps(engine: Engine, count: int, *, micro_batches: int, start: int = 0) -> 
     return found
 
 
-def whole_state(engine: Engine) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, as rank 0 writes them; nothing on the others."""
-    if not engine.mesh.leads:
-        engine.serve()
-        return {}
-    found = tiny.snapshot(engine)
-    if engine.mesh.world > 1:
-        engine.dismiss()
-    return found
-
-
 def trained(world: int, *, micro_batches: int = 8, count: int = 3, **changes: Any) -> tuple[Any, Mapping[str, Tensor]]:
     def work(fabric: VirtualFabric) -> tuple[Any, dict[str, Tensor]]:
         engine = engine_of(fabric, micro_batches=micro_batches, **changes)
         figures = steps(engine, count, micro_batches=micro_batches)
-        return figures, whole_state(engine)
+        return figures, tiny.whole_state(engine)
 
     results = in_threads(world, work)
     assert all(figures == results[0][0] for figures, _ in results)  # every rank knows the figures of the run
@@ -247,7 +236,7 @@ def test_each_ranks_cpu_updates_its_part(case: str, world: int) -> None:
         assert isinstance(stores, _HostStores)
         for tensor in (t for group in groups for t in (group.master, group.grad)):
             assert tensor.untyped_storage()._cdata in stores.live
-        return figures, whole_state(engine), sum(group.master.numel() for group in groups)
+        return figures, tiny.whole_state(engine), sum(group.master.numel() for group in groups)
 
     expected, state = alone(case)
     found = in_threads(world, work)
@@ -296,7 +285,7 @@ def test_a_checkpoint_serves_any_number_of_ranks(case: str) -> None:
                     files.setdefault(name.split()[0], {})[name.split(" ", 1)[1]] = tensor
                 engine.load_state(files)
             steps(engine, 1, micro_batches=8, start=step)
-            return whole_state(engine)
+            return tiny.whole_state(engine)
 
         state = in_threads(world, work)[0]
     tiny.ensure_same_bits(state, expected, "after three resumes")
@@ -389,11 +378,11 @@ def test_a_rank_reads_only_what_it_keeps(level: int) -> None:
             tiny.SMALL_CONFIG, build=tiny.SmallModel, ranks=fabric.world, zero_level=level, micro_batches=8
         )
         engine = Engine(assembly, source, mesh=fabric.mesh())
-        return read, whole_state(engine)
+        return read, tiny.whole_state(engine)
 
     results = in_threads(4, work)
     trained_elements = sum(read for read, _ in results)
-    (alone,) = in_threads(1, lambda fabric: whole_state(engine_of(fabric, micro_batches=8, zero_level=level)))
+    (alone,) = in_threads(1, lambda fabric: tiny.whole_state(engine_of(fabric, micro_batches=8, zero_level=level)))
     matrices = [t for n, t in alone.items() if n.startswith("trainable") and "norm" not in n and "final" not in n]
     assert trained_elements == sum(t.numel() for t in matrices)
     for name, tensor in alone.items():
@@ -451,3 +440,28 @@ def test_the_largest_figures_of_recipes_keep_their_signs_and_nan() -> None:
     for found in in_threads(2, work):
         assert found[:2] == [-1.0, 3.0]
         assert all(value != value for value in found[2:])
+
+
+VARYING = ("lora", "level 0", "level 1", "level 2", "experts, level 1", "experts, a counted step, level 3")
+
+
+@pytest.mark.slow_cases("level 0", "experts, level 1")
+@pytest.mark.parametrize("case", VARYING)
+def test_steps_of_any_length_have_the_same_bits(case: str) -> None:
+    """Also where a rank has no micro-batch."""
+    lengths = (1, 3, 6)
+
+    def work(fabric: VirtualFabric) -> tuple[Any, dict[str, Tensor]]:
+        engine = engine_of(fabric, micro_batches=8, varying=True, exact=True, **CASES[case])
+        results = [
+            engine.train_step(tiny.batches(step, count), step=step, lr=1e-2) for step, count in enumerate(lengths)
+        ]
+        figures = [(*r.read(), *(total.tolist() for _, total in r.sides().values())) for r in results]
+        return figures, tiny.whole_state(engine)
+
+    (alone,) = in_threads(1, work)
+    for world in (2, 4):
+        figures, tensors = in_threads(world, work)[0]
+        assert figures == alone[0], world
+        assert tensors.keys() == alone[1].keys()
+        assert all(torch.equal(tensor, alone[1][name]) for name, tensor in tensors.items()), world

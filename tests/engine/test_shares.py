@@ -95,3 +95,11 @@ def test_what_hides_it() -> None:
     assert beside["updated weights"] == "forward"
     assert beside["weights of layers"] == "both"
     assert {s.beside for s in shares(0, 2).sent} == {""}
+
+
+def test_gathers_of_unequal_parts_are_counted() -> None:
+    uneven = {sent.what: sent.uneven for sent in shares(1, 3).sent if sent.uneven}
+    assert uneven == {"updated weights": 4, "gradients that all keep, gathered": 1}, "3 divides no piece"
+    assert {sent.uneven for sent in shares(1, 4).sent if sent.what == "updated weights"} == {0}
+    last = [sent.uneven for sent in shares(3, 3).sent if sent.what == "updated weights"]
+    assert last == [2], "embedding and head; layers are gathered in equal parts"

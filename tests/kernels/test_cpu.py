@@ -141,7 +141,10 @@ def test_a_loss_over_150000_logits_and_the_sum_of_100000_losses() -> None:
 
 
 def test_the_last_tokens_of_a_long_document_attend_to_all() -> None:
-    """Keys alike, so that every weight of a sum is about 1 / N."""
+    """Keys alike, so that every weight of a sum is about 1 / N.
+
+    The order of the sums is the processor's: an AMD one without AVX-512 erred by 1.7e-6, others by less than 1e-6.
+    """
     tokens = 12_000
     q, k, v = (random(tokens, 1, 8, seed=seed, dtype=F32) for seed in range(3))
     k, v = k * 1e-3, v + 1
@@ -151,14 +154,14 @@ def test_the_last_tokens_of_a_long_document_attend_to_all() -> None:
     scores = 0.3 * q[last, 0].double() @ k[:, 0].double().t()
     order = torch.arange(tokens)
     scores = scores.masked_fill(order[None] > order[last, None], float("-inf"))
-    assert relative(out[last, 0], torch.softmax(scores, -1) @ v[:, 0].double()) < 1e-6
+    assert relative(out[last, 0], torch.softmax(scores, -1) @ v[:, 0].double()) < 4e-6
     dout = random(tokens, 1, 8, seed=4, dtype=F32)
     found = torch.ops.surogate.cpu_attention_backward(dout, q, k, v, out, lse, borders, 0.3)
     wide = [t.double() for t in (q, k, v)]
     out64, lse64 = torch.ops.surogate.cpu_attention(*wide, borders, 0.3)
     expected = torch.ops.surogate.cpu_attention_backward(dout.double(), *wide, out64, lse64, borders, 0.3)
     for name, mine, theirs in zip("qkv", found, expected, strict=True):
-        assert relative(mine, theirs) < 2e-6, name
+        assert relative(mine, theirs) < 4e-6, name
 
 
 def test_the_exponentials_of_logits_are_made_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

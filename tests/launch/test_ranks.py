@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ class Joining:
         self.config = {"gpus": 1, "device": "auto", **config}
         self.ran: dict[str, Any] = {}
 
-    def to_json(self, *, resume: bool = False) -> dict[str, Any]:
+    def to_json(self, *, resume: bool = False, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         raise AssertionError("nothing is started")
 
     def run(self, **keys: Any) -> int:

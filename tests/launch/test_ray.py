@@ -16,7 +16,7 @@ import pytest
 from ray_clusters import KEYS, Fake, Run, make_cluster, worker_processes
 from surogate_launcher_ray import surogate_launcher
 
-from surogate_core.errors import MachineError
+from surogate_core.errors import ConfigError, MachineError
 from surogate_core.testing.launchers import CHECKS
 
 TWO_MACHINES = ("gpus=2", "launcher=ray", "launcher.num_nodes=2", "gradient_accumulation_steps=1")
@@ -90,6 +90,15 @@ def test_without_ray_the_run_is_refused(
     with pytest.raises(MachineError, match=message):
         run_here(tmp_path / "run", *base, "gpus=2", "launcher=ray", "launcher.num_nodes=2")
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_ray_client_is_refused(run_here: Any, base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = r"launcher\.ray_address: ray://head:10001%s is Ray Client.*Fix: ray job submit"
+    with pytest.raises(ConfigError, match=message % ""):
+        run_here(tmp_path / "run", *base, "launcher=ray", "launcher.ray_address=ray://head:10001")
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(ConfigError, match=message % r" \(RAY_ADDRESS\)"):
+        run_here(tmp_path / "run", *base, "launcher=ray")
 
 
 @pytest.mark.slow
@@ -213,7 +222,7 @@ def test_a_run_goes_on_with_another_machine(start: Any, own_cluster: Any) -> Non
     code, output = unbroken.end()
     assert code == 0, output
     cluster = own_cluster({}, {})
-    keys = ("max_steps=24", "sequence_len=128", "max_restarts=1")
+    keys = ("max_steps=24", "sequence_len=128", "max_restarts=1", "launcher.min_nodes=2")
     run = start(*LORA, *keys, *TWO_MACHINES, address=cluster.address)
     run.wait_for_steps(6)
     cluster.lose(cluster.machines[1])
@@ -221,6 +230,25 @@ def test_a_run_goes_on_with_another_machine(start: Any, own_cluster: Any) -> Non
     code, output = run.end()
     assert code == 0, output
     assert "the run starts again from checkpoint-" in output
+    assert [line["start_step"] > 0 for line in run.records("run_start")] == [False, True]
+    assert run.history() == unbroken.history()
+    assert run.weights() == unbroken.weights()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_machines_that_are_left(start: Any, own_cluster: Any) -> None:
+    keys = ("max_steps=24", "sequence_len=128")
+    unbroken = start(*LORA, *keys, name="unbroken")
+    code, output = unbroken.end()
+    assert code == 0, output
+    cluster = own_cluster({}, {})
+    run = start(*LORA, *keys, *TWO_MACHINES, "max_restarts=1", address=cluster.address)
+    run.wait_for_steps(6)
+    cluster.lose(cluster.machines[1])
+    code, output = run.end()
+    assert code == 0, output
+    assert "the run goes on with 1 of 2 machines: 1 rank for the 2 micro-batches of a step" in output
+    assert [line["gpus"] for line in run.records("run_start")] == [2, 1]
     assert [line["start_step"] > 0 for line in run.records("run_start")] == [False, True]
     assert run.history() == unbroken.history()
     assert run.weights() == unbroken.weights()

@@ -217,7 +217,9 @@ def test_what_such_a_task_cannot_have(
     registry = echo[1]
     for words, key in (
         (["datasets=[x.jsonl]"], "datasets"),
-        (["gpus=2"], "gpus"),
+        (["gpus=2", "shard_weights=true"], "shard_weights"),
+        (["gpus=2", "zero_level=3"], "zero_level"),
+        (["gpus=2", "cpu_training=true", "lora=false", "lora_dropout=0"], "cpu_training"),
         (["epoch_adjustment=true", "max_steps=-1"], "epoch_adjustment"),
         (["max_steps=-1"], "max_steps"),
     ):

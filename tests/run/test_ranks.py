@@ -93,7 +93,7 @@ def test_unequal_devices_get_a_note() -> None:
 
 
 def settings(**values: Any) -> Any:
-    default = {"ranks": 2, "zero_level": 0, "exact": True, "micro_batches": 8, "update_on_cpu": False}
+    default = {"ranks": 2, "zero_level": 0, "exact": True, "micro_batches": 8, "update_on_cpu": False, "context": 1}
     return SimpleNamespace(**{**default, **values})
 
 

@@ -35,7 +35,7 @@ class RankJob:
     def config(self) -> Mapping[str, Any]:
         return {"gpus": self.gpus, "device": "cpu", "output_dir": self.directory, "checkpoint_dir": None}
 
-    def to_json(self, *, resume: bool = False) -> dict[str, Any]:
+    def to_json(self, *, resume: bool = False, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return {**asdict(self), "resumes": resume}
 
     @classmethod

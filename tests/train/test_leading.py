@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from surogate_core.batch import MicroBatch
+from surogate_core.bundles import Stopped
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import MachineError
 from surogate_core.mesh.lifeline import Lifeline
@@ -34,7 +36,7 @@ class Engine:
     model = None
 
     def __init__(self, mesh: Mesh):
-        self.settings = SimpleNamespace(device=CPU, ranks=mesh.world, micro_batches=mesh.world)
+        self.settings = SimpleNamespace(device=CPU, ranks=mesh.world, micro_batches=mesh.world, varying=False)
         self.sharing = SimpleNamespace(share=lambda count: SimpleNamespace(numbers=range(mesh.rank, mesh.rank + 1)))
         self.own_work = SimpleNamespace(mean=lambda: mesh.rank + 0.5)
         self.mesh, self.done = mesh, list[Any]()
@@ -49,6 +51,9 @@ class Engine:
 
     def serve(self) -> None:
         self.done.append(self.mesh.largest([0.0]))
+
+    def freshen(self) -> None:
+        self.done.append("fresh")
 
     def dismiss(self) -> None:
         self.mesh.largest([1.0])
@@ -72,7 +77,9 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Work, "of", lambda model, frozen: Work(products_per_token=1.0, attention_per_pair=0.0))
 
 
-def led(lead: Callable[[Leader, Engine, StopSignals], Any], tmp_path: Path, received: int = 0) -> tuple[Any, list[Any]]:
+def led(
+    lead: Callable[[Leader, Engine, StopSignals], Any], tmp_path: Path, received: int = 0, **options: Any
+) -> tuple[Any, list[Any]]:
     """(what rank 0 returns, what the engine of rank 1 did); rank 1 received a signal."""
 
     def rank(fabric: Any) -> Any:
@@ -87,7 +94,8 @@ def led(lead: Callable[[Leader, Engine, StopSignals], Any], tmp_path: Path, rece
         if received:
             signals.received = signal.Signals(received)
         held: Any = [tiny.batch([[1, 2]])] * 5
-        Follower(RunConfig(), engine, Steps(), held, tmp_path, mesh=mesh, signals=signals).run()  # type: ignore[arg-type]
+        steps = options.pop("steps", Steps())
+        Follower(RunConfig(), engine, steps, held, tmp_path, mesh=mesh, signals=signals, **options).run()
         return engine.done
 
     first, second = in_threads(2, rank)
@@ -107,6 +115,41 @@ def test_a_follower_does_what_rank_0_orders(tmp_path: Path) -> None:
     _, done = led(lead, tmp_path)
     shared = [False, True]
     assert done == [(0, 0.1, shared), (1, 0.3, shared), "evaluation begins", 5, [1.0]]
+
+
+def test_a_follower_makes_steps_and_plays_with_rank_0(tmp_path: Path) -> None:
+    class Online(Steps):
+        made = 0
+
+        def attach(self, engine: Any) -> None: ...
+
+        def next_step(self) -> list[MicroBatch]:
+            self.made += 1
+            if self.made == 2:
+                raise Stopped
+            return [tiny.batch([[1, 2, 3]])] * 3
+
+    played: list[int] = []
+
+    def lead(leader: Leader, engine: Any, signals: StopSignals) -> Any:
+        with leader.ordering(Order.PLAY):
+            leader.hear_signals()
+        with leader.ordering(Order.MAKE):
+            pass
+        with leader.ordering(Order.STEP, 0.1):
+            pass
+        with suppress(Stopped), leader.ordering(Order.MAKE):
+            leader.hear_signals()
+            raise Stopped
+        with leader.served(engine):
+            pass
+        return signals.received
+
+    # Rank 1 alone has the signal, and its evaluation and its second step end early.
+    received, done = led(lead, tmp_path, signal.SIGTERM, steps=Online(), evaluator=played.append)
+    assert received == signal.SIGTERM
+    assert played == [0]
+    assert done == ["fresh", "fresh", (0, 0.1, [False, True, False]), "fresh", [1.0]]
 
 
 def test_a_follower_loads_the_checkpoint_that_rank_0_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,3 +92,16 @@ def test_machines_are_sorted_by_address_and_the_dead_are_left_out() -> None:
     assert [machine.id for machine in found] == ["a", "b", "c", "e"]
     assert found[2] == Machine(id="c", address="10.0.0.10", cpus=4.0, gpus=2)
     assert (found[3].cpus, found[3].gpus) == (0.0, 0)
+
+
+def test_a_restart_takes_the_machines_that_are_left() -> None:
+    full = layout(RayOptions(num_nodes=4), 0, "auto", machines(2, 2, 2, 2))
+
+    def left(count: int, micro_batches: int, least: int = 1) -> int:
+        found = full.on_those_left(machines(0, *[2] * count), micro_batches, least=least)
+        return found.nodes if found is not None else 0
+
+    assert full.on_those_left(machines(2, 2, 2, 2, 2), 8, least=1) is full
+    # 3 machines have 6 ranks, which cannot share 8 micro-batches equally; 2 machines can.
+    assert [left(3, 8), left(3, 24), left(2, 8), left(1, 8)] == [2, 3, 2, 1]
+    assert [left(3, 8, least=3), left(1, 7), left(0, 8), left(2, 0)] == [0, 0, 0, 0]

@@ -91,7 +91,9 @@ def play(renderer, arena, reply, *, completion=60, sequence=200, turns=8, prompt
     )
     numbers = range(prompts)
     tasks = list(zip(numbers, arena.tasks(numbers, 0), strict=True))
-    return player.play(tasks, samples, Sampling(), lambda left: None), engine
+    played = player.play(tasks, samples, Sampling(), lambda left: None)
+    player.judged(played)
+    return played, engine
 
 
 def test_the_stop_token_is_trained_and_the_prompt_is_not(renderer_of):

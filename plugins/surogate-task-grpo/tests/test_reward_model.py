@@ -12,8 +12,9 @@ import torch
 from surogate_task_grpo.packing import Shape
 from surogate_task_grpo.reward_model import RewardModel, with_room
 
-from surogate_core.bundles import Stopped
+from surogate_core.bundles import Stopped, Together
 from surogate_core.errors import UserError
+from surogate_core.mesh.virtual import in_threads
 
 SHAPE = Shape(rows=2, sequence_len=64, documents=4, columns=(), padding_id=0)
 
@@ -33,7 +34,7 @@ def logits_of(weights: Any, batch: Any) -> Any:
 def judge() -> Any:
     made = RewardModel.__new__(RewardModel)
     made._shape, made._ending, made._weights = SHAPE, (2, 201), mock.sentinel.weights
-    made._context = SimpleNamespace(stopped=lambda: False)
+    made._context = SimpleNamespace(stopped=lambda: False, together=Together())
     with mock.patch("surogate_task_grpo.reward_model.logits_of", logits_of):
         yield made
 
@@ -53,8 +54,21 @@ def test_each_conversation_has_the_score_of_its_own_last_token(judge: Any) -> No
     assert judge.scores([]) == []
 
 
+def test_ranks_share_the_scoring(judge: Any) -> None:
+    conversations = [[number] * (3 + number * 5 % 61) for number in range(1, 30)]
+    wanted = judge.scores(conversations)
+
+    def rank(fabric: Any) -> list[float]:
+        made = RewardModel.__new__(RewardModel)
+        made._shape, made._ending, made._weights = judge._shape, judge._ending, judge._weights
+        made._context = SimpleNamespace(stopped=lambda: False, together=fabric.mesh().together())
+        return made.scores(conversations)
+
+    assert in_threads(3, rank) == [wanted] * 3
+
+
 def test_a_signal_ends_the_scoring(judge: Any) -> None:
-    judge._context = SimpleNamespace(stopped=lambda: True)
+    judge._context = SimpleNamespace(stopped=lambda: True, together=Together())
     with pytest.raises(Stopped):
         judge.scores([[1]])
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from surogate_core.errors import MachineError, PluginError, SurogateError
+from surogate_core.errors import ConfigError, MachineError, PluginError, Problem, SurogateError
 from surogate_launcher_ray.facts import Facts
 from surogate_launcher_ray.layout import Layout, Machine, order
 from surogate_launcher_ray.node import Node
@@ -65,6 +65,16 @@ def ray_module() -> Any:
             f"Fix: pip install 'surogate-launcher-ray[cluster]' on all machines of the cluster."
         ) from error
     return ray
+
+
+def refuse_client(address: str, environment: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for an address of Ray Client: its driver has neither the run's directory nor its network."""
+    named = environment.get("RAY_ADDRESS", "") if address == "auto" else address
+    if named.startswith("ray://"):
+        by = " (RAY_ADDRESS)" if address == "auto" else ""
+        message = f"{named}{by} is Ray Client, which drives a cluster from outside; the run's directory is inside."
+        fix = "ray job submit --address=http://HOST:8265 -- surogate sft run.yaml launcher=ray …, without ray_address"
+        raise ConfigError([Problem(key="launcher.ray_address", message=message, fix=fix)])
 
 
 @contextmanager

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files import atomic
@@ -15,7 +20,17 @@ from surogate_core.launch.child import Failure
 from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.local import sent
 from surogate_core.launch.restarts import Restarts
-from surogate_launcher_ray.cluster import Member, Stopped, answers, connected, describe, ray_module, reserved
+from surogate_core.run.record import FACTS
+from surogate_launcher_ray.cluster import (
+    Member,
+    Stopped,
+    answers,
+    connected,
+    describe,
+    ray_module,
+    refuse_client,
+    reserved,
+)
 from surogate_launcher_ray.facts import compare, installed_in
 from surogate_launcher_ray.layout import Layout, Machine, layout
 from surogate_launcher_ray.node import Start
@@ -26,13 +41,24 @@ if TYPE_CHECKING:
     from surogate_core.bundles.launchers import Job
     from surogate_core.plugins.registry import Registry
 
+log = structlog.get_logger(__name__)
+
 FORWARDED = ("SUROGATE_", "NCCL_", "GLOO_", "TORCH", "OMP_NUM_THREADS")
 """Beginnings of the names of environment variables that ranks on all machines get from the driver. Tokens are none of
 them: each machine has its own."""
 
+ACCUMULATION = "gradient_accumulation_steps"
+LOOK = 1.0
+"""Seconds between looks at the machines of the cluster, while a restart waits for one."""
+
+
+class Fewer(Exception):  # noqa: N818
+    """A restart waits for a machine that is gone, and can go on without it."""
+
 
 def launch(job: Job, options: RayOptions, registry: Registry) -> int:
     """Run the job on machines of the cluster; the exit code. Raises the first failure as a `SurogateError`."""
+    refuse_client(options.ray_address, os.environ)
     ray_module()
     restarts = Restarts(job.config, options.max_restarts)
     job.to_json()  # raises for what cannot leave this process
@@ -49,30 +75,86 @@ class _Run:
         self._ray, self._job, self._options, self._signals = ray, job, options, signals
         self._here = installed_in(registry)
         self._layout: Layout | None = None
+        """That of the first start, which a restart has too if no machine is missing."""
+        self._facts = Path(job.config["output_dir"]) / FACTS
+        self._facts_before = _written(self._facts)
+        self._looked, self._restarting = 0.0, False
         self._policy = registry_policy(job.config)
 
     def start(self, resume: bool) -> int | Failure:
         """Start all ranks: the exit code or the first failure, when they are gone."""
         config, ray = self._job.config, self._ray
         try:
-            if (found := self._layout) is None:
-                found = layout(self._options, config["gpus"], config["device"], Machine.of(ray.nodes()))
-            # A restart has the same layout, and waits for a machine in place of one that was lost.
-            self._layout = found
-            with reserved(ray, found, self._check) as members:
-                describe(ray, members, self._policy, self._check)
-                compare(self._here, [member.facts for member in members if member.facts is not None])
-                self._start_ranks(members, found, resume)
-                silence = self._options.node_silence
-                return Watch(ray, members, self._signals, per_node=found.per_node, silence=silence).run()
+            if self._layout is None:
+                self._layout = layout(self._options, config["gpus"], config["device"], Machine.of(ray.nodes()))
+                return self._start_on(self._layout, resume)
+            self._restarting = True
+            while True:
+                found = self._layout_left()
+                with suppress(Fewer):
+                    return self._start_on(found, resume)
         except Stopped:
             return 128 + (self._signals.received or 0)
+
+    def _start_on(self, found: Layout, resume: bool) -> int | Failure:
+        """Start all ranks on machines of the cluster. Raises `Fewer` while it waits for more than there are."""
+        ray = self._ray
+        with reserved(ray, found, partial(self._check_left, found)) as members:
+            describe(ray, members, self._policy, self._check)
+            compare(self._here, [member.facts for member in members if member.facts is not None])
+            self._start_ranks(members, found, resume)
+            silence = self._options.node_silence
+            return Watch(ray, members, self._signals, per_node=found.per_node, silence=silence).run()
+
+    def _layout_left(self) -> Layout:
+        """The layout for a restart, and a line about what has changed."""
+        full = self._layout
+        assert full is not None
+        found, steps = self._on_those_left(), self._micro_batches()
+        if found is None:
+            what = f"ranks of fewer machines cannot share the {steps} micro-batches of a step equally"
+            if self._options.min_nodes > 1:
+                what = f"launcher.min_nodes={self._options.min_nodes}, and {what}"
+            log.warning(f"the run waits for {full.nodes} machines as before: {what}")
+        elif found.nodes < full.nodes:
+            log.warning(
+                f"the run goes on with {found.nodes} of {full.nodes} machines: {found.world} "
+                f"rank{'s' * (found.world > 1)} for the {steps} micro-batches of a step"
+            )
+        return found or full
+
+    def _on_those_left(self) -> Layout | None:
+        assert self._layout is not None
+        machines = Machine.of(self._ray.nodes())
+        return self._layout.on_those_left(machines, self._micro_batches(), least=self._options.min_nodes)
+
+    def _micro_batches(self) -> int:
+        """M, of a step of all ranks; 0 for a job that has no steps.
+
+        A run that resumed another one's checkpoint has kept the steps of that one, which its record says.
+        """
+        assert self._layout is not None
+        with suppress(OSError, ValueError, KeyError):
+            if _written(self._facts) != self._facts_before:
+                return int(json.loads(self._facts.read_bytes())["micro_batches"])
+        return int(self._job.config.get(ACCUMULATION, 0)) * self._layout.world
+
+    def _check_left(self, found: Layout) -> None:
+        """As `_check`, while machines are reserved; raises `Fewer` once a restart can go on with fewer."""
+        self._check()
+        now = time.monotonic()
+        if found.nodes > 1 and self._restarting and now - self._looked > LOOK:
+            self._looked = now
+            fewer = self._on_those_left()
+            if fewer is not None and fewer.nodes < found.nodes:
+                raise Fewer
 
     def _check(self) -> None:
         if self._signals.received is not None:
             raise Stopped
 
     def _start_ranks(self, members: Sequence[Member], found: Layout, resume: bool) -> None:
+        assert self._layout is not None
         logs = _logs(self._job)
         with _shared(logs) as (file, content):
             asked = [m.actor.prepare.remote(str(Path.cwd()), str(file), content) for m in members]
@@ -80,7 +162,11 @@ class _Run:
         wrong = [f"{m.name} {text}" for m, (text, _) in zip(members, prepared, strict=True) if text]
         if wrong:
             raise UserError(f"launcher=ray: {' '.join(wrong)}")
-        job = sent(self._job, found.world, (), resume=resume)
+        # Fewer ranks take the same steps, also where there is no checkpoint yet that says so.
+        kept: dict[str, int] = {}
+        if found.nodes < self._layout.nodes:
+            kept = {"gpus": found.world, ACCUMULATION: self._micro_batches() // found.world}
+        job = sent(self._job, found.world, (), resume=resume, changes=kept)
         asked = []
         for member in members:
             assert member.facts is not None
@@ -116,6 +202,14 @@ def registry_policy(config: Mapping[str, Any]) -> Any:
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of the driver that the ranks get."""
     return {name: value for name, value in environment.items() if name.startswith(FORWARDED)}
+
+
+def _written(file: Path) -> int:
+    """When the file was written; 0 if there is none."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _logs(job: Job) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from surogate_core.errors import ConfigError, MachineError, Problem
@@ -62,7 +62,7 @@ class Layout:
     def check(self, machines: Sequence[Machine]) -> None:
         """Raise `MachineError` unless enough machines have what the run needs, whether or not it is in use."""
         need = self.per_node if self.on_gpus else 0
-        able = [machine for machine in machines if machine.cpus >= 1 and machine.gpus >= need]
+        able = self.able(machines)
         if len(able) < self.nodes:
             what = f"{need} GPU{'s' if need > 1 else ''} and a CPU" if need else "a CPU"
             count = f"{len(able)} machine{'' if len(able) == 1 else 's'}"
@@ -71,6 +71,23 @@ class Layout:
                 f"{_listed(machines)}. Fix: launcher.num_nodes={max(len(able), 1)}, or add machines by "
                 f"`ray start --address=HOST:PORT`."
             )
+
+    def able(self, machines: Sequence[Machine]) -> list[Machine]:
+        """The machines that have what the run needs of each, whether or not it is in use."""
+        need = self.per_node if self.on_gpus else 0
+        return [machine for machine in machines if machine.cpus >= 1 and machine.gpus >= need]
+
+    def on_those_left(self, machines: Sequence[Machine], micro_batches: int, *, least: int) -> Layout | None:
+        """The layout for a restart: this one, or after a loss the largest whose ranks share a step equally.
+
+        `micro_batches`: M, of a step of all ranks. `least`: fewest machines. None: another machine is needed.
+        """
+        left = min(len(self.able(machines)), self.nodes)
+        if left == self.nodes:
+            return self
+        counts = range(left, least - 1, -1)
+        nodes = next((n for n in counts if micro_batches and micro_batches % (n * self.per_node) == 0), 0)
+        return replace(self, nodes=nodes) if nodes else None
 
 
 def layout(options: RayOptions, wanted: int, device: str, machines: Sequence[Machine]) -> Layout:

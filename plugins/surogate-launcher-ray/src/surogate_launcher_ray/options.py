@@ -16,12 +16,14 @@ class RayOptions:
 
     ray_address: str = "auto"
     """The cluster: `auto` is the one that RAY_ADDRESS names or this machine belongs to, `local` starts one for this run
-    on this machine alone, and HOST:PORT or ray://HOST:PORT names another."""
+    on this machine alone, and HOST:PORT names another."""
     num_nodes: Annotated[int, Interval(ge=1, le=1024)] = 1
     """Machines that the run uses."""
     gpus_per_node: Annotated[int, Interval(ge=0, le=64)] = 0
     """GPUs of each machine that the run uses, one process on each; 0 is `gpus` divided by the machines if `gpus` is
     more than 1, and otherwise all GPUs of each machine, or one process on the CPU."""
+    min_nodes: Annotated[int, Interval(ge=1, le=1024)] = 1
+    """Fewest machines with which a restart goes on after a machine was lost; with `num_nodes` it waits for another."""
     max_restarts: Annotated[int, Interval(ge=0, le=1000), Flat("max_restarts")] = 0
     """How often the run starts again from its last checkpoint after a process died, hung or had a bug, or a machine was
     lost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from surogate_core.config import sharing
 from surogate_core.config.names import unknown_name
 from surogate_core.errors import Problem
 from surogate_task_grpo.options import GRPOOptions, advantage_name
@@ -33,8 +34,20 @@ def problems(config: RunConfig, options: GRPOOptions, registry: Registry) -> Ite
     known = registry.names("advantage")
     if name not in known:
         yield unknown_name("advantage", name, "", registry, known)
+    if config.gpus > 1:
+        yield from _of_several_gpus(config, options, registry)
     if options.max_staleness:
         yield from _of_staleness(config, options, registry)
+
+
+def _of_several_gpus(config: RunConfig, options: GRPOOptions, registry: Registry) -> Iterator[Problem]:
+    rollout = config.rollout.name
+    if rollout in registry.names("rollout") and registry.get("rollout", rollout).apart:
+        message = f"is {rollout}, an engine with weights of its own, which takes those of one GPU."
+        yield Problem(key="rollout", message=message, fix="rollout=native, or gpus=1")
+    if options.beta > 0 and sharing.level(config):
+        message = f"is {options.beta:g}, and the reference needs the whole masters on every GPU."
+        yield Problem(key="beta", message=message, fix="zero_level=0, lora=true, or beta=0")
 
 
 def _of_staleness(config: RunConfig, options: GRPOOptions, registry: Registry) -> Iterator[Problem]:

@@ -8,13 +8,14 @@ Shape suffixes: N tokens of a micro-batch, T tokens of a document.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from surogate_core.bundles import Together
 from surogate_core.errors import UserError
 from surogate_core.files.atomic import replaced_file
 from surogate_core.files.tensorfile import TensorFile, write_tensors
@@ -28,12 +29,23 @@ if TYPE_CHECKING:
 NAME = "reference.safetensors"
 
 
-def logprobs(engine: Engine, documents: Sequence[Document], shape: Shape, *, temperature: float) -> list[Values]:
-    """[T] of each document: the log-probability of its trained tokens under the trainer's forward, otherwise 0."""
-    found = [np.zeros(len(document), np.float32) for document in documents]
-    for rows in arranged([len(document) for document in documents], shape):
+def logprobs(
+    engine: Engine, documents: Sequence[Document], shape: Shape, *, temperature: float, together: Together
+) -> list[Values]:
+    """[T] of each document: the log-probability of its trained tokens under the trainer's forward, otherwise 0.
+
+    All ranks give the same documents; each computes a share of their micro-batches.
+    """
+    batches = arranged([len(document) for document in documents], shape)
+
+    def compute(number: int) -> Values:
+        rows = batches[number]
         batch = micro_batch([[documents[place] for place in row] for row in rows], shape, divisor=0.0)
-        values_N = engine.logprobs(batch, temperature=temperature).cpu().numpy()
+        return engine.logprobs(batch, temperature=temperature).cpu().numpy()
+
+    found = [np.zeros(len(document), np.float32) for document in documents]
+    sizes = [shape.rows * shape.sequence_len] * len(batches)
+    for rows, values_N in zip(batches, shared_values(together, sizes, compute), strict=True):
         for number, row in enumerate(rows):
             at = number * shape.sequence_len
             for place in row:
@@ -43,19 +55,35 @@ def logprobs(engine: Engine, documents: Sequence[Document], shape: Shape, *, tem
     return found
 
 
+def shared_values(together: Together, parts: Sequence[int], compute: Callable[[int], Values]) -> list[Values]:
+    """The values of parts of these lengths, each computed by one rank. All ranks get all of them."""
+    if together.world == 1:
+        return [compute(part) for part in range(len(parts))]
+    own = [part for part in range(len(parts)) if together.own(part)]
+    rows = together.gather(lambda: b"".join(np.asarray(compute(part), np.float32).tobytes() for part in own))
+    by_rank, at = [np.frombuffer(row, np.float32) for row in rows], [0] * together.world
+    found = []
+    for part, length in enumerate(parts):
+        rank = part % together.world
+        found.append(by_rank[rank][at[rank] : at[rank] + length])
+        at[rank] += length
+    return found
+
+
 class Reference:
     """The trained tensors of step 0."""
 
-    def __init__(self, engine: Engine, directory: Path, *, begun: bool):
-        """`begun`: whether the run has taken steps, so that the tensors are read instead of written.
+    def __init__(self, engine: Engine, directory: Path, *, begun: bool, together: Together):
+        """`begun`: whether the run has taken steps, so that the tensors are read instead of written. Rank 0 writes.
 
         Raises `UserError` if they are gone or are those of another model.
         """
         self._engine, path = engine, directory / NAME
         live = engine.parameters.masters()
-        if not begun:
+        if not begun and together.rank == 0:
             with replaced_file(path, what="the reference of the KL divergence") as temporary:
                 write_tensors(temporary, live)
+        together.gather(bytes)  # the others read what is complete
         if not path.is_file():
             raise UserError(
                 f"{path}: is gone, and beta needs the model of step 0. Fix: put it back, or start anew with "

@@ -103,7 +103,7 @@ class GRPOOptions:
     `reward_model`, beside those of the environment; `reward_weights` may give it a weight.
     """
     environment_workers: Annotated[Annotated[int, Interval(ge=1, le=4096)] | None, Flat("environment_workers")] = None
-    """Processes that run environments; null takes one for each CPU core, at most 8."""
+    """Processes of each rank that run environments; null takes one for each of its CPU cores, at most 8."""
     environment_timeout: Annotated[float, Gt(0), Flat("environment_timeout")] = 10.0
     """Seconds that an environment may take for one reply or for the rewards of an episode; one that takes longer is
     killed, and the reward counts as missing.

@@ -120,7 +120,7 @@ class Player:
         sampling: Sampling,
         on_token: Callable[[int], None],
     ) -> list[Played]:
-        """Episodes of (number, task), `samples` of each.
+        """Episodes of (number, task), `samples` of each, with the rewards of the environment, but not their sums.
 
         `on_token` receives the most tokens that are still to come. It may raise.
         """
@@ -139,12 +139,15 @@ class Player:
         self.arena.forget([one.key for one in played if one.fault and one.samples and one.replies])
         self._reward([one for one in played if not one.fault])
         self.lap("score")
+        return played
+
+    def judged(self, played: Sequence[Played]) -> None:
+        """Add the scores of the reward model, and sum up the rewards, of the episodes of all ranks."""
         if self.judge is not None:
             self._score([one for one in played if _is_judged(one)], self.judge)
             self.lap("reward_model")
         for one in played:
             one.reward = None if one.fault else total_reward(one.rewards, self.weights)
-        return played
 
     def _seat(self, one: Played, task: EnvironmentTask | Fault) -> bool:
         """Whether the episode can begin."""

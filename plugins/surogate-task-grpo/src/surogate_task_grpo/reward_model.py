@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from surogate_core.bundles import Stopped
 from surogate_core.errors import ConfigError, Problem, UserError
@@ -23,6 +24,7 @@ from surogate_core.files.atomic import human_bytes
 from surogate_core.generate.losses import logits_of
 from surogate_core.hf.weights import ModelDir, locate
 from surogate_core.run import second_model
+from surogate_task_grpo.forward import shared_values
 from surogate_task_grpo.packing import Document, Shape, arranged, micro_batch
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class RewardModel:
         return [*ids, *self._ending]
 
     def scores(self, conversations: Sequence[Sequence[int]]) -> list[float]:
-        """[D]: the score at the last token of each. Raises `Stopped` after a signal."""
+        """[D]: the score at the last token of each. All ranks give the same. Raises `Stopped` after a signal."""
         assert self._weights is not None
         documents = [
             Document(ids_T=np.asarray(ids, np.int64), trained_T=np.zeros(len(ids), np.bool_)) for ids in conversations
@@ -112,17 +114,29 @@ class RewardModel:
         found = [math.nan] * len(documents)
         if not documents:
             return found
-        for rows in arranged([len(document) for document in documents], self._shape):
-            if self._context.stopped():
-                raise Stopped
-            batch = micro_batch([[documents[place] for place in row] for row in rows], self._shape, divisor=0.0)
-            scores_N = torch.cat([scores_N1[:, 0].float() for _, scores_N1 in logits_of(self._weights, batch)]).tolist()
-            for number, row in enumerate(rows):
-                end = number * self._shape.sequence_len
-                for place in row:
-                    end += len(documents[place])
-                    found[place] = scores_N[end - 1]
+        batches = arranged([len(document) for document in documents], self._shape)
+        places = [[place for row in rows for place in row] for rows in batches]
+        lengths = [len(some) for some in places]
+        values = shared_values(self._context.together, lengths, lambda part: self._scored(batches[part], documents))
+        for some, scores in zip(places, values, strict=True):
+            for place, score in zip(some, scores.tolist(), strict=True):
+                found[place] = score
         return found
+
+    def _scored(self, rows: Sequence[Sequence[int]], documents: Sequence[Document]) -> NDArray[np.float32]:
+        """The scores of a micro-batch's documents, in the order of its rows."""
+        assert self._weights is not None
+        if self._context.stopped():
+            raise Stopped
+        batch = micro_batch([[documents[place] for place in row] for row in rows], self._shape, divisor=0.0)
+        scores_N = torch.cat([scores_N1[:, 0].float() for _, scores_N1 in logits_of(self._weights, batch)]).cpu()
+        ends = []
+        for number, row in enumerate(rows):
+            end = number * self._shape.sequence_len
+            for place in row:
+                end += len(documents[place])
+                ends.append(end - 1)
+        return scores_N.numpy()[ends]
 
 
 def with_room(rewards: Mapping[str, float | None]) -> dict[str, float | None]:

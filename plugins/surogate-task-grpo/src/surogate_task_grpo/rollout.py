@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_core.bundles import AdvantageSpec, EnvironmentTask, Fault
+from surogate_core.bundles import AdvantageSpec
 from surogate_core.bundles.advantages import advantages
 from surogate_core.errors import UserError
 from surogate_core.events import Rollouts, RolloutSample, RolloutSamples, Spread
@@ -21,7 +21,8 @@ from surogate_task_grpo.options import GRPOOptions, truncation
 from surogate_task_grpo.play import Played
 from surogate_task_grpo.reward_model import FAULT
 
-Tasks = Sequence[tuple[int, EnvironmentTask | Fault]]
+Prompts = Sequence[tuple[int, Any]]
+"""(number of the prompt in the run, its task in the environment)."""
 SHOWN = 3
 """Completions of a step with the highest reward, and as many with the lowest, that are shown."""
 PENALTY = "length_penalty"
@@ -67,9 +68,9 @@ class Collector:
 
     options: GRPOOptions
     advantage: AdvantageSpec
-    draw: Callable[[int], Tasks]
+    draw: Callable[[int], Prompts]
     """The next prompts of the run."""
-    play: Callable[[Tasks], list[Played]]
+    play: Callable[[Prompts], list[Played]]
     """Their episodes, `num_generations` of each."""
     penalties: Callable[[Sequence[Played]], Sequence[float]] = lambda played: [0.0] * len(played)
     """What the reward of each episode loses because the model differs from the reference."""

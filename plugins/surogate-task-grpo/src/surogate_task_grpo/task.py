@@ -33,6 +33,7 @@ from surogate_core.run.texts import MOST_SLOTS, fitting_slots, needed_bytes
 from surogate_core.train.loop import total_steps
 from surogate_task_grpo.ahead import Ahead, Ready
 from surogate_task_grpo.conversation import Renderer
+from surogate_task_grpo.exchange import gathered
 from surogate_task_grpo.forward import Reference, logprobs
 from surogate_task_grpo.losses import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE, aggregation, columns, kl_penalty
 from surogate_task_grpo.options import GRPOOptions, advantage_name
@@ -43,7 +44,7 @@ from surogate_task_grpo.reward_model import RewardModel, needed
 from surogate_task_grpo.rollout import (
     Collector,
     Generation,
-    Tasks,
+    Prompts,
     is_trained,
     reward_figures,
     rollouts_event,
@@ -134,7 +135,8 @@ def open_arena(context: OnlineContext) -> EnvironmentPool:
     """The worker processes of the run's environment."""
     config, options = context.config, context.options
     assert config.environment is not None
-    workers = options.environment_workers or min(os.cpu_count() or 1, MOST_WORKERS)
+    cores = (os.cpu_count() or 1) // context.together.local_world
+    workers = options.environment_workers or max(1, min(cores, MOST_WORKERS))
     return EnvironmentPool(
         config.environment,
         context.registry,
@@ -149,6 +151,7 @@ class GRPOSteps:
 
     def __init__(self, context: OnlineContext, shape: Shape):
         self.context, self.shape, self.options = context, shape, context.options
+        self._together = context.together
         self._judge: RewardModel | None = None
         if self.options.reward_model is not None:
             ending = self._renderer(frozenset()).ending()
@@ -158,7 +161,8 @@ class GRPOSteps:
         self.arena = open_arena(replace(context, stopped=self._is_stopped))
         self.spec: EnvironmentSpec = self.arena.spec
         weakref.finalize(self, self.arena.close)
-        self.record = Record(context.directory) if self.options.log_completions else None
+        recording = self.options.log_completions and self._together.rank == 0
+        self.record = Record(context.directory) if recording else None
         self.drawn = 0
         """Prompts taken."""
         self.trained = 0
@@ -247,12 +251,15 @@ class GRPOSteps:
         fix = "a shorter sequence_len, recompute=true, or a smaller per_device_train_batch_size"
         spec: RolloutEngineSpec = context.registry.get("rollout", config.rollout.name)
         slots = fitting_slots(weights, longest, wanted, fix=fix) if spec.caches else wanted
+        # What is sampled may depend on their number in the last bits.
+        slots = min(int(found) for found in self._together.gather(str(slots).encode))
         settings = RolloutSettings(slots=slots, context=longest, frozen=True, options=config.rollout.options)
         self._engine, self._rollout = engine, spec.open(weights, settings)
         if spec.apart:
             self._apart = cast("ApartEngine", self._rollout)
         if self.options.beta > 0:
-            self._reference = Reference(engine, context.directory, begun=self.taken > 0)
+            begun = self.taken > 0
+            self._reference = Reference(engine, context.directory, begun=begun, together=self._together)
         self._player = Player(
             engine=self._rollout,
             arena=self.arena,
@@ -371,8 +378,8 @@ class GRPOSteps:
         started = self._since = time.perf_counter()
         self._freshen()
         try:
-            tasks = list(zip(numbers, self.arena.tasks(numbers, self._seed), strict=True))
-            played = self._play(tasks, 1, Sampling(temperature=0.0), self._watch("evaluating"))
+            prompts = list(zip(numbers, numbers, strict=True))
+            played = self._play(prompts, 1, Sampling(temperature=0.0), self._watch("evaluating"))
         except Stopped:
             return None
         seconds = time.perf_counter() - started
@@ -415,20 +422,33 @@ class GRPOSteps:
             options=options,
             advantage=self.context.registry.get("advantage", advantage_name(options)),
             draw=self._draw,
-            play=lambda tasks: self._play(tasks, options.num_generations, sampling, watch),
+            play=lambda prompts: self._play(prompts, options.num_generations, sampling, watch),
             penalties=self._penalties,
         )
 
-    def _draw(self, count: int) -> Tasks:
-        """The next prompts of the run, with their numbers."""
+    def _draw(self, count: int) -> Prompts:
+        """The numbers of the next prompts of the run, and of their tasks."""
         places = training_numbers(self.drawn, count, size=self.arena.size, seed=self._seed)
         numbers = range(self.drawn, self.drawn + count)
         self.drawn += count
-        return list(zip(numbers, self.arena.tasks(places, self._seed), strict=True))
+        return list(zip(numbers, places, strict=True))
 
-    def _play(self, tasks: Tasks, samples: int, sampling: Sampling, watch: Callable[[int], None]) -> list[Played]:
-        assert self._player is not None
-        return self._player.play(tasks, samples, sampling, watch)
+    def _play(self, prompts: Prompts, samples: int, sampling: Sampling, watch: Callable[[int], None]) -> list[Played]:
+        """The episodes of prompts; each rank plays its own, and gets those of all."""
+        player, together = self._player, self._together
+        assert player is not None
+
+        def own() -> list[Played]:
+            mine = prompts[together.rank :: together.world]
+            tasks = self.arena.tasks([place for _, place in mine], self._seed)
+            numbers = [number for number, _ in mine]
+            return player.play(list(zip(numbers, tasks, strict=True)), samples, sampling, watch)
+
+        played = gathered(together, own, prompts=len(prompts), samples=samples)
+        if together.world > 1:
+            self._lap("wait")
+        player.judged(played)
+        return played
 
     def _watch(self, task: str) -> Callable[[int], None]:
         """Shows the progress of a generation, and ends it after a signal."""
@@ -466,7 +486,9 @@ class GRPOSteps:
     def _with_logprobs(self, documents: list[Document], column: str) -> list[Document]:
         """The documents with the log-probabilities of the engine's weights."""
         assert self._engine is not None
-        found = logprobs(self._engine, documents, self.shape, temperature=self.options.temperature)
+        found = logprobs(
+            self._engine, documents, self.shape, temperature=self.options.temperature, together=self._together
+        )
         return [
             replace(document, columns={**document.columns, column: values_T})
             for document, values_T in zip(documents, found, strict=True)

@@ -1,0 +1,173 @@
+"""The cost of a cluster that is not here, for `surogate plan num_nodes=M gpus_per_node=N`.
+
+What goes over which wire, how long it takes, and what of it computation hides. docs/explanation/thousand-gpus.md has
+the formulas. A cluster has N ranks, M nodes and g GPUs in each; S is the bytes of a whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from surogate_core.cli.cluster import Cluster
+from surogate_core.cli.plan_wire import CALL, HIDDEN, HIDDEN_NCCL, Wire, wire_of
+
+if TYPE_CHECKING:
+    from surogate_core.engine.shares import Sent
+
+BASE = 8.4e-6
+"""Seconds of a collective before its first step: NCCL's cost model (src/graph/tuning.cc, ring, protocol Simple)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What transfers put on the wires in an optimizer step."""
+
+    inside: float
+    """Bytes that each GPU sends to others of its node."""
+    between: float
+    """Bytes that each node sends to other nodes."""
+    seconds: float
+    """Time with nothing beside it; 0 if the wires are not known."""
+
+
+Model = Callable[[Cluster, "Sent"], Traffic]
+
+
+def flat(cluster: Cluster, sent: Sent) -> Traffic:
+    """As this version sends: to all ranks alike, wherever they are.
+
+    An exchange is all-to-all, and both wires work at the same time. A gather is a ring through all ranks, which enters
+    and leaves each node once (NCCL's all-gather).
+    """
+    ranks, nodes, group = cluster.ranks, cluster.nodes, cluster.per_node
+    if sent.how == "exchange":
+        whole = _whole(sent, ranks)
+        inside, between = whole * (group - 1) / ranks, group * whole * (ranks - group) / ranks
+        each = _latency(cluster, inner=0, outer=min(nodes - 1, 1))
+    else:
+        inside, between = sent.nbytes * (group - 1) / group, float(sent.nbytes if nodes > 1 else 0)
+        each = _latency(cluster, inner=ranks - nodes, outer=nodes - 1)
+        if nodes == 1:
+            inside = float(sent.nbytes)
+    # A gather of unequal parts is a broadcast from each rank.
+    latency = sent.calls * each + sent.uneven * (ranks - 1) * CALL
+    inner, outer = _seconds(cluster, sent, inside, between)
+    return Traffic(inside=inside, between=between, seconds=max(inner, outer) + latency if cluster.timed else 0.0)
+
+
+def hierarchical(cluster: Cluster, sent: Sent) -> Traffic:
+    """In two stages, which this version does not have: inside each node, and between GPUs of the same number of each
+    node, so that each byte leaves a node once. A gather has the stages in the other order.
+    """
+    nodes, group = cluster.nodes, cluster.per_node
+    whole = _whole(sent, cluster.ranks)
+    inside, between = whole * (group - 1) / group, whole * (nodes - 1) / nodes
+    latency = 0.0
+    if group > 1:
+        latency += _latency(cluster, inner=group - 1, outer=0)
+    if nodes > 1:
+        latency += _latency(cluster, inner=0, outer=nodes - 1)
+    inner, outer = _seconds(cluster, sent, inside, between)
+    seconds = inner + outer + sent.calls * latency if cluster.timed else 0.0
+    return Traffic(inside=inside, between=between, seconds=seconds)
+
+
+def _whole(sent: Sent, ranks: int) -> float:
+    """S: bytes of the tensors of which every rank sends all but its own part."""
+    return sent.nbytes * ranks / (ranks - 1)
+
+
+def _latency(cluster: Cluster, *, inner: int, outer: int) -> float:
+    """Seconds of a call that moves nothing: at least what a small collective takes as measured."""
+    steps = inner * (0.0 if cluster.inside is None else cluster.inside.step)
+    steps += outer * (0.0 if cluster.between is None else cluster.between.step)
+    return max(CALL, BASE + steps)
+
+
+def _seconds(cluster: Cluster, sent: Sent, inside: float, between: float) -> tuple[float, float]:
+    """Seconds of the bytes on each wire."""
+    inner = 0.0 if cluster.inside is None else inside / cluster.inside.bandwidth(sent.how)
+    outer = 0.0 if cluster.between is None else between / cluster.between.bandwidth(sent.how)
+    return inner, outer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timed:
+    """Times of transfers by a model."""
+
+    cluster: Cluster
+    model: Model
+
+    def seconds(self, sent: Sent) -> float:
+        """Time of all calls of a step, with nothing beside them."""
+        return self.model(self.cluster, sent).seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one GPU of the cluster computes in an optimizer step."""
+
+    tokens: int
+    """Its tokens."""
+    micro_steps: int
+    update: float
+    """Seconds of the optimizer's update of all weights on one GPU; 0 if they are not known."""
+    shared: float
+    """Share of the update that other GPUs do."""
+
+    def alone(self, cluster: Cluster) -> float:
+        """Seconds of the step on one GPU alone, from the measured speed."""
+        assert cluster.tokens_per_second is not None
+        return self.tokens / cluster.tokens_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """An optimizer step of the cluster by one model."""
+
+    each: tuple[Traffic, ...]
+    """For each kind of tensor that is sent."""
+    wire: Wire | None
+    """None if the wires are not known."""
+    seconds: float | None
+    """The time of a step; None if the speed of one GPU or a wire is not known."""
+    alone: float | None
+    """The time of a step of one GPU alone with as many tokens as each has."""
+
+    @property
+    def inside(self) -> float:
+        """Bytes that each GPU sends to others of its node."""
+        return sum(one.inside for one in self.each)
+
+    @property
+    def between(self) -> float:
+        """Bytes that each node sends to other nodes."""
+        return sum(one.between for one in self.each)
+
+    @property
+    def efficiency(self) -> float | None:
+        """Tokens per second as a share of those of as many single GPUs; None if the time is not known."""
+        return None if self.seconds is None or self.alone is None else self.alone / self.seconds
+
+
+def cost(cluster: Cluster, sent: Sequence[Sent], work: Work, model: Model = flat) -> Cost:
+    """An optimizer step in which each rank sends `sent`.
+
+    Between nodes NCCL moves the data. Its kernels slow the computation beside them, so it hides less.
+    """
+    each = tuple(model(cluster, one) for one in sent)
+    if not cluster.timed:
+        return Cost(each=each, wire=None, seconds=None, alone=None)
+    alone = None if cluster.tokens_per_second is None else work.alone(cluster)
+    computing = 0.0 if alone is None else max(alone - work.update, 0.0)
+    wire = wire_of(
+        sent,
+        _Timed(cluster=cluster, model=model),
+        computing=computing / work.micro_steps,
+        micro_steps=work.micro_steps,
+        hidden=HIDDEN if cluster.nodes == 1 else HIDDEN_NCCL,
+    )
+    seconds = None if alone is None else alone - work.shared * min(work.update, alone) + wire.exposed
+    return Cost(each=each, wire=wire, seconds=seconds, alone=alone)

@@ -1,0 +1,186 @@
+"""Attention over rows that several ranks share (Ulysses, arXiv 2309.14509).
+
+Each of C ranks has the queries, keys and values of 1/C of the positions. Before attention an all-to-all gives it all
+positions of 1/C of the heads, and after it another one gives back its positions of all heads. Documents are therefore
+attended to as on one rank, wherever a row is cut. The backward of each exchange is the other one.
+
+Shape suffixes: C ranks that share a row, N tokens of the micro-batch, P = N / C tokens of a rank, H heads, K key/value
+heads, G = H / C heads of a rank, E head features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.bundles.fabrics import Fabric
+from surogate_core.errors import UserError
+from surogate_core.kernels.regions import region
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+
+_fabrics: dict[int, Fabric] = {}
+"""Number in the traced programs → the fabric of the ranks that share rows."""
+
+
+@dataclass(slots=True)
+class SharedRows:
+    """The ranks that share each row, as traced programs know them."""
+
+    size: int
+    """C."""
+    number: int = -1
+    """Key of their fabric; negative if programs are traced but never run."""
+    calls: int = 0
+    """How often attention was traced."""
+
+    @classmethod
+    def of(cls, fabric: Fabric) -> SharedRows:
+        """The ranks of a fabric. It takes the smallest free number, which is the same in all processes of a run: ranks
+        find each other's compiled programs.
+        """
+        number = next(n for n in range(len(_fabrics) + 1) if n not in _fabrics)
+        _fabrics[number] = fabric
+        return cls(fabric.world, number)
+
+    def close(self) -> None:
+        """Free the number: programs that were traced with it never run again."""
+        _fabrics.pop(self.number, None)
+
+
+_active: ContextVar[SharedRows | None] = ContextVar("surogate_shared_rows", default=None)
+
+
+@contextmanager
+def sharing(rows: SharedRows | None) -> Iterator[None]:
+    """Blocks that are traced inside attend over the positions of all these ranks."""
+    token = _active.set(rows)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def exchanging(block: str) -> Iterator[None]:
+    """A block's forward runs inside. Raises `UserError` if ranks share rows, and it has no attention that exchanges."""
+    rows = _active.get()
+    before = rows.calls if rows is not None else 0
+    yield
+    if rows is not None and rows.calls == before:
+        raise UserError(
+            f"context_parallel_size is {rows.size}, and {block} has no ops.attention, by which GPUs that share a row "
+            f"exchange what it needs of other positions. Fix: context_parallel_size=1"
+        )
+
+
+def kv_heads_of_ranks(kv_heads: int, size: int) -> int:
+    """Key/value heads of all ranks together: as many as there are, or each repeated until C divides them."""
+    return math.lcm(kv_heads, size)
+
+
+def over_shared_rows(attention: Attention) -> Attention:
+    """Attention that exchanges heads for positions where ranks share rows; otherwise as it is.
+
+    C must divide the query heads.
+    """
+
+    @wraps(attention)
+    def call(
+        q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float
+    ) -> Tensor:
+        rows = _active.get()
+        if rows is None:
+            return attention(q_NHE, k_NKE, v_NKE, cu_seqlens_S, max_seqlen, scale)
+        rows.calls += 1
+        if q_NHE.shape[1] % rows.size:
+            raise UserError(
+                f"context_parallel_size is {rows.size}, and does not divide the model's {q_NHE.shape[1]} attention "
+                f"heads, which GPUs that share a row divide among themselves. Fix: context_parallel_size="
+                f"{math.gcd(q_NHE.shape[1], rows.size)}"
+            )
+        with region("att"):
+            repeats = kv_heads_of_ranks(k_NKE.shape[1], rows.size) // k_NKE.shape[1]
+            if repeats > 1:
+                k_NKE, v_NKE = (t.repeat_interleave(repeats, dim=1) for t in (k_NKE, v_NKE))
+            # Each rank's heads of all three are adjacent, so that one exchange sends them.
+            parts = [t.unflatten(1, (rows.size, -1)) for t in (q_NHE, k_NKE, v_NKE)]
+            heads = [part.shape[2] for part in parts]
+            found = _ToHeads.apply(torch.cat(parts, dim=2).flatten(1, 2), rows.size, rows.number)
+            q_NHE, k_NKE, v_NKE = found.split(heads, dim=1)
+        y_NGE = attention(q_NHE, k_NKE, v_NKE, cu_seqlens_S, max_seqlen, scale)
+        with region("att"):
+            return _ToPositions.apply(y_NGE, rows.size, rows.number)
+
+    return call
+
+
+def _exchanged(sent_CPGE: Tensor, number: int) -> Tensor:
+    """[C, P, G, E]: in row r what rank r sent to this one."""
+    fabric = _fabrics[number]
+    received = torch.empty_like(sent_CPGE)
+    # As bytes, which every library moves.
+    sent, into = (t.view(len(t), -1).view(torch.uint8) for t in (sent_CPGE, received))
+    fabric.exchange(list(sent.unbind()), into)
+    received[fabric.rank].copy_(sent_CPGE[fabric.rank])
+    return received
+
+
+@torch.library.custom_op("surogate::positions_to_heads", mutates_args=())
+def _to_heads(x_PHE: Tensor, size: int, number: int) -> Tensor:
+    """[P, H, E] → [N, G, E]: all positions of this rank's heads."""
+    sent = x_PHE.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
+    return _exchanged(sent, number).flatten(0, 1)
+
+
+@_to_heads.register_fake
+def _(x_PHE: Tensor, size: int, number: int) -> Tensor:
+    positions, heads, features = x_PHE.shape
+    return x_PHE.new_empty(positions * size, heads // size, features)
+
+
+@torch.library.custom_op("surogate::heads_to_positions", mutates_args=())
+def _to_positions(x_NGE: Tensor, size: int, number: int) -> Tensor:
+    """[N, G, E] → [P, H, E]: all heads of this rank's positions."""
+    received = _exchanged(x_NGE.contiguous().unflatten(0, (size, -1)), number)
+    return received.transpose(0, 1).contiguous().flatten(1, 2)
+
+
+@_to_positions.register_fake
+def _(x_NGE: Tensor, size: int, number: int) -> Tensor:
+    positions, heads, features = x_NGE.shape
+    return x_NGE.new_empty(positions // size, heads * size, features)
+
+
+class _ToHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, x_PHE: Tensor, size: int, number: int) -> Tensor:
+        ctx.rows = (size, number)
+        return _to_heads(x_PHE, size, number)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NGE: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_positions(dy_NGE, *ctx.rows), None, None
+
+
+class _ToPositions(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NGE: Tensor, size: int, number: int) -> Tensor:
+        ctx.rows = (size, number)
+        return _to_positions(x_NGE, size, number)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_PHE: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_heads(dy_PHE, *ctx.rows), None, None

@@ -1,0 +1,150 @@
+"""The cost of a cluster that is not here: bytes on each wire, seconds, what is hidden."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from surogate_core.cli.cluster import Cluster
+from surogate_core.cli.main import main
+from surogate_core.cli.plan_cluster import BASE, Cost, Work, cost, flat, hierarchical
+from surogate_core.cli.plan_wire import CALL, HIDDEN, HIDDEN_NCCL, WAIT
+from surogate_core.cli.wires import parse
+from surogate_core.engine.shares import Sent
+
+TABLE = ["sequence_len=2048", "per_device_train_batch_size=2", "recompute=false", "lmhead_chunks=4", "lora_dropout=0"]
+MEASURED = [
+    ("qwen3-0.6b", ["lora=true"], 126.2e3, 0.991),
+    ("qwen3-0.6b", ["lora=true", "recipe=fp8-hybrid"], 147.0e3, 0.984),
+    ("qwen3-8b", ["lora=true"], 17.1e3, 1.001),
+    ("qwen3-8b", ["lora=true", "recipe=fp8-hybrid"], 26.2e3, 0.990),
+    ("qwen3-8b", ["lora=false"], 12.0e3, 0.991),
+    ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1"], 10.8e3, 0.977),
+    ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1", "zero_level=2"], 10.5e3, 0.992),
+    ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1", "zero_level=3"], 10.8e3, 0.955),
+    ("qwen3-8b", ["lora=false", "zero_level=3"], 11.8e3, 0.900),
+]
+"""Two H200s (docs/evidence/several-gpus.md): model, keys, tokens/s of one GPU, efficiency of two."""
+MEASURED_GATHERS = [(16, 67e-6), (64, 191e-6), (256, 665e-6), (1024, 2.48e-3)]
+"""All-gathers of NCCL on four H200s of one machine: MiB in all, seconds (docs/evidence/several-gpus.md)."""
+
+
+def cluster(nodes: int, per_node: int, wires: str = "nvlink4,8xib400", speed: float | None = None) -> Cluster:
+    inside, between = parse(wires, nodes=nodes)
+    return Cluster(nodes=nodes, per_node=per_node, inside=inside, between=between, tokens_per_second=speed)
+
+
+def sent(whole: float, ranks: int, *, how: Any = "exchange", calls: int = 1, uneven: int = 0, **more: Any) -> Sent:
+    """Transfers of `whole` bytes in all."""
+    return Sent(what="", nbytes=round(whole * (ranks - 1) / ranks), calls=calls, how=how, uneven=uneven, **more)
+
+
+def test_an_exchange_sends_to_all_ranks_alike() -> None:
+    found = flat(cluster(4, 8), sent(32e9, 32))
+    assert found.inside == pytest.approx(7e9), "to the seven others of the node"
+    assert found.between == pytest.approx(8 * 24e9), "all eight send to the 24 ranks of other nodes"
+    assert found.seconds == pytest.approx(8 * 24e9 / (8 * 46e9) + CALL)
+
+
+def test_a_gather_is_a_ring_that_enters_each_node_once() -> None:
+    found = flat(cluster(4, 8, "nvlink4,4xib400"), sent(32e9, 32, how="gather"))
+    assert found.inside == pytest.approx(31e9 * 7 / 8)
+    assert found.between == pytest.approx(31e9)
+    latency = BASE + 28 * 3.4e-6 + 3 * 14e-6
+    assert found.seconds == pytest.approx(31e9 / (4 * 46e9) + latency), "the network is the slower wire"
+    thousand = flat(cluster(125, 8), sent(0, 1000, how="gather"))
+    assert thousand.seconds == pytest.approx(BASE + 875 * 3.4e-6 + 124 * 14e-6)
+
+
+def test_parts_of_different_lengths_are_broadcast() -> None:
+    even, uneven = (flat(cluster(4, 8), sent(32e6, 32, how="gather", uneven=n)) for n in (0, 1))
+    assert uneven.seconds - even.seconds == pytest.approx(31 * CALL)
+
+
+def test_two_stages_send_each_byte_out_of_a_node_once() -> None:
+    spread = cluster(4, 8)
+    exchange, gather = (hierarchical(spread, sent(32e9, 32, how=how)) for how in ("exchange", "gather"))
+    assert exchange.inside == gather.inside == pytest.approx(28e9)
+    assert exchange.between == gather.between == pytest.approx(24e9)
+    latency = CALL + max(CALL, BASE + 3 * 14e-6)
+    assert exchange.seconds == pytest.approx(28e9 / (0.51 * 450e9) + 24e9 / (8 * 46e9) + latency)
+    assert exchange.between < flat(spread, sent(32e9, 32)).between / 7
+    alone = hierarchical(cluster(4, 1), sent(32e9, 4))
+    assert alone.inside == 0
+
+
+def test_a_step_is_what_one_gpu_computes_and_what_is_not_hidden() -> None:
+    spread = cluster(2, 1, "nvlink4,8GB/s", speed=1000)
+    one = sent(16e9, 2, beside="backward")
+    work = Work(tokens=4000, micro_steps=1, update=1.0, shared=0.5)
+    found = cost(spread, [one], work)
+    assert found.wire is not None
+    assert found.alone == 4
+    assert found.wire.hidden == pytest.approx(HIDDEN_NCCL * found.wire.seconds)
+    assert found.seconds == pytest.approx(4 - 0.5 + found.wire.seconds * (1 - HIDDEN_NCCL) + WAIT)
+    assert found.efficiency == pytest.approx(4 / found.seconds)
+    near = cost(cluster(1, 2, speed=1000), [one], work)
+    assert near.wire is not None
+    assert near.wire.hidden == pytest.approx(HIDDEN * near.wire.seconds), "copy engines leave the multiprocessors alone"
+
+
+def test_what_is_not_given_is_not_invented() -> None:
+    work = Work(tokens=4000, micro_steps=1, update=0.0, shared=0.0)
+    one = sent(16e9, 2, beside="backward")
+    no_speed = cost(cluster(2, 1), [one], work)
+    assert no_speed.wire is not None
+    assert no_speed.wire.seconds > 0
+    assert (no_speed.seconds, no_speed.efficiency) == (None, None)
+    no_wires: Cost = cost(Cluster(nodes=2, per_node=1, tokens_per_second=1000), [one], work)
+    assert no_wires.between == pytest.approx(8e9)
+    assert (no_wires.wire, no_wires.seconds) == (None, None)
+
+
+@pytest.mark.parametrize(("mebibytes", "seconds"), MEASURED_GATHERS)
+def test_gathers_of_four_gpus_take_up_to_a_quarter_less_than_the_model_says(mebibytes: int, seconds: float) -> None:
+    found = flat(cluster(1, 4), sent(mebibytes * 2**20, 4, how="gather"))
+    assert 1 < found.seconds / seconds < 1.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "keys", "speed", "share"), MEASURED, ids=str)
+def test_the_model_is_near_what_two_gpus_reach(
+    model: str, keys: list[str], speed: float, share: float, capsys: Any
+) -> None:
+    more = ["gradient_accumulation_steps=4"] * all("accumulation" not in key for key in keys)
+    more += ["optimizer=adamw_8bit", "master_dtype=bf16"] if "lora=false" in keys else ["optimizer=adamw"]
+    words = ["gpus_per_node=2", "interconnect=nvlink4", f"tokens_per_second={speed}", "--gpu", "h200", "--json"]
+    assert main(["plan", f"model={model}", *TABLE, *keys, *more, *words]) == 0
+    assert json.loads(capsys.readouterr().out)["efficiency"] == pytest.approx(share, abs=0.03)
+
+
+SMALL = ["model.config.num_hidden_layers=2", "sequence_len=256", "recompute=false", "lmhead_chunks=1", "lora=false"]
+
+
+def test_for_people(capsys: Any) -> None:
+    words = [*SMALL, "num_nodes=4", "gpus_per_node=8", "--gpu", "h200"]
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert "on 4 nodes of 8 × H200" in out
+    assert "Speed    not known; add interconnect=nvlink4,8xib400; add tokens_per_second=" in out
+    assert "NVLink" not in out
+    assert "efficiency" not in out
+    assert main(["plan", *words, "interconnect=nvlink4,8xib400", "tokens_per_second=1e4"]) == 0
+    out = capsys.readouterr().out
+    assert "of the speed of 32 single GPUs (from the given 10,000 tokens/s of one)" in out
+    assert "in two stages, which this version does not have" in out
+    assert "no run on several machines has been measured" in out
+    assert main(["plan", *words, "interconnect=nvlink4,8xib400", "tokens_per_second=1e4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"] == 32
+    assert 0 < found["efficiency"] < found["cluster"]["hierarchical"]["efficiency"] < 1
+    assert found["tokens_per_second"] == pytest.approx(32e4 * found["efficiency"])
+
+
+def test_mistakes_end_the_command(capsys: Any) -> None:
+    assert main(["plan", *SMALL, "num_nodes=4"]) == 2
+    assert "Fix: add gpus_per_node=8" in capsys.readouterr().err
+    assert main(["plan", *SMALL, "num_nodes=2", "gpus_per_node=2", "device=cpu"]) == 2
+    assert "a cluster has GPUs, and none is here. Fix: add --gpu h200" in capsys.readouterr().err

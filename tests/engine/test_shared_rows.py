@@ -1,0 +1,124 @@
+"""Engines whose ranks share rows: the losses and gradients of one rank, wherever a row is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from surogate_core.dsl import Block, Dim, Linear, Param, Stack
+from surogate_core.engine.engine import Engine
+from surogate_core.errors import UserError
+from surogate_core.kernels import ops
+from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_core.testing import tiny
+
+D = Dim("hidden_size")
+
+
+class GroupedBlock(Block):
+    """Four query heads, and one or two heads of keys and values."""
+
+    heads, kv_heads, eps = Dim("num_attention_heads"), Dim("num_key_value_heads"), tiny.EPS
+    norm = Param("norm.weight", D)
+    q = Linear("q_proj", D, D, region="qkv")
+    k = Linear("k_proj", D, Dim("kv_width"), region="qkv")
+    v = Linear("v_proj", D, Dim("kv_width"), region="qkv")
+    o = Linear("o_proj", D, D, region="att")
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        """[N, D] → [N, D]."""
+        h = ops.rms_norm(x, self.norm, self.eps)
+        q = self.q(h).unflatten(1, (self.heads, -1))
+        k, v = (product(h).unflatten(1, (self.kv_heads, -1)) for product in (self.k, self.v))
+        return x + self.o(ops.attention(q, k, v, tables["cu_seqlens"], self.max_seqlen, 0.35).flatten(1))
+
+
+class GroupedModel(tiny.TinyModel):
+    """Two blocks."""
+
+    layers = Stack(GroupedBlock, Dim("num_hidden_layers"), "layers.{i}.")
+
+
+def grouped(kv_heads: int) -> dict[str, Any]:
+    config = {**tiny.CONFIG, "num_key_value_heads": kv_heads, "kv_width": 8 * kv_heads}
+    return {"config": config, "build": GroupedModel}
+
+
+def made(fabric: VirtualFabric, context: int, *, micro_batches: int, **changes: Any) -> Engine:
+    changes = {"config": tiny.CONFIG, "optimizer": tiny.ADAMW, "max_seqlen": tiny.TOKENS, **changes}
+    ranks = {"ranks": fabric.world, "context": context, "tokens": tiny.TOKENS // context}
+    assembly = tiny.assembly(changes.pop("config"), micro_batches=micro_batches, **ranks, **changes)
+    return Engine(assembly, tiny.random_source(), mesh=fabric.mesh() if fabric.world > 1 else None)
+
+
+def trained(world: int, context: int, *, micro_batches: int = 2, **changes: Any) -> tuple[Any, Mapping[str, Tensor]]:
+    """The figures of two steps and an evaluation, and all tensors after them."""
+
+    def work(fabric: VirtualFabric) -> tuple[Any, dict[str, Tensor]]:
+        engine = made(fabric, context, micro_batches=micro_batches, **changes)
+        own = engine.sharing.share(micro_batches).numbers
+        figures: list[float] = []
+        for step in range(2):
+            batches = tiny.batches(step, micro_batches)
+            given: Sequence[Any] = [b if n in own else b.counts() for n, b in enumerate(batches)]
+            figures += engine.train_step(given, step=step, lr=1e-2).read()
+        figures.append(engine.evaluate(tiny.batches(7, 3))[0])
+        state = tiny.whole_state(engine)
+        engine.close()
+        return figures, state
+
+    results = in_threads(world, work)
+    assert all(figures == results[0][0] for figures, _ in results)  # every rank knows the figures of the run
+    return results[0]
+
+
+def close_to_one_rank(world: int, context: int, **changes: Any) -> None:
+    figures, state = trained(1, 1, **changes)
+    found, other = trained(world, context, **changes)
+    assert found == pytest.approx(figures, rel=1e-6)
+    weights = {name: value for name, value in other.items() if name.startswith("trainable")}
+    difference, name = tiny.worst(weights, {name: state[name] for name in weights})
+    assert difference < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("world", "context", "changes"),
+    [
+        pytest.param(2, 2, {"zero_level": 0}, id="full"),
+        pytest.param(2, 2, {"lora": tiny.lora()}, id="lora"),
+        pytest.param(2, 2, {"zero_level": 1, "recompute": True}, id="level 1, recomputed"),
+        pytest.param(2, 2, {"zero_level": 0, **grouped(1)}, id="fewer heads of keys than ranks"),
+        pytest.param(4, 4, {"zero_level": 0, **grouped(2)}, id="four ranks, two heads of keys"),
+        pytest.param(4, 2, {"zero_level": 1, "micro_batches": 4}, id="two groups of two ranks"),
+    ],
+)
+def test_ranks_that_share_rows_train_like_one(world: int, context: int, changes: dict[str, Any]) -> None:
+    """Documents have 13, 9 and 7 of 32 tokens, so every cut is inside one of them."""
+    close_to_one_rank(world, context, **changes)
+
+
+def test_dropout_differs_between_the_ranks_of_a_row() -> None:
+    def work(fabric: VirtualFabric) -> list[int]:
+        engine = made(fabric, 2, micro_batches=1, zero_level=0)
+        found: list[int] = engine.seeds(3, 0).tolist()
+        engine.close()
+        return found
+
+    first, second = in_threads(2, work)
+    assert not set(first) & set(second)
+
+
+def test_a_block_without_attention_is_refused() -> None:
+    with pytest.raises(UserError, match=r"SmallBlock has no ops\.attention.*Fix: context_parallel_size=1"):
+        in_threads(
+            2,
+            lambda fabric: made(fabric, 2, micro_batches=1, config=tiny.SMALL_CONFIG, build=tiny.SmallModel),
+        )
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(UserError, match=r"does not divide the model's 4 attention heads.*Fix: context_parallel_size=1"):
+        in_threads(3, lambda fabric: made(fabric, 3, micro_batches=1, max_seqlen=30))
