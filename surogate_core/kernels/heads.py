@@ -11,6 +11,7 @@ heads, G = H / C heads of a rank, E head features.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +32,8 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 _fabrics: dict[int, Fabric] = {}
 """Number in the traced programs → the fabric of the ranks that share rows."""
+_numbering = threading.Lock()
+"""Ranks that are threads of one process take their numbers one after another."""
 
 
 @dataclass(slots=True)
@@ -49,8 +52,9 @@ class SharedRows:
         """The ranks of a fabric. It takes the smallest free number, which is the same in all processes of a run: ranks
         find each other's compiled programs.
         """
-        number = next(n for n in range(len(_fabrics) + 1) if n not in _fabrics)
-        _fabrics[number] = fabric
+        with _numbering:
+            number = next(n for n in range(len(_fabrics) + 1) if n not in _fabrics)
+            _fabrics[number] = fabric
         return cls(fabric.world, number)
 
     def close(self) -> None:
