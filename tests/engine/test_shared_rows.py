@@ -89,6 +89,8 @@ def close_to_one_rank(world: int, context: int, **changes: Any) -> None:
     [
         pytest.param(2, 2, {"zero_level": 0}, id="full"),
         pytest.param(2, 2, {"lora": tiny.lora()}, id="lora"),
+        pytest.param(2, 2, {"lora": tiny.lora(dropout=0.3)}, id="dropout"),
+        pytest.param(4, 2, {"lora": tiny.lora(dropout=0.3), "micro_batches": 4}, id="dropout in two groups"),
         pytest.param(2, 2, {"zero_level": 1, "recompute": True}, id="level 1, recomputed"),
         pytest.param(2, 2, {"zero_level": 0, **grouped(1)}, id="fewer heads of keys than ranks"),
         pytest.param(4, 4, {"zero_level": 0, **grouped(2)}, id="four ranks, two heads of keys"),
@@ -100,15 +102,17 @@ def test_ranks_that_share_rows_train_like_one(world: int, context: int, changes:
     close_to_one_rank(world, context, **changes)
 
 
-def test_dropout_differs_between_the_ranks_of_a_row() -> None:
-    def work(fabric: VirtualFabric) -> list[int]:
+def test_ranks_of_a_row_share_the_seed_of_dropout_and_no_other_seed() -> None:
+    def work(fabric: VirtualFabric) -> Tensor:
         engine = made(fabric, 2, micro_batches=1, zero_level=0)
-        found: list[int] = engine.seeds(3, 0).tolist()
+        found = engine.seeds(3, 0)
         engine.close()
         return found
 
     first, second = in_threads(2, work)
-    assert not set(first) & set(second)
+    assert first[:, 0].equal(second[:, 0])
+    assert [set(found[:, 1].tolist()) for found in (first, second)] == [{0}, {tiny.TOKENS // 2}]
+    assert not set(first[:, 4].tolist()) & set(second[:, 4].tolist())
 
 
 def test_a_block_without_attention_is_refused() -> None:

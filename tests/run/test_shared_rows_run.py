@@ -15,7 +15,7 @@ from surogate_core.plugins.registry import Registry
 Records = Callable[..., list[dict[str, Any]]]
 
 KEYS = ("max_steps=2", "save_steps=0", "eval_steps=0", "gradient_accumulation_steps=2")
-LORA = ("lora=true", "lora_rank=4", "lora_dropout=0", "lora_target_modules=[all]")
+LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.2", "lora_target_modules=[all]")
 FULL = ("lora=false", "optimizer=adamw")
 
 
