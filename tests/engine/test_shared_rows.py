@@ -10,6 +10,7 @@ from torch import Tensor
 
 from surogate_core.dsl import Block, Dim, Linear, Param, Stack
 from surogate_core.engine.engine import Engine
+from surogate_core.engine.prediction import predict
 from surogate_core.errors import UserError
 from surogate_core.kernels import ops
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
@@ -113,6 +114,33 @@ def test_ranks_of_a_row_share_the_seed_of_dropout_and_no_other_seed() -> None:
     assert first[:, 0].equal(second[:, 0])
     assert [set(found[:, 1].tolist()) for found in (first, second)] == [{0}, {tiny.TOKENS // 2}]
     assert not set(first[:, 4].tolist()) & set(second[:, 4].tolist())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_plan_counts_the_bytes_of_the_exchanges(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of two ranks, with keys and values that are sent twice: only heads are exchanged within a group."""
+    keys = {"zero_level": 0, "recompute": recompute, "optimizer": tiny.ADAMW, "max_seqlen": tiny.TOKENS, **grouped(1)}
+    sizes = {"ranks": 4, "context": 2, "tokens": tiny.TOKENS // 2, "micro_batches": 4}
+    assembly = tiny.assembly(keys.pop("config"), **sizes, **keys)
+    sent: list[int] = []
+    exchange = VirtualFabric.exchange
+
+    def counted(self: VirtualFabric, parts: Sequence[Tensor], received_NK: Tensor) -> None:
+        if self.world == 2:
+            sent.append(sum(part.nbytes for r, part in enumerate(parts) if r != self.rank))
+        exchange(self, parts, received_NK)
+
+    def work(fabric: VirtualFabric) -> None:
+        engine = Engine(assembly, tiny.random_source(), mesh=fabric.mesh())
+        own = engine.sharing.share(4).numbers
+        engine.train_step([b if n in own else b.counts() for n, b in enumerate(tiny.batches(0, 4))], step=0, lr=1e-2)
+        engine.close()
+
+    monkeypatch.setattr(VirtualFabric, "exchange", counted)
+    in_threads(4, work)
+    (found,) = [one for one in predict(assembly).sent if one.ranks]
+    assert (4 * found.nbytes, 4 * found.calls) == (sum(sent), len(sent))
+    assert found.calls == 2 * 2 * (6 if recompute else 4), "micro-steps, layers, and a forward again"
 
 
 def test_a_block_without_attention_is_refused() -> None:
