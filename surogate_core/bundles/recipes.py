@@ -88,7 +88,7 @@ class PanelOp(Protocol):
 
         `panel`: A's and B's as `PanelShape` lays them out, with `shape.frozen` false. `weights`: one tensor per slot,
         made by `pack`. `rows`: one row of the recipe's state per slot. `adapters`: A and B of each slot in turn, which
-        receive the gradients.
+        receive the gradients. `seed`: as in `ops.dropout_mask_of_rows`; no dropout without it.
         """
 
 

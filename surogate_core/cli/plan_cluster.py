@@ -6,6 +6,7 @@ the formulas. A cluster has N ranks, M nodes and g GPUs in each; S is the bytes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,9 +44,11 @@ def flat(cluster: Cluster, sent: Sent) -> Traffic:
     """
     ranks, nodes, group = cluster.ranks, cluster.nodes, cluster.per_node
     if sent.how == "exchange":
-        whole = _whole(sent, ranks)
-        inside, between = whole * (group - 1) / ranks, group * whole * (ranks - group) / ranks
-        each = _latency(cluster, inner=0, outer=min(nodes - 1, 1))
+        members = sent.ranks or ranks
+        here = math.gcd(members, group)  # members of one node
+        whole = _whole(sent, members)
+        inside, between = whole * (here - 1) / members, group * whole * (members - here) / members
+        each = _latency(cluster, inner=0, outer=min(members // here - 1, 1))
     else:
         inside, between = sent.nbytes * (group - 1) / group, float(sent.nbytes if nodes > 1 else 0)
         each = _latency(cluster, inner=ranks - nodes, outer=nodes - 1)
@@ -61,6 +64,8 @@ def hierarchical(cluster: Cluster, sent: Sent) -> Traffic:
     """In two stages, which this version does not have: inside each node, and between GPUs of the same number of each
     node, so that each byte leaves a node once. A gather has the stages in the other order.
     """
+    if sent.ranks:
+        return flat(cluster, sent)  # already among few
     nodes, group = cluster.nodes, cluster.per_node
     whole = _whole(sent, cluster.ranks)
     inside, between = whole * (group - 1) / group, whole * (nodes - 1) / nodes

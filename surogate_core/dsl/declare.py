@@ -238,6 +238,7 @@ class Block:
         *,
         gemm: Gemm,
         seed: Tensor | None,
+        masks: Tensor | None = None,
         panels: Sequence[tuple[Panel | Join, Tensor]] = (),
         rows: Sequence[Tensor] = (),
         packed: frozenset[str] = frozenset(),
@@ -250,7 +251,7 @@ class Block:
         Slots of a panel or a join take their weights from its tensor. `rows` are the slots' rows of the recipe's state,
         empty if it has none; `packed` names the slots whose weights the recipe has packed. `experts`: without adapters
         unless given; `grouped`: their product, None for the plain one; `codes`: how it reads packed weights, if it
-        multiplies codes.
+        multiplies codes. `seed` and `masks`: as in `BoundSlot`.
         """
         bound = type(self)(self.config, self.max_seqlen)
         bound.tensors = tensors
@@ -265,7 +266,7 @@ class Block:
                 shared = BoundJoin(panel, tensor, [tensors[f"{s.name}.weight"] for s in panel.slots])
             else:
                 adapters = [tensors[f"{s.name}.lora_{which}"] for s in panel.slots for which in "AB"]
-                shared = BoundPanel(panel, tensor, adapters, seed)
+                shared = BoundPanel(panel, tensor, adapters, masks)
                 if not panel.shape.frozen:
                     shared.weights = [tensors[f"{s.name}.weight"] for s in panel.slots]
                     shared.rows = [rows[s.index] for s in panel.slots] if rows else ()
@@ -276,6 +277,7 @@ class Block:
                 tensors=_of_slot(s.name, tensors),
                 gemm=gemm,
                 seed=seed,
+                masks=masks,
                 panel=of_slot.get(s.name),
                 row=rows[number] if rows else None,
                 packed=s.name in packed,

@@ -10,6 +10,7 @@ from torch import fx
 from surogate_core.dsl.products import defer_products
 from surogate_core.dsl.trace import Compiler, Function, Recompute, Signature, _split, _summed, trace_joint
 from surogate_core.dsl.values import base_op, flops, is_call, name_of, storages
+from surogate_core.kernels.heads import EXCHANGES
 from surogate_core.kernels.registry import workspaces
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp", "var_mean"})
@@ -28,6 +29,8 @@ class Footprint:
     """The same of the backward: values computed again, gradients. `kept` and the output's gradient are inputs."""
     again: int
     """FLOPs of products and attention that the backward computes again."""
+    exchanged: tuple[int, ...] = ()
+    """Bytes of each tensor that ranks which share rows exchange in forward and backward."""
 
     @property
     def kept_bytes(self) -> int:
@@ -57,6 +60,9 @@ def footprint(
         forward_bytes=peak_bytes(forward.graph, compiler),
         backward_bytes=peak_bytes(backward.graph, compiler),
         again=sum(flops(n) for n in backward.graph.nodes if n.op == "call_function" and n.name in computed),
+        exchanged=tuple(
+            n.meta["val"].nbytes for g in (forward.graph, backward.graph) for n in g.nodes if n.target in EXCHANGES
+        ),
     )
 
 

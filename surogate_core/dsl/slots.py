@@ -117,7 +117,8 @@ class BoundPanel:
     tensor: Tensor
     adapters: Sequence[Tensor]
     """A and B of each slot in turn."""
-    seed: Tensor | None
+    masks: Tensor | None
+    """As in `BoundSlot`."""
     weights: Sequence[Tensor] = ()
     """The kept weight of each slot, and its row of the recipe's state, if the panel has only adapters."""
     rows: Sequence[Tensor] = ()
@@ -129,9 +130,9 @@ class BoundPanel:
         if x_NI is not self._input:
             shape, op = self.panel.shape, self.panel.op
             if op is None:
-                outputs = ops.adapted_linears(x_NI, self.tensor, self.seed, shape, *self.adapters)
+                outputs = ops.adapted_linears(x_NI, self.tensor, self.masks, shape, *self.adapters)
             else:
-                outputs = op.multiply(x_NI, self.tensor, self.seed, shape, self.weights, self.rows, self.adapters)
+                outputs = op.multiply(x_NI, self.tensor, self.masks, shape, self.weights, self.rows, self.adapters)
             names = (slot.name for slot in self.panel.slots)
             self._input, self._outputs = x_NI, dict(zip(names, outputs, strict=True))
         return self._outputs[name]
@@ -193,7 +194,10 @@ class BoundSlot:
     tensors: Mapping[str, Tensor]
     gemm: Gemm
     seed: Tensor | None
-    """0-d int32 dropout seed of this block in this micro-step; None outside training."""
+    """0-d int32, different in every micro-step, layer and rank; None outside training."""
+    masks: Tensor | None
+    """[2] int32: the dropout seed of this block in this micro-step, the same on ranks that share its rows, and the
+    number of this rank's first row; None outside training."""
     panel: BoundPanel | BoundJoin | None = None
     row: Tensor | None = None
     """[K] fp32: the slot's row of the recipe's state."""
@@ -216,7 +220,7 @@ class BoundSlot:
         adapter = slot.adapter
         if adapter is None or self.panel is not None:
             return y_NO
-        if adapter.dropout > 0 and self.seed is not None:
-            x_NI = ops.dropout(x_NI, self.seed, salt=slot.index, p=adapter.dropout)
+        if adapter.dropout > 0 and self.masks is not None:
+            x_NI = ops.dropout(x_NI, self.masks, salt=slot.index, p=adapter.dropout)
         u_NR = x_NI @ tensors["lora_A"].to(x_NI.dtype).t()
         return torch.addmm(y_NO, u_NR, tensors["lora_B"].to(u_NR.dtype).t(), alpha=adapter.scale)

@@ -319,10 +319,19 @@ class Engine:
         return [f"{piece.key} {slot.module}" for piece in self.plan.layers for slot in piece.slots]
 
     def seeds(self, step: int, micro_step: int) -> Tensor:
-        """[L] int32 dropout seeds of a micro-step; ranks that share it draw different ones."""
-        parts = (self.sharing.part,) if self.settings.context > 1 else ()
-        sequence = np.random.SeedSequence([self.settings.seed, step, micro_step], spawn_key=parts)
-        return torch.from_numpy(sequence.generate_state(len(self.plan.layers), np.uint32).view(np.int32))
+        """[L, 8] int32: a micro-step's dropout seed and this rank's first token, which are keyed by the whole
+        micro-batch; in column 4 a seed for everything else, which is this rank's own if others have a part of it.
+        """
+        shared, part = [self.settings.seed, step, micro_step], self.sharing.part
+
+        def drawn(*parts: int) -> Tensor:
+            sequence = np.random.SeedSequence(shared, spawn_key=parts)
+            return torch.from_numpy(sequence.generate_state(len(self.plan.layers), np.uint32).view(np.int32))
+
+        seeds_L8 = torch.zeros(len(self.plan.layers), 8, dtype=torch.int32)
+        seeds_L8[:, 0], seeds_L8[:, 1] = drawn(), self.inputs.own.start
+        seeds_L8[:, 4] = drawn(part) if part else seeds_L8[:, 0]
+        return seeds_L8
 
     def _accumulate(self, batches: Sequence[MicroBatch | Counts], *, step: int, loss_weight: float) -> None:
         settings = self.settings

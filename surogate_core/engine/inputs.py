@@ -22,9 +22,9 @@ class Inputs:
     labels: Tensor
     positions: Tensor
     cu_seqlens: Tensor
-    seeds_L: Tensor
-    """[L] int32 with a stride of four, because Inductor's programs copy an input that does not begin at a multiple of
-    16 bytes.
+    seeds_L8: Tensor
+    """[L, 8] int32, as `Engine.seeds` makes them. What a program reads begins at a multiple of 16 bytes: Inductor's
+    copy other inputs.
     """
     loss_scale: Tensor
     """0-d fp32: 1 / loss weight of the whole optimizer step, the number of its label tokens where each counts 1."""
@@ -50,13 +50,18 @@ class Inputs:
             # Programs run on these before the first micro-batch: rows of one document, as an objective may expect.
             positions=torch.arange(n, dtype=torch.int32, device=device) % settings.max_seqlen,
             cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
-            seeds_L=torch.zeros(layers, 4, dtype=torch.int32, device=device)[:, 0],
+            seeds_L8=torch.zeros(layers, 8, dtype=torch.int32, device=device),
             loss_scale=torch.zeros((), dtype=torch.float32, device=device),
             one=torch.ones((), dtype=torch.float32, device=device),
             columns={name: torch.zeros(n, dtype=torch.float32, device=device) for name in settings.columns},
             real=torch.ones(n, dtype=torch.bool, device=device) if reads_real else None,
             own=slice(part * n, (part + 1) * n),
         )
+
+    def seeds_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(seed of the layer's dropout masks and number of the first row [2], the layer's other seed 0-d)."""
+        seeds_8 = self.seeds_L8[layer]
+        return seeds_8[:2], seeds_8[4]
 
     def load(self, batch: MicroBatch, seeds: Tensor, loss_scale: float) -> None:
         """Copy this rank's positions of a micro-batch in, without waiting for the device."""
@@ -66,7 +71,7 @@ class Inputs:
             (self.labels, batch.labels[own]),
             (self.positions, batch.positions[own]),
             (self.cu_seqlens, batch.cu_seqlens),
-            (self.seeds_L, seeds),
+            (self.seeds_L8, seeds),
         ]
         assert batch.columns.keys() == self.columns.keys(), f"columns {[*batch.columns]}, not {[*self.columns]}"
         pairs += [(column, batch.columns[name][own]) for name, column in self.columns.items()]

@@ -106,6 +106,8 @@ class Counts:
     """The same for the backward. It has no gradients of weights, because the products add to their sums."""
     again: int
     """FLOPs of products and attention that a micro-step computes again."""
+    exchanged: tuple[int, ...]
+    """Bytes of each tensor that ranks which share rows exchange in a micro-step."""
     embedding_gradient: int
     """Bytes of the tokens' gradients in float32, if the embedding is trained."""
     activation: int
@@ -160,6 +162,7 @@ class Counts:
             forward=layers.forward,
             backward=layers.backward,
             again=layers.again,
+            exchanged=layers.exchanged,
             embedding_gradient=settings.tokens * model.width * 4 if plan.train_embedding else 0,
             head=builder.head_bytes(plan.head, builder.chunks()[0].stop),
             activation=activation,
@@ -189,7 +192,13 @@ class Counts:
 
     def _shares(self, assembly: Assembly) -> Shares:
         frozen = tuple(frozen for frozen, _, _ in self.pieces)
-        return Shares(settings=assembly.settings, decayed=self.decayed, undecayed=self.undecayed, frozen=frozen)
+        return Shares(
+            settings=assembly.settings,
+            decayed=self.decayed,
+            undecayed=self.undecayed,
+            frozen=frozen,
+            exchanged=self.exchanged,
+        )
 
     def _state(self, assembly: Assembly, shares: Shares) -> list[Held]:
         """The tensors that exist from step to step: weights, masters, gradients, the optimizer's and the recipe's
@@ -413,6 +422,7 @@ class _LayerBytes:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     again: int
+    exchanged: tuple[int, ...]
     largest: int
 
     @classmethod
@@ -429,6 +439,7 @@ class _LayerBytes:
             forward=tuple(found[key].forward_bytes for key in layers),
             backward=tuple(found[key].backward_bytes for key in layers),
             again=sum(found[key].again for key in layers),
+            exchanged=tuple(nbytes for key in layers for nbytes in found[key].exchanged),
             largest=max((s.nbytes for f in found.values() for s in f.kept), default=0),
         )
 

@@ -103,14 +103,14 @@ class ProgramBuilder:
 
     def layer_inputs(self, piece: Piece) -> list[Signature]:
         """What the function of a layer takes."""
-        seed = Signature((), torch.int32, self.device)
+        seeds = [Signature(shape, torch.int32, self.device) for shape in ((2,), ())]
         activation = self._activation(self.settings.tokens, requires_grad=True)
         panels = [Signature(tuple(t.shape), t.dtype, self.device) for _, t in self.parameters.panel_tensors(piece)]
         panels += [Signature(s, self.parameters.dtype, self.device) for s in self.parameters.join_shapes(piece)]
         rows = []
         if self.reads_rows(piece):
             rows.append(Signature((len(piece.slots), self.columns), torch.float32, self.device, True))
-        return [*self._inputs(piece), *panels, *rows, activation, *self.plan.tables.values(), seed]
+        return [*self._inputs(piece), *panels, *rows, activation, *self.plan.tables.values(), *seeds]
 
     def layer_function(self, piece: Piece, *, training: bool) -> Function:
         """The layer as a function of as many tokens as its arguments have; in training it gives side outputs too.
@@ -131,12 +131,13 @@ class ProgramBuilder:
 
         def run(*flat: Tensor) -> Tensor | Sequence[Tensor]:
             tensors = {spec.name: value for spec, value in zip(piece.specs, flat, strict=False)}
-            x, tables, seed = flat[count], dict(zip(names, flat[count + 1 : -1], strict=True)), flat[-1]
+            x, tables, (masks, seed) = flat[count], dict(zip(names, flat[count + 1 : -2], strict=True)), flat[-2:]
             bound = block.bind(
                 tensors,
                 piece.slots,
                 gemm=plain_gemm if plain else assembly.recipe.linear,
                 seed=seed if training else None,
+                masks=masks if training else None,
                 panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
                 rows=flat[count - 1].unbind(0) if reads_rows else (),
                 packed=packed,
@@ -169,9 +170,9 @@ class ProgramBuilder:
     def layer(self, piece: Piece) -> Program:
         """Forward and backward of a layer.
 
-        It takes [*tensors, *panels, *joins(, rows), x_ND, *tables, seed], and gives y_ND and the side outputs. Those
-        that are terms of the loss have a gradient after y's. The gradient of the rows contains the observations of
-        their slots. A gradient may be a `dsl.products.Product`.
+        It takes [*tensors, *panels, *joins(, rows), x_ND, *tables, *`Inputs.seeds_of`], and gives y_ND and the side
+        outputs. Those that are terms of the loss have a gradient after y's. The gradient of the rows contains the
+        observations of their slots. A gradient may be a `dsl.products.Product`.
         """
         found = self._layers_by_key.get(piece.key)
         if found is None:

@@ -37,6 +37,8 @@ class Sent:
     uneven: int = 0
     """Gathers among the calls in which the ranks' parts differ in length. NCCL does each by a broadcast from every
     rank."""
+    ranks: int = 0
+    """Neighbouring ranks among which it is sent; 0 is all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Shares:
     """Elements of the flat group that every rank keeps whole."""
     frozen: tuple[int, ...]
     """Bytes of each piece's frozen weights as stored."""
+    exchanged: tuple[int, ...] = ()
+    """Bytes of each tensor that ranks which share rows exchange in a micro-step."""
 
     @property
     def ranks(self) -> int:
@@ -181,13 +185,25 @@ class Shares:
         """What a rank sends in an optimizer step; nothing with one rank."""
         if self.ranks == 1:
             return ()
-        steps = self.settings.micro_batches // self.ranks
-        found = [*self._gradients(steps), *self._weights(steps), *self._base(steps)]
+        steps = self.settings.micro_batches * self.settings.context // self.ranks
+        found = [*self._gradients(steps), *self._weights(steps), *self._base(steps), self._heads(steps)]
         return tuple(sent for sent in found if sent.nbytes)
 
     def _others(self, nbytes: int) -> int:
         """Bytes that a rank sends, or receives, when all ranks' parts of `nbytes` change hands."""
         return nbytes * (self.ranks - 1) // self.ranks
+
+    def _heads(self, steps: int) -> Sent:
+        """Queries, keys, values and their gradients, of which a rank keeps one part; the computation waits for them."""
+        size = self.settings.context
+        return Sent(
+            what="heads of shared rows",
+            nbytes=steps * sum(nbytes * (size - 1) // size for nbytes in self.exchanged),
+            calls=steps * len(self.exchanged),
+            how="exchange",
+            micro_steps=steps,
+            ranks=size,
+        )
 
     def _gradients(self, steps: int) -> Sequence[Sent]:
         whole = self.flat if self.level == 0 else self.undecayed

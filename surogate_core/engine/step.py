@@ -270,7 +270,7 @@ class MicroStep:
         shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
         panels = (tensor for _, tensor in shared)
         rows = [] if self.rows is None or not self.programs.reads_rows(piece) else [self.rows.rows(key)]
-        return [*tensors, *panels, *rows, x, *flow.tables, self.inputs.seeds_L[self.plan.numbers[key]]]
+        return [*tensors, *panels, *rows, x, *flow.tables, *self.inputs.seeds_of(self.plan.numbers[key])]
 
     def _forward(self, key: str, flow: _Flow, *, training: bool) -> None:
         if key == EMBED:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.kernels.ops import dropout_mask
+from surogate_core.kernels.ops import dropout_mask_of_rows
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import op
 
@@ -131,7 +131,7 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
 class _ScaledLinears(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, panel: Tensor, seed: Tensor | None, shape: PanelShape, margin: int, *tensors: Tensor
+        ctx: Any, x_NI: Tensor, panel: Tensor, seed_2: Tensor | None, shape: PanelShape, margin: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         slots = len(shape.outputs)
         weights, rows = tensors[:slots], tensors[slots : 2 * slots]
@@ -143,18 +143,18 @@ class _ScaledLinears(Function):
         for number, (packed, outputs) in enumerate(zip(weights, shape.outputs, strict=True)):
             codes_OI, inverse_w = unpack(packed, outputs, shape.inputs)
             a_RI, b_OR = shape.adapter(panel, number)
-            u_NR = _dropped(x_NI, seed, shape, number) @ a_RI.t()
+            u_NR = _dropped(x_NI, seed_2, shape, number) @ a_RI.t()
             y_NO = (codes_NI.float() @ codes_OI.float().t()) * (inverse_x * inverse_w)
             ys.append((y_NO + u_NR.float() @ b_OR.float().t()).to(x_NI.dtype))
             us.append(u_NR)
-        ctx.save_for_backward(x_NI, panel, seed, amax_x, *weights, *rows, *us)
+        ctx.save_for_backward(x_NI, panel, seed_2, amax_x, *weights, *rows, *us)
         ctx.shape, ctx.margin = shape, margin
         return tuple(ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, panel, seed, amax_x, *tensors = ctx.saved_tensors
+        x_NI, panel, seed_2, amax_x, *tensors = ctx.saved_tensors
         shape: PanelShape = ctx.shape
         slots = len(shape.outputs)
         weights, rows, us = tensors[:slots], tensors[slots : 2 * slots], tensors[2 * slots :]
@@ -170,21 +170,21 @@ class _ScaledLinears(Function):
             a_RI, b_OR = shape.adapter(panel, number)
             du_NR = dy_NO @ b_OR
             through = du_NR.float() @ a_RI.float()
-            if seed is not None and shape.dropout > 0:
-                mask = dropout_mask(x_NI.shape, seed, salt=shape.salts[number], p=shape.dropout)
+            if seed_2 is not None and shape.dropout > 0:
+                mask = dropout_mask_of_rows(x_NI, seed_2, salt=shape.salts[number], p=shape.dropout)
                 through = through * mask * (1 / (1 - shape.dropout))
             dx += through
-            adapters.append(du_NR.float().t() @ _dropped(x_NI, seed, shape, number).float())
+            adapters.append(du_NR.float().t() @ _dropped(x_NI, seed_2, shape, number).float())
             adapters.append(shape.scale * (dy_NO.float().t() @ us[number].float()))
             observed.append(torch.stack((amax_x, torch.zeros_like(amax_x), amax_dy)))
         unasked: list[Tensor | None] = [None] * slots
         return dx.to(x_NI.dtype), None, None, None, None, *unasked, *observed, *adapters
 
 
-def _dropped(x_NI: Tensor, seed: Tensor | None, shape: PanelShape, number: int) -> Tensor:
-    if seed is None or shape.dropout == 0:
+def _dropped(x_NI: Tensor, seed_2: Tensor | None, shape: PanelShape, number: int) -> Tensor:
+    if seed_2 is None or shape.dropout == 0:
         return x_NI
-    mask = dropout_mask(x_NI.shape, seed, salt=shape.salts[number], p=shape.dropout)
+    mask = dropout_mask_of_rows(x_NI, seed_2, salt=shape.salts[number], p=shape.dropout)
     return x_NI * mask * (1 / (1 - shape.dropout))
 
 
@@ -192,7 +192,7 @@ def _dropped(x_NI: Tensor, seed: Tensor | None, shape: PanelShape, number: int) 
 def scaled_linears(
     x_NI: Tensor,
     panel: Tensor,
-    seed: Tensor | None,
+    seed_2: Tensor | None,
     shape: PanelShape,
     margin: int,
     weights: Sequence[Tensor],
@@ -204,7 +204,7 @@ def scaled_linears(
     Each output is one sum, rounded once to x's dtype. `weights` are made by `pack`, `rows` [3] fp32 have the delayed
     scales; all projections share x, and the first row's scale of x is used. dx = dy W in e5m2 × e4m3. The gradient of a
     row contains the largest absolute values of x and dy, and 0. `panel` has the adapters in x's dtype (`shape.frozen`
-    is False), `adapters` are the tensors that receive gradients, as in `ops.adapted_linears`.
+    is False), `adapters` are the tensors that receive gradients, as in `ops.adapted_linears`; so is `seed_2`.
     """
-    found: tuple[Tensor, ...] = _ScaledLinears.apply(x_NI, panel, seed, shape, margin, *weights, *rows, *adapters)
+    found: tuple[Tensor, ...] = _ScaledLinears.apply(x_NI, panel, seed_2, shape, margin, *weights, *rows, *adapters)
     return found

@@ -100,11 +100,11 @@ class Layers:
     def _inputs(self, piece: Piece, rows: int) -> list[Signature]:
         """What the function of a layer takes, with another number of rows."""
         plan = self.weights.plan
-        *others, seed = self.weights.programs.layer_inputs(piece)
+        *others, masks, seed = self.weights.programs.layer_inputs(piece)
         first = len(others) - len(plan.tables)
         model = plan.assembly.model
         shown = model.tables(torch.zeros(rows, dtype=torch.int32, device="meta"), self.weights.parameters.dtype)
         shapes = {name: tuple(table.shape) for name, table in shown.items()} | {REAL: (rows,)}
         tables = [replace(s, shape=shapes.get(name, s.shape)) for name, s in plan.tables.items()]
         activation = replace(others[first - 1], shape=(rows, model.width))
-        return [*others[: first - 1], activation, *tables, seed]
+        return [*others[: first - 1], activation, *tables, masks, seed]

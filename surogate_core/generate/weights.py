@@ -107,12 +107,12 @@ class Weights:
         tensors = self._inputs(piece)
         shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
         rows = [self.rows.rows(piece.key)] if self.rows is not None and self.programs.reads_rows(piece) else []
-        seed = torch.zeros((), dtype=torch.int32, device=self.device)
+        seeds = [torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in ((2,), ())]
         fixed = [*tensors, *(tensor for _, tensor in shared), *rows]
         function = function_of(piece)
 
         def run(x_ND: Tensor, tables: Sequence[Tensor]) -> Tensor:
-            y_ND = function(*fixed, x_ND, *tables, seed)
+            y_ND = function(*fixed, x_ND, *tables, *seeds)
             assert isinstance(y_ND, Tensor)
             return y_ND
 

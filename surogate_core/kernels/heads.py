@@ -188,3 +188,7 @@ class _ToPositions(Function):
     @once_differentiable
     def backward(ctx: Any, dy_PHE: Tensor) -> tuple[Tensor | None, ...]:
         return _to_heads(dy_PHE, *ctx.rows), None, None
+
+
+EXCHANGES = (torch.ops.surogate.positions_to_heads.default, torch.ops.surogate.heads_to_positions.default)
+"""The ops of traced programs that exchange their input among the ranks that share rows."""

@@ -179,30 +179,39 @@ def random_key(seed: Tensor, salt: int) -> Tensor:
     return hashed(seed + salt * 0x1E3779B9)
 
 
-def random_bits(shape: torch.Size, seed: Tensor, *, salt: int, first: int = 0) -> Tensor:
+def random_bits(shape: torch.Size, seed: Tensor, *, salt: int, first: int | Tensor = 0) -> Tensor:
     """[shape] int32, every bit random: a function of (seed, salt, element number) only.
 
     Counter-based, so that recomputed blocks, replayed graphs and resumed runs draw the same
-    bits, and CPUs and GPUs agree. `seed`: 0-d int32. Elements are counted from `first`.
+    bits, and CPUs and GPUs agree. `seed`: 0-d int32. Elements are counted from `first`, a number or 0-d int32.
     """
     key = random_key(seed, salt)
-    counter = torch.arange(first, first + shape.numel(), dtype=torch.int32, device=seed.device)
+    counter = torch.arange(shape.numel(), dtype=torch.int32, device=seed.device) + first
     return hashed(counter ^ key).view(shape)
 
 
-def dropout_mask(shape: torch.Size, seed: Tensor, *, salt: int, p: float) -> Tensor:
+def dropout_mask(shape: torch.Size, seed: Tensor, *, salt: int, p: float, first: int | Tensor = 0) -> Tensor:
     """[shape] bool, True with probability 1 − p: a function of (seed, salt, element number), see `random_bits`."""
     threshold = round(p * 2**32) - 2**31
-    return random_bits(shape, seed, salt=salt) >= threshold
+    return random_bits(shape, seed, salt=salt, first=first) >= threshold
+
+
+def dropout_mask_of_rows(x_NI: Tensor, seed_2: Tensor, *, salt: int, p: float) -> Tensor:
+    """[N, I] bool: the part of a micro-batch's `dropout_mask` that belongs to these rows.
+
+    `seed_2`: [2] int32, the seed and the number of the first row, which is 0 unless other ranks have the rows before.
+    """
+    seed, first_row = seed_2.unbind()
+    return dropout_mask(x_NI.shape, seed, salt=salt, p=p, first=first_row * x_NI.shape[-1])
 
 
 class _Dropout(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seed: Tensor, salt: int, p: float) -> Tensor:
-        mask = dropout_mask(x.shape, seed, salt=salt, p=p)
+    def forward(ctx: Any, x_NI: Tensor, seed_2: Tensor, salt: int, p: float) -> Tensor:
+        mask = dropout_mask_of_rows(x_NI, seed_2, salt=salt, p=p)
         ctx.save_for_backward(mask)
         ctx.p = p
-        return x * mask * (1 / (1 - p))
+        return x_NI * mask * (1 / (1 - p))
 
     @staticmethod
     @once_differentiable
@@ -212,26 +221,26 @@ class _Dropout(Function):
 
 
 @op
-def dropout(x: Tensor, seed: Tensor, salt: int, p: float) -> Tensor:
-    """Zero elements with probability p, scale the rest by 1 / (1 − p); see `dropout_mask`."""
-    return _Dropout.apply(x, seed, salt, p)
+def dropout(x_NI: Tensor, seed_2: Tensor, salt: int, p: float) -> Tensor:
+    """Zero elements with probability p, scale the rest by 1 / (1 − p); see `dropout_mask_of_rows`."""
+    return _Dropout.apply(x_NI, seed_2, salt, p)
 
 
 @op
 def adapted_linears(
-    x_NI: Tensor, panel_QP: Tensor, seed: Tensor | None, shape: PanelShape, *adapters: Tensor
+    x_NI: Tensor, panel_QP: Tensor, seed_2: Tensor | None, shape: PanelShape, *adapters: Tensor
 ) -> Sequence[Tensor]:
     """Projections of one input with their LoRA adapters: y = x Wᵀ + scale · dropout(x) Aᵀ Bᵀ for each.
 
     `panel_QP` contains W's, A's and B's in x's dtype. `adapters` are A_RI, B_OR of each projection in turn, in any
-    dtype: the tensors that receive gradients and from which the panel was loaded; a kernel need not read them. No
-    dropout without a seed.
+    dtype: the tensors that receive gradients and from which the panel was loaded; a kernel need not read them.
+    `seed_2` as in `dropout_mask_of_rows`; no dropout without it.
     """
     found = []
     for number, (a_RI, b_OR) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
         dropped_NI = x_NI
-        if shape.dropout > 0 and seed is not None:
-            dropped_NI = dropout(x_NI, seed, salt=shape.salts[number], p=shape.dropout)
+        if shape.dropout > 0 and seed_2 is not None:
+            dropped_NI = dropout(x_NI, seed_2, salt=shape.salts[number], p=shape.dropout)
         u_NR = dropped_NI @ a_RI.to(x_NI.dtype).t()
         y_NO = x_NI @ shape.weight(panel_QP, number).t()
         found.append(torch.addmm(y_NO, u_NR, b_OR.to(u_NR.dtype).t(), alpha=shape.scale))

@@ -47,11 +47,13 @@ def with_kept_steps(config: RunConfig, checkpoint: Checkpoint) -> tuple[RunConfi
     A user who changed `gradient_accumulation_steps` asks for other steps, and gets them. Raises `ConfigError` if the
     GPUs cannot share a step equally.
     """
-    asked = checkpoint.state.get("config", {}).get("gradient_accumulation_steps")
-    kept, gpus = checkpoint.state.get("micro_batches", asked), checkpoint.state.get("gpus", 1)
+    before = checkpoint.state.get("config", {})
+    asked = before.get("gradient_accumulation_steps")
+    kept = checkpoint.state.get("micro_batches", asked)
+    groups_before = row_groups(checkpoint.state.get("gpus", 1), before.get("context_parallel_size", 1))
     now = config.gradient_accumulation_steps
     # The key as the user gave it, and as `config.yaml` of the interrupted run has it.
-    if kept is None or now not in (asked, kept // gpus) or kept == micro_batches_of(config):
+    if kept is None or now not in (asked, kept // groups_before) or kept == micro_batches_of(config):
         return config, []
     groups = row_groups(config.gpus, config.context_parallel_size)
     if kept % groups:

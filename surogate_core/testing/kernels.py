@@ -131,7 +131,7 @@ def _cross_entropy() -> Iterator[Inputs]:
 
 def _dropout() -> Iterator[Inputs]:
     def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
-        return function(t[0], torch.tensor(5, dtype=torch.int32, device=t[0].device), 3, 0.25)
+        return function(t[0], torch.tensor([5, 7], dtype=torch.int32, device=t[0].device), 3, 0.25)
 
     yield Inputs(leaves={"x": _normal(48, 64, seed=0)}, call=call)
     yield Inputs(leaves={"x": _normal(1, 40, seed=0)}, call=call, what="one row of 40")

@@ -150,17 +150,17 @@ def test_dropout_acts_on_the_adapter_alone_and_only_with_a_seed() -> None:
     specs = block.tensor_specs("a.0.", slots, train_base=False)
     tensors = {s.name: torch.ones(s.shape) for s in specs}
 
-    def forward(seed: Tensor | None) -> Tensor:
-        bound = block.bind(tensors, slots, gemm=lambda x, w, s: x @ w.t(), seed=seed)
+    def forward(masks: Tensor | None) -> Tensor:
+        bound = block.bind(tensors, slots, gemm=lambda x, w, s: x @ w.t(), seed=None, masks=masks)
         return bound.forward(torch.ones(400, 4), {})
 
     without = forward(None)
     assert (without == without[0]).all()
-    seeded = forward(torch.tensor(1, dtype=torch.int32))
+    seeded = forward(torch.tensor([1, 0], dtype=torch.int32))
     assert not (seeded == without).all()
-    assert torch.equal(seeded, forward(torch.tensor(1, dtype=torch.int32)))
+    assert torch.equal(seeded, forward(torch.tensor([1, 0], dtype=torch.int32)))
     tensors["up.lora_B"].zero_()
-    assert torch.equal(forward(torch.tensor(1, dtype=torch.int32)), forward(None))
+    assert torch.equal(forward(torch.tensor([1, 0], dtype=torch.int32)), forward(None))
 
 
 def test_a_block_without_forward_says_so() -> None:

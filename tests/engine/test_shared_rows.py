@@ -10,6 +10,7 @@ from torch import Tensor
 
 from surogate_core.dsl import Block, Dim, Linear, Param, Stack
 from surogate_core.engine.engine import Engine
+from surogate_core.engine.prediction import predict
 from surogate_core.errors import UserError
 from surogate_core.kernels import ops
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
@@ -89,6 +90,8 @@ def close_to_one_rank(world: int, context: int, **changes: Any) -> None:
     [
         pytest.param(2, 2, {"zero_level": 0}, id="full"),
         pytest.param(2, 2, {"lora": tiny.lora()}, id="lora"),
+        pytest.param(2, 2, {"lora": tiny.lora(dropout=0.3)}, id="dropout"),
+        pytest.param(4, 2, {"lora": tiny.lora(dropout=0.3), "micro_batches": 4}, id="dropout in two groups"),
         pytest.param(2, 2, {"zero_level": 1, "recompute": True}, id="level 1, recomputed"),
         pytest.param(2, 2, {"zero_level": 0, **grouped(1)}, id="fewer heads of keys than ranks"),
         pytest.param(4, 4, {"zero_level": 0, **grouped(2)}, id="four ranks, two heads of keys"),
@@ -100,15 +103,44 @@ def test_ranks_that_share_rows_train_like_one(world: int, context: int, changes:
     close_to_one_rank(world, context, **changes)
 
 
-def test_dropout_differs_between_the_ranks_of_a_row() -> None:
-    def work(fabric: VirtualFabric) -> list[int]:
+def test_ranks_of_a_row_share_the_seed_of_dropout_and_no_other_seed() -> None:
+    def work(fabric: VirtualFabric) -> Tensor:
         engine = made(fabric, 2, micro_batches=1, zero_level=0)
-        found: list[int] = engine.seeds(3, 0).tolist()
+        found = engine.seeds(3, 0)
         engine.close()
         return found
 
     first, second = in_threads(2, work)
-    assert not set(first) & set(second)
+    assert first[:, 0].equal(second[:, 0])
+    assert [set(found[:, 1].tolist()) for found in (first, second)] == [{0}, {tiny.TOKENS // 2}]
+    assert not set(first[:, 4].tolist()) & set(second[:, 4].tolist())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_plan_counts_the_bytes_of_the_exchanges(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of two ranks, with keys and values that are sent twice: only heads are exchanged within a group."""
+    keys = {"zero_level": 0, "recompute": recompute, "optimizer": tiny.ADAMW, "max_seqlen": tiny.TOKENS, **grouped(1)}
+    sizes = {"ranks": 4, "context": 2, "tokens": tiny.TOKENS // 2, "micro_batches": 4}
+    assembly = tiny.assembly(keys.pop("config"), **sizes, **keys)
+    sent: list[int] = []
+    exchange = VirtualFabric.exchange
+
+    def counted(self: VirtualFabric, parts: Sequence[Tensor], received_NK: Tensor) -> None:
+        if self.world == 2:
+            sent.append(sum(part.nbytes for r, part in enumerate(parts) if r != self.rank))
+        exchange(self, parts, received_NK)
+
+    def work(fabric: VirtualFabric) -> None:
+        engine = Engine(assembly, tiny.random_source(), mesh=fabric.mesh())
+        own = engine.sharing.share(4).numbers
+        engine.train_step([b if n in own else b.counts() for n, b in enumerate(tiny.batches(0, 4))], step=0, lr=1e-2)
+        engine.close()
+
+    monkeypatch.setattr(VirtualFabric, "exchange", counted)
+    in_threads(4, work)
+    (found,) = [one for one in predict(assembly).sent if one.ranks]
+    assert (4 * found.nbytes, 4 * found.calls) == (sum(sent), len(sent))
+    assert found.calls == 2 * 2 * (6 if recompute else 4), "micro-steps, layers, and a forward again"
 
 
 def test_a_block_without_attention_is_refused() -> None:

@@ -86,7 +86,7 @@ def targets(joint: fx.GraphModule) -> list[str]:
 
 def arguments_of(shape: tuple[PanelShape, PanelShape], tokens: int = 200) -> list[Tensor]:
     (up, a), (down, b) = panel(shape[0], 0), panel(shape[1], 5)
-    seed = torch.zeros((), dtype=torch.int32, device="cuda")
+    seed = torch.zeros(2, dtype=torch.int32, device="cuda")
     return [random(tokens, shape[0].inputs, seed=9), up, down, seed, *a, *b]
 
 
@@ -164,7 +164,7 @@ def feed_forward_arguments(delayed: bool) -> list[Tensor]:
         adapters += own
     rows = torch.tensor([[90.0, 1.0, 4000.0], [90.0, 1.0, 3000.0], [120.0, 1.0, 9000.0]], device="cuda")
     x = wide(768, 256, seed=9).bfloat16().cuda()
-    seed = torch.zeros((), dtype=torch.int32, device="cuda")
+    seed = torch.zeros(2, dtype=torch.int32, device="cuda")
     return [x, seed, *panels, *weights, rows if delayed else torch.zeros_like(rows), *adapters]
 
 

@@ -114,7 +114,7 @@ def test_norm_rope_is_a_norm_and_a_rotation(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_adapted_linears_are_projections_with_adapters(dtype: torch.dtype, dropout: float) -> None:
     shape = PanelShape(inputs=32, outputs=(16, 48), rank=16, scale=0.75, dropout=dropout, salts=(3, 1))
-    seed = torch.tensor(-9, dtype=torch.int32)
+    seed, before = torch.tensor([-9, 4], dtype=torch.int32), 4
     panel = shape.allocate(torch.device("cpu"), dtype)
     x, adapters, expected = random(5, 32, dtype=dtype).requires_grad_(), [], []
     for number, outputs in enumerate(shape.outputs):
@@ -122,7 +122,7 @@ def test_adapted_linears_are_projections_with_adapters(dtype: torch.dtype, dropo
         shape.weight(panel, number).copy_(weight)
         a, b = random(16, 32, seed=number + 5, dtype=dtype), random(outputs, 16, seed=number + 7, dtype=dtype)
         adapters += [a.requires_grad_(), b.requires_grad_()]
-        mask = ops.dropout_mask(x.shape, seed, salt=shape.salts[number], p=dropout)
+        mask = ops.dropout_mask(torch.Size((before + 5, 32)), seed[0], salt=shape.salts[number], p=dropout)[before:]
         dropped = x * mask / (1 - dropout)
         expected.append(x @ weight.t() + 0.75 * dropped @ a.t() @ b.t())
     found = references["adapted_linears"].function(x, panel, seed, shape, *adapters)
@@ -304,7 +304,7 @@ def test_dropout_masks_of_salts_seeds_and_neighbours_are_independent() -> None:
     from tiny_qwen3 import make_engine
 
     engine = make_engine()
-    engine_seeds = [s for step, micro in ((0, 0), (0, 1), (1, 0)) for s in engine.seeds(step, micro)]
+    engine_seeds = [s for step, micro in ((0, 0), (0, 1), (1, 0)) for s in engine.seeds(step, micro)[:, 0]]
     assert len({int(s) for s in engine_seeds}) == len(engine_seeds)
     masks += [ops.dropout_mask(shape, s, salt=0, p=p) for s in engine_seeds]
     pairs = [correlation(a, b, p) for a, b in itertools.combinations(masks, 2)]
@@ -344,10 +344,18 @@ def test_dropout_masks_are_what_they_were() -> None:
         assert ops.dropout_mask(torch.Size((64,)), seed_of(seed), salt=salt, p=0.3).tolist() == expected
 
 
+def test_dropout_masks_of_rows_are_parts_of_one_mask() -> None:
+    whole = ops.dropout_mask(torch.Size((48, 7)), seed_of(5), salt=2, p=0.3)
+    for first, last in ((0, 48), (0, 16), (16, 48), (47, 48)):
+        seed = torch.tensor([5, first], dtype=torch.int32)
+        part = ops.dropout_mask_of_rows(torch.empty(last - first, 7), seed, salt=2, p=0.3)
+        assert torch.equal(part, whole[first:last])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_dropout_forward_and_backward_use_one_mask(dtype: torch.dtype) -> None:
     x = strided(random(40, 30, dtype=dtype)).requires_grad_()
-    y = ops.dropout(x, seed_of(3), 1, 0.25)
+    y = ops.dropout(x, torch.tensor([3, 0], dtype=torch.int32), 1, 0.25)
     mask = ops.dropout_mask(x.shape, seed_of(3), salt=1, p=0.25)
     expected = torch.where(mask, x.detach().double() / 0.75, 0.0)
     assert (y.detach().double() - expected).abs().max() <= BOUNDS[dtype] * expected.abs().max()

@@ -53,6 +53,26 @@ def test_a_resumed_run_keeps_its_steps_on_another_number_of_gpus(
         ]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "context", "now", "now_gpus", "now_context", "own"),
+    [
+        (4, 2, 2, 1, 1, 8),  # the user's key
+        (4, 2, 4, 1, 1, 8),  # from config.yaml of the run on two groups
+        (4, 2, 4, 4, 1, 2),
+        (1, 1, 8, 4, 2, 4),
+        (1, 1, 8, 4, 4, 8),
+        (4, 2, 3, 1, 1, 3),  # the user asks for other steps
+    ],
+)
+def test_groups_that_share_rows_count_as_one_gpu(
+    gpus: int, context: int, now: int, now_gpus: int, now_context: int, own: int
+) -> None:
+    before = {"gradient_accumulation_steps": 2, "context_parallel_size": context}
+    config = RunConfig(gradient_accumulation_steps=now, gpus=now_gpus, context_parallel_size=now_context)
+    found, _ = with_kept_steps(config, saved(config=before, gpus=gpus, micro_batches=8))
+    assert found.gradient_accumulation_steps == own
+
+
 @pytest.mark.parametrize(("gpus", "micro_batches"), [(0, 3), (1, 3), (4, 12)])
 def test_one_gpu_takes_the_steps_of_several(gpus: int, micro_batches: int) -> None:
     config = on_one_gpu(RunConfig(gradient_accumulation_steps=3, gpus=gpus))

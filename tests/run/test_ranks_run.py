@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_world import World
+from rank_world import World, of_step
 
 from surogate_core.errors import MachineError, UserError
 from surogate_core.plugins.registry import Registry
@@ -27,15 +27,6 @@ def ranks(installed: Registry) -> Iterator[World]:
     """Processes that the runs of this module share."""
     with World(installed) as world:
         yield world
-
-
-def of_step(run: Path, step: int, to: Path) -> Path:
-    """A copy of a run that ended after a step."""
-    copy = Path(shutil.copytree(run, to))
-    for path in copy.glob("checkpoint-*"):
-        if int(path.name.removeprefix("checkpoint-")) > step:
-            shutil.rmtree(path)
-    return copy
 
 
 def notes(records: Records, run: Path) -> str:

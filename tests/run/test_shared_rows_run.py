@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_world import World
+from rank_world import World, of_step
 
 from surogate_core.errors import ConfigError
 from surogate_core.plugins.registry import Registry
@@ -15,7 +15,7 @@ from surogate_core.plugins.registry import Registry
 Records = Callable[..., list[dict[str, Any]]]
 
 KEYS = ("max_steps=2", "save_steps=0", "eval_steps=0", "gradient_accumulation_steps=2")
-LORA = ("lora=true", "lora_rank=4", "lora_dropout=0", "lora_target_modules=[all]")
+LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.2", "lora_target_modules=[all]")
 FULL = ("lora=false", "optimizer=adamw")
 
 
@@ -40,6 +40,22 @@ def test_two_processes_share_rows(
     assert losses(records, two) == pytest.approx(losses(records, one), rel=1e-6)
     starts = [records(run, "run_start")[0]["tokens_per_step"] for run in (one, two)]
     assert starts[0] == starts[1]
+
+
+def test_a_checkpoint_continues_on_any_number_of_processes_that_share_rows(
+    tmp_path: Path, base: list[str], ranks: World, records: Records
+) -> None:
+    keys, shared = [*base, *LORA, *KEYS, "save_steps=1"], "context_parallel_size=2"
+    one, two = tmp_path / "one", tmp_path / "two"
+    ranks.run(1, one, *keys)
+    ranks.run(2, two, *keys, shared)
+    onto_one = of_step(two, 1, tmp_path / "onto one")
+    ranks.run(1, onto_one, *keys)
+    onto_two = of_step(one, 1, tmp_path / "onto two")
+    assert ranks.run(2, onto_two, *keys, shared) == (0, [0])
+    for resumed in (onto_one, onto_two):
+        assert records(resumed, "run_start")[-1]["start_step"] == 1
+        assert losses(records, resumed) == pytest.approx(losses(records, one), rel=1e-6)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,15 @@ def run_rank(registry: Registry, overrides: list[str], mesh: Mesh) -> int:
         return train(config, registry, mesh=mesh)
     finally:
         mesh.close()
+
+
+def of_step(run: Path, step: int, to: Path) -> Path:
+    """A copy of a run that ended after a step."""
+    copy = Path(shutil.copytree(run, to))
+    for path in copy.glob("checkpoint-*"):
+        if int(path.name.removeprefix("checkpoint-")) > step:
+            shutil.rmtree(path)
+    return copy
 
 
 class World:

@@ -18,9 +18,9 @@ from surogate_native.random_programs import hash32
 
 @triton.jit
 def _kept(rows, columns, seed, slot, salts, threshold, IN: tl.constexpr):
-    """`ops.dropout_mask` of a tile of [N, IN]; `salts` holds each projection's share of the key."""
+    """`ops.dropout_mask_of_rows` of a tile of [N, IN]; `salts` holds each projection's share of the key."""
     key = hash32(tl.load(seed) + tl.load(salts + slot))
-    counter = rows[:, None] * IN + columns[None, :]
+    counter = (tl.load(seed + 1) + rows)[:, None] * IN + columns[None, :]
     return hash32(counter ^ key) >= threshold
 
 

@@ -82,7 +82,7 @@ def test_adapters_of_every_rank_fit_a_block(capability: int, rank: int, monkeypa
     from surogate_native import adapters
 
     monkeypatch.setattr(adapters, "large", lambda device: capability // 10 in (9, 10))
-    rows, inputs, seed = 4096, 2048, empty(1, dtype=torch.int32)
+    rows, inputs, seed = 4096, 2048, empty(2, dtype=torch.int32)
     with recorded(monkeypatch) as launches:
         for outputs in ([2048], [2048, 1024, 1024]):
             slots = len(outputs)

@@ -69,7 +69,7 @@ def test_a_tile_is_in_the_order_of_its_description() -> None:
 def test_a_panel_is_the_recipes_products_and_the_adapters(delayed: bool, dropout: float) -> None:
     """The same outputs, gradients and observations as slot by slot, in fp32."""
     shape = replace(SHAPE, dropout=dropout)
-    x, seed = random(256, 256, seed=0), torch.tensor(11, dtype=torch.int32)
+    x, seed = random(256, 256, seed=0), torch.tensor([11, 500], dtype=torch.int32)
     weights = [random(o, 256, seed=2 + i, scale=0.1 + i) for i, o in enumerate(shape.outputs)]
     rows = [torch.tensor([90.0, 0.0, 2e5 * 10**i]) * delayed for i in range(2)]
     adapters = [random(*s, seed=20 + i, scale=0.1) for i, o in enumerate(shape.outputs) for s in ((16, 256), (o, 16))]
