@@ -20,3 +20,10 @@ def test_what_wants_a_gpu_is_skipped_without_one(
     pytester.makepyfile("import pytest\n@pytest.mark.gpu\ndef test_gpu(): pass\ndef test_cpu(): pass\n")
     outcomes = pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
     assert outcomes == ({"passed": 2} if gpu else {"passed": 1, "skipped": 1})
+
+
+def test_tests_that_begin_too_late_are_skipped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    root = request.config.pluginmanager.get_plugin(str(request.config.rootpath / "conftest.py"))
+    monkeypatch.setenv("SUROGATE_TEST_MINUTES", "0")
+    with pytest.raises(pytest.skip.Exception, match="the 0 minutes of SUROGATE_TEST_MINUTES are over"):
+        root.pytest_runtest_setup(request.node)

@@ -351,7 +351,7 @@ class Engine:
             self._count_routes(batches, share.numbers, step=step)
         tokens = sum(batch.tokens for batch in batches)
         # Sums in a store have those of the step before until a micro-step begins them anew.
-        numbers = share.numbers or [len(batches)] * self.stores.streams_gradients
+        numbers = share.numbers or [len(batches)] * bool(batches and self.stores.streams_gradients)
         self._lanes.begin(share)
         for micro_step, number in enumerate(numbers):
             batch, seeds = self._own_batch(batches, number, step=step)

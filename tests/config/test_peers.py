@@ -110,6 +110,7 @@ def test_every_fix_composes(load: Any, settings: Mapping[str, Any]) -> None:
     else:
         more = {"lora": False} if settings.get("optimizer") == "normuon" else {}
         more |= {"model": "owner/name"} if "adapter_path" in settings else {}
+        more |= {"gpus": 2} if "context_parallel_size" in settings else {}
         config = load(file=yaml.safe_dump({**base, **more, **settings}))
     assert config.datasets
 

@@ -40,9 +40,11 @@ def test_a_new_package_installs_is_discovered_and_passes_its_tests(kind: str, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_package_passes_strict_types(kind: str, tmp_path: Path) -> None:
+def test_a_new_package_passes_strict_types(kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     package, environment = make(kind, "options", tmp_path)
-    environment.run("mypy", cwd=package)
+    # Reading torch and the core takes mypy most of its time, so all kinds share what it learns.
+    cache = tmp_path_factory.getbasetemp() / "mypy"
+    environment.run("mypy", "--cache-dir", str(cache), cwd=package)
 
 
 def test_every_placeholder_is_filled_and_every_template_used(tmp_path: Path, capsys: Any) -> None:
