@@ -62,7 +62,8 @@ def block(*tensors: Tensor) -> Tensor:
             slot=slot(name, group, index, adapter),
             tensors={"weight": t[name], **extra},
             gemm=plain_gemm,
-            seed=t["seed"],
+            seed=None,
+            masks=t["seed"],
         )
         return bound(x)
 
@@ -97,7 +98,7 @@ def arguments(dtype: torch.dtype = torch.float64) -> list[Tensor]:
         angles.cos(),
         angles.sin(),
         torch.tensor([0, 5, 12, 12], dtype=torch.int32),
-        torch.tensor(3, dtype=torch.int32),
+        torch.tensor([3, 0], dtype=torch.int32),
     ]
 
 
