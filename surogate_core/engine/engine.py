@@ -363,12 +363,20 @@ class Engine:
             # A count has gathered what the first micro-step would.
             first, last = micro_step == 0 and not counted, micro_step == len(numbers) - 1
             self._run_micro_step(first, last, not self._sums_hold)
-            if number < len(batches) and (settings.varying or len(batches) == planned):
+            if number >= len(batches):
+                self._drop_figures()
+            elif settings.varying or len(batches) == planned:
                 place = self.sharing.place(number, len(batches), places=planned)
                 self.losses.keep(place)
                 self.figures.keep(place)
                 self.sides.keep(place)
             self._sums_hold = not self._lanes.after(share, micro_step)
+
+    def _drop_figures(self) -> None:
+        """Forget what a micro-step without tokens reported: blocks and objectives may count padding and documents."""
+        self.losses.take()
+        self.figures.take_sums()
+        self.sides.drop()
 
     def _own_batch(
         self, batches: Sequence[MicroBatch | Counts], number: int, *, step: int
