@@ -9,6 +9,7 @@ Shape suffixes: N tokens of a micro-batch, L layers, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,19 +77,28 @@ class Engine:
         )
         self._shared_rows: SharedRows | None = None
         rows = Rows(self.mesh, self.settings.context)
-        if self.settings.context > 1:
-            self._shared_rows = SharedRows.of(rows)
+        with ExitStack() as on_error:
+            if self.settings.context > 1:
+                self._shared_rows = SharedRows.of(rows)
+                on_error.callback(self._shared_rows.close)
+            self._build(source, rows, progress)
+            on_error.pop_all()
+
+    # --------------------------------------------------------------------------- phases
+
+    def _build(self, source: Source, rows: Rows, progress: Progress) -> None:
+        """All phases. `rows`: the fabric of the ranks that share rows, which is connected here."""
         if self.settings.device.type == "cpu":
             keep_freed_pages()
         else:
             grow_segments()
-        self.plan = EnginePlan.of(assembly, device=self.settings.device)
+        self.plan = EnginePlan.of(self.assembly, device=self.settings.device)
         placement = Placement(
-            offloader=assembly.offloader,
-            stores=assembly.stores,
+            offloader=self.assembly.offloader,
+            stores=self.assembly.stores,
             device=self.settings.device,
             updates_on_cpu=self.settings.update_on_cpu,
-            experts_apart=assembly.experts_apart,
+            experts_apart=self.assembly.experts_apart,
         )
         self._allocate(placement)
         self._load(source, progress)
@@ -100,8 +110,6 @@ class Engine:
             rows.connect()
         self._prepare_orders()
         self._capture(progress)
-
-    # --------------------------------------------------------------------------- phases
 
     def _allocate(self, placement: Placement) -> None:
         """The stores, the inputs, the recipe's state and the parameters."""

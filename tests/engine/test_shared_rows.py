@@ -12,7 +12,7 @@ from surogate_core.dsl import Block, Dim, Linear, Param, Stack
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
 from surogate_core.errors import UserError
-from surogate_core.kernels import ops
+from surogate_core.kernels import heads, ops
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 
@@ -149,6 +149,14 @@ def test_a_block_without_attention_is_refused() -> None:
             2,
             lambda fabric: made(fabric, 2, micro_batches=1, config=tiny.SMALL_CONFIG, build=tiny.SmallModel),
         )
+
+
+def test_an_engine_that_fails_frees_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one in this process takes it, and so finds the compiled programs of the other processes."""
+    monkeypatch.setattr(heads, "_fabrics", fabrics := {})
+    with pytest.raises(UserError, match="does not divide"):
+        in_threads(3, lambda fabric: made(fabric, 3, micro_batches=1, max_seqlen=30))
+    assert not fabrics
 
 
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
