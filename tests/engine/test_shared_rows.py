@@ -153,7 +153,8 @@ def test_a_block_without_attention_is_refused() -> None:
 
 def test_an_engine_that_fails_frees_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one in this process takes it, and so finds the compiled programs of the other processes."""
-    monkeypatch.setattr(heads, "_fabrics", fabrics := {})
+    fabrics: dict[int, Any] = {}
+    monkeypatch.setattr(heads, "_fabrics", fabrics)
     with pytest.raises(UserError, match="does not divide"):
         in_threads(3, lambda fabric: made(fabric, 3, micro_batches=1, max_seqlen=30))
     assert not fabrics
