@@ -77,7 +77,7 @@ class Fabric:
         """The collectives among `size` neighbouring ranks, of which this one is: ranks 0 … size − 1 are a group, and so
         on. `size` divides the ranks.
 
-        All ranks call it after `connect`. It lives as long as this fabric.
+        All ranks call it after `connect`, if `FabricSpec.groups` is set. It lives as long as this fabric.
         """
         raise NotImplementedError
 
@@ -128,5 +128,7 @@ class FabricSpec:
     priority: int | None = None
     """`fabric=auto` takes the highest priority that supports the ranks and connects: copy_engines has 20, nccl and gloo
     10. None: only its name chooses it."""
+    groups: bool = False
+    """Whether its fabrics have `within`, which `context_parallel_size` needs."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""

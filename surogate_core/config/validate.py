@@ -70,6 +70,7 @@ def validate(
     check.weight_format(built)
     check.task_options(built)
     check.offload(built)
+    check.fabric(built)
     check.contradictions(built)
     check.recipe(built)
     check.optimizer(built)
@@ -384,6 +385,15 @@ class _Validator:
             if built[key] is True and wanted - offered:
                 message = f"offloader {name} does not place {', '.join(sorted(wanted - offered))}."
                 self._problem(key, message, f"{key}: false, or offload: {offloader_of_keys()}")
+
+    def fabric(self, built: Mapping[str, Any]) -> None:
+        """GPUs that share rows need a fabric that connects groups."""
+        chosen, shared = built["fabric"], built["context_parallel_size"]
+        if chosen is None or not isinstance(shared, int) or shared == 1:
+            return
+        if not self.registry.bundles("fabric")[chosen.name].bundle.groups:
+            message = f"{chosen.name} connects all GPUs alone, and `context_parallel_size` needs groups of them."
+            self._problem("fabric", message, "fabric: auto, or context_parallel_size: 1")
 
     def optimizer(self, built: Mapping[str, Any]) -> None:
         """Hold what is to be trained against what the optimizer can train."""

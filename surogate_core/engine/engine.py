@@ -9,6 +9,7 @@ Shape suffixes: N tokens of a micro-batch, L layers, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,19 +77,28 @@ class Engine:
         )
         self._shared_rows: SharedRows | None = None
         rows = Rows(self.mesh, self.settings.context)
-        if self.settings.context > 1:
-            self._shared_rows = SharedRows.of(rows)
+        with ExitStack() as on_error:
+            if self.settings.context > 1:
+                self._shared_rows = SharedRows.of(rows)
+                on_error.callback(self._shared_rows.close)
+            self._build(source, rows, progress)
+            on_error.pop_all()
+
+    # --------------------------------------------------------------------------- phases
+
+    def _build(self, source: Source, rows: Rows, progress: Progress) -> None:
+        """All phases. `rows`: the fabric of the ranks that share rows, which is connected here."""
         if self.settings.device.type == "cpu":
             keep_freed_pages()
         else:
             grow_segments()
-        self.plan = EnginePlan.of(assembly, device=self.settings.device)
+        self.plan = EnginePlan.of(self.assembly, device=self.settings.device)
         placement = Placement(
-            offloader=assembly.offloader,
-            stores=assembly.stores,
+            offloader=self.assembly.offloader,
+            stores=self.assembly.stores,
             device=self.settings.device,
             updates_on_cpu=self.settings.update_on_cpu,
-            experts_apart=assembly.experts_apart,
+            experts_apart=self.assembly.experts_apart,
         )
         self._allocate(placement)
         self._load(source, progress)
@@ -100,8 +110,6 @@ class Engine:
             rows.connect()
         self._prepare_orders()
         self._capture(progress)
-
-    # --------------------------------------------------------------------------- phases
 
     def _allocate(self, placement: Placement) -> None:
         """The stores, the inputs, the recipe's state and the parameters."""
@@ -363,12 +371,20 @@ class Engine:
             # A count has gathered what the first micro-step would.
             first, last = micro_step == 0 and not counted, micro_step == len(numbers) - 1
             self._run_micro_step(first, last, not self._sums_hold)
-            if number < len(batches) and (settings.varying or len(batches) == planned):
+            if number >= len(batches):
+                self._drop_figures()
+            elif settings.varying or len(batches) == planned:
                 place = self.sharing.place(number, len(batches), places=planned)
                 self.losses.keep(place)
                 self.figures.keep(place)
                 self.sides.keep(place)
             self._sums_hold = not self._lanes.after(share, micro_step)
+
+    def _drop_figures(self) -> None:
+        """Forget what a micro-step without tokens reported: blocks and objectives may count padding and documents."""
+        self.losses.take()
+        self.figures.take_sums()
+        self.sides.drop()
 
     def _own_batch(
         self, batches: Sequence[MicroBatch | Counts], number: int, *, step: int

@@ -96,7 +96,8 @@ class Shares:
     def partial_sums(self) -> int:
         """Elements of the further sums that the fixed order of an exact reduction needs."""
         settings, strided = self.settings, self.settings.zero_level >= 2
-        share = Share.of(settings.micro_batches, rank=0, ranks=self.ranks, exact=settings.exact, strided=strided)
+        groups = self.ranks // settings.context  # ranks that share rows run the same micro-batches
+        share = Share.of(settings.micro_batches, rank=0, ranks=groups, exact=settings.exact, strided=strided)
         if share.simple:
             return 0
         further = share.leaves < len(share.sizes)

@@ -236,6 +236,10 @@ class SideSums:
             self._by_number_MS[place].add_(self._sums_S)
             self._sums_S.zero_()
 
+    def drop(self) -> None:
+        """The values since the last call count nowhere."""
+        self._sums_S.zero_()
+
     def take(self, traffic: Traffic) -> Tensor:
         """[S]: the sums over all micro-batches of all ranks, in the order of their numbers; begins anew."""
         total_S = self._sums_S.clone()

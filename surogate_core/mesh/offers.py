@@ -44,8 +44,8 @@ def _gloo(device_type: str, one_machine: bool) -> bool:
 
 
 FABRICS = (
-    FabricSpec(name="auto", build=auto),
-    FabricSpec(name="copy_engines", build=copy_engines, supports=_nccl_on_one_machine, priority=20),
-    FabricSpec(name="nccl", build=groups, supports=_nccl, priority=10),
-    FabricSpec(name="gloo", build=groups, supports=_gloo, priority=10),
+    FabricSpec(name="auto", build=auto, groups=True),
+    FabricSpec(name="copy_engines", build=copy_engines, supports=_nccl_on_one_machine, priority=20, groups=True),
+    FabricSpec(name="nccl", build=groups, supports=_nccl, priority=10, groups=True),
+    FabricSpec(name="gloo", build=groups, supports=_gloo, priority=10, groups=True),
 )

@@ -33,7 +33,8 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
         where = "" if one_machine else " of several machines"
         message = f"{spec.name} cannot connect {what}{where} here."
         raise ConfigError([Problem(key="fabric", message=message, fix="fabric: auto")])
-    mesh.choose(partial(spec.build, config.fabric.options), device, list(specs.values()))
+    offers = [other for other in specs.values() if other.groups or config.context_parallel_size == 1]
+    mesh.choose(partial(spec.build, config.fabric.options), device, offers)
 
 
 def slow_links(mesh: Mesh, device: torch.device) -> list[str]:

@@ -143,6 +143,17 @@ def test_for_people(capsys: Any) -> None:
     assert found["tokens_per_second"] == pytest.approx(32e4 * found["efficiency"])
 
 
+@pytest.mark.parametrize("context", [1, 2])
+def test_gpus_that_share_rows_have_their_part_of_the_tokens(context: int, capsys: Any) -> None:
+    """One micro-batch for all GPUs, the fewest that a step can have: speed times time are the tokens of a step."""
+    keys = [f"context_parallel_size={context}", "gradient_accumulation_steps=1", "per_device_train_batch_size=1"]
+    words = ["gpus_per_node=2", "interconnect=nvlink4", "tokens_per_second=1e4", "--gpu", "h200", "--json"]
+    assert main(["plan", *SMALL, *keys, *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens_per_step"] == 256 * 2 // context
+    assert found["tokens_per_second"] * found["seconds_per_step"] == pytest.approx(found["tokens_per_step"])
+
+
 def test_mistakes_end_the_command(capsys: Any) -> None:
     assert main(["plan", *SMALL, "num_nodes=4"]) == 2
     assert "Fix: add gpus_per_node=8" in capsys.readouterr().err

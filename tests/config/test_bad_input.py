@@ -482,6 +482,18 @@ def test_an_optimizer_that_is_not_for_adapters_is_refused_with_lora(problems: Pr
     assert problem.fix == "optimizer: adamw or adamw_8bit, or lora: false"
 
 
+def test_a_fabric_without_groups_is_refused_where_gpus_share_rows(
+    problems: Problems, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Any = registry.bundles("fabric")
+    monkeypatch.setitem(found, "gloo", replace(found["gloo"], bundle=replace(found["gloo"].bundle, groups=False)))
+    (problem,) = problems(file="gpus: 2\nfabric: gloo\ncontext_parallel_size: 2\n")
+    assert problem.key == "fabric"
+    assert "run.yaml:2" in problem.where
+    assert problem.message == "gloo connects all GPUs alone, and `context_parallel_size` needs groups of them."
+    assert problem.fix == "fabric: auto, or context_parallel_size: 1"
+
+
 # --------------------------------------------------------------------------- the contract
 
 

@@ -146,6 +146,21 @@ def test_ranks_report_the_figures_of_one() -> None:
         assert found == one
 
 
+def test_a_rank_without_a_micro_batch_adds_to_no_figure() -> None:
+    """The step has one micro-batch, and at level 2 both ranks take a micro-step: the other one's is emptied."""
+
+    def work(fabric: VirtualFabric) -> list[Mapping[str, float]]:
+        sharing: dict[str, Any] = {"ranks": fabric.world, "zero_level": 2, "varying": True, "micro_batches": 8}
+        assembly = tiny.assembly(objective=objective(BOTH), **sharing)
+        made = Engine(assembly, tiny.random_source(), mesh=fabric.mesh() if fabric.world > 1 else None)
+        return [made.train_step(tiny.batches(0, n), step=step, lr=0.0).figures() for step, n in enumerate((1, 3))]
+
+    (one,) = in_threads(1, work)
+    for found in in_threads(2, work):
+        for ours, expected in zip(found, one, strict=True):
+            assert ours == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

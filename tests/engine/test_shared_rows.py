@@ -12,7 +12,7 @@ from surogate_core.dsl import Block, Dim, Linear, Param, Stack
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
 from surogate_core.errors import UserError
-from surogate_core.kernels import ops
+from surogate_core.kernels import heads, ops
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 
@@ -76,13 +76,21 @@ def trained(world: int, context: int, *, micro_batches: int = 2, **changes: Any)
     return results[0]
 
 
+UNTRAINED = 2
+"""The first figures of `trained`, loss and norm of the first step, which are computed before any update."""
+
+
 def close_to_one_rank(world: int, context: int, **changes: Any) -> None:
     figures, state = trained(1, 1, **changes)
     found, other = trained(world, context, **changes)
-    assert found == pytest.approx(figures, rel=1e-6)
+    assert found[:UNTRAINED] == pytest.approx(figures[:UNTRAINED], rel=1e-6)
+    # AdamW's first step divides each gradient by its own size. In a gradient of 1e-7, not far above epsilon, a
+    # difference of rounding becomes one of 1e-3 of the step, and rounding differs among CPUs. Measured: figures
+    # 1.5e-6 and weights 1.1e-5 apart, by one weight of a key projection whose gradient is 1.4e-7.
+    assert found[UNTRAINED:] == pytest.approx(figures[UNTRAINED:], rel=5e-6)
     weights = {name: value for name, value in other.items() if name.startswith("trainable")}
     difference, name = tiny.worst(weights, {name: state[name] for name in weights})
-    assert difference < 1e-5, name
+    assert difference < 5e-5, name
 
 
 @pytest.mark.parametrize(
@@ -149,6 +157,15 @@ def test_a_block_without_attention_is_refused() -> None:
             2,
             lambda fabric: made(fabric, 2, micro_batches=1, config=tiny.SMALL_CONFIG, build=tiny.SmallModel),
         )
+
+
+def test_an_engine_that_fails_frees_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one in this process takes it, and so finds the compiled programs of the other processes."""
+    fabrics: dict[int, Any] = {}
+    monkeypatch.setattr(heads, "_fabrics", fabrics)
+    with pytest.raises(UserError, match="does not divide"):
+        in_threads(3, lambda fabric: made(fabric, 3, micro_batches=1, max_seqlen=30))
+    assert not fabrics
 
 
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:

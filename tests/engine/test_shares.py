@@ -61,6 +61,11 @@ def test_exact_sums_take_further_sums() -> None:
     assert shares(0, 1, exact=True, micro_batches=7).partial_sums == 0
 
 
+def test_ranks_that_share_rows_may_be_more_than_micro_batches() -> None:
+    assert shares(1, 2, context=2, micro_batches=1).partial_sums == 0
+    assert shares(0, 4, context=2, micro_batches=6).partial_sums == 0
+
+
 def test_a_frozen_base_is_shared_out_by_layer() -> None:
     lone, two = shares(0, 1, frozen=10_000, shard_weights=True), shares(0, 2, frozen=10_000, shard_weights=True)
     assert lone.base(20_200) == 20_200

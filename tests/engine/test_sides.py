@@ -18,6 +18,7 @@ from surogate_core.batch import MicroBatch
 from surogate_core.dsl.slots import plain_gemm
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels import ops
+from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 
 COEFFICIENT = float(CONFIG["router_aux_loss_coef"])
@@ -84,6 +85,22 @@ def test_sums_begin_anew_in_each_step() -> None:
     made.evaluate(tiny.batches(1))
     third = made.train_step(tiny.batches(0), step=2, lr=0.0).sides()
     assert all(torch.equal(total, third[name][1]) for name, (_, total) in first.items()), "an evaluation adds nothing"
+
+
+def test_a_rank_without_a_micro_batch_adds_to_no_side_output() -> None:
+    """The step has one micro-batch, and at level 2 both ranks take a micro-step: the other one's is emptied."""
+
+    def work(fabric: VirtualFabric) -> list[dict[str, Tensor]]:
+        sharing: dict[str, Any] = {"ranks": fabric.world, "zero_level": 2, "varying": True, "micro_batches": 8}
+        assembly = tiny.assembly(CONFIG, build=RoutedModel, **sharing)
+        made = Engine(assembly, tiny.random_source(), mesh=fabric.mesh() if fabric.world > 1 else None)
+        found = [made.train_step(tiny.batches(0, n), step=step, lr=0.0).sides() for step, n in enumerate((1, 3))]
+        return [{name: total for name, (_, total) in sides.items()} for sides in found]
+
+    (one,) = in_threads(1, work)
+    for found in in_threads(2, work):
+        for ours, expected in zip(found, one, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_adapters_train_beside_a_router() -> None:

@@ -180,6 +180,32 @@ def test_ranks_write_what_virtual_ranks_exchange(world: int, driver: FakeDriver)
     in_threads(world, work)
 
 
+def test_groups_and_bytes_of_other_memory_go_by_nccl(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchanges of shared rows, and `Mesh.gather_bytes`."""
+    calls: list[tuple[str, type, int]] = []
+    for name in ("exchange", "gather"):
+        monkeypatch.setattr(
+            GroupFabric, name, lambda self, *given, name=name: calls.append((name, type(self), self.world))
+        )
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: object())
+    monkeypatch.setattr(dist, "all_reduce", lambda values, op=None, group=None: None)
+
+    def work(virtual: VirtualFabric) -> None:
+        fabric = fabric_of(virtual)
+        zeros(fabric, 1000, torch.float32)
+        fabric.connect()
+        for size in (4, 2):
+            group = fabric.within(size)
+            assert (group.rank, group.world) == (virtual.rank % size, size)
+            rows = torch.zeros(size, 5000, dtype=torch.uint8)
+            group.exchange(list(rows.unbind()), torch.empty_like(rows))
+        fabric.gather(list(torch.zeros(4, 5000, dtype=torch.uint8).unbind()))
+        fabric.close()
+
+    in_threads(4, work)
+    assert set(calls) == {("exchange", PeerFabric, 4), ("exchange", GroupFabric, 2), ("gather", PeerFabric, 4)}
+
+
 def test_if_one_rank_cannot_all_hear_of_it(driver: FakeDriver) -> None:
     driver.maps = False
 

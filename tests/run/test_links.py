@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +33,18 @@ def test_a_fabric_that_cannot_connect_the_ranks_is_refused(installed: Registry) 
             choose_fabric(configured(installed, "fabric=copy_engines"), installed, mesh)
         assert f"fabric: copy_engines cannot connect processes on the CPU{where} here." in str(error.value)
         assert "fabric: auto" in str(error.value)
+
+
+def test_auto_takes_a_fabric_with_groups_where_gpus_share_rows(
+    installed: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Any = installed.bundles("fabric")
+    first = replace(found["gloo"].bundle, name="first", priority=99, groups=False)
+    monkeypatch.setitem(found, "first", replace(found["gloo"], bundle=first))
+    for size, chosen in ((1, "first"), (2, "gloo")):
+        mesh: Any = Mesh(rank=0, world=2, local_world=2, store=dist.HashStore())
+        choose_fabric(configured(installed, f"context_parallel_size={size}"), installed, mesh)
+        assert mesh._built._chosen.name == chosen
 
 
 def test_one_rank_asks_for_no_fabric(installed: Registry) -> None:
