@@ -13,7 +13,8 @@ def workers() -> Iterator[tuple[int, int, int]]:
             words = (entry / "cmdline").read_text().split("\0")
         except OSError:
             continue
-        if "surogate_core.launch.worker" in words:
+        # Behind the module: the shared directory, the rank, the pipe, the supervisor and an empty word.
+        if words[-6:-5] == ["surogate_core.launch.worker"]:
             yield int(words[-4]), int(entry.name), int(words[-2])
 
 
