@@ -30,10 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the first test of a file: take what exists out of the garbage collector's passes.
+    """Skip a test that begins after the minutes of SUROGATE_TEST_MINUTES, if that is set.
 
-    A pass over the objects of torch, transformers and all collected tests takes 0.2 s, and was a fifth of the time of
-    the tests.
+    Before the first test of a file, take what exists out of the garbage collector's passes: a pass over the objects of
+    torch, transformers and all collected tests takes 0.2 s, and was a fifth of the time of the tests.
     """
     minutes = float(os.environ.get("SUROGATE_TEST_MINUTES", "inf"))
     if time.monotonic() - _began > 60 * minutes:

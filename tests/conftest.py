@@ -14,6 +14,7 @@ from run_fixtures import (  # noqa: F401
     base_on,
     data_cache,
     digests,
+    grpo_keys,
     hf_dir,
     history,
     installed,

@@ -155,6 +155,11 @@ class Part:
         return self.own[1] - self.own[0]
 
     @property
+    def longest(self) -> int:
+        """Elements of the first rank, whose part is the longest."""
+        return self.owners[0][1] - self.owners[0][0]
+
+    @property
     def local(self) -> slice:
         """Their place in the rank's own flat tensors."""
         return slice(self.at, self.at + self.count)
@@ -237,8 +242,10 @@ class ShardedGroup:
     def _allocate_copies(self, placement: Placement, dtype: torch.dtype) -> None:
         """Whole pieces stay on the device, parts are in the offloader's place."""
         for key in self.whole_pieces:
-            owners = self.parts[key].owners
-            self._copies[key] = self._mesh.zeros(owners[-1][1] - owners[0][0], dtype, placement.device)
+            # All parts have the length of the longest one, so that one all-gather fills them in place. Broadcasts would
+            # gather unequal parts, one from every rank.
+            elements = self.parts[key].longest * self._mesh.world
+            self._copies[key] = self._mesh.zeros(elements, dtype, placement.device)
         cut = {key: part.count for key, part in self.parts.items() if key not in self.whole_pieces}
         if cut:
             copies, resting = placement.trained_weights(sum(cut.values()), dtype)
@@ -324,9 +331,8 @@ class ShardedGroup:
         return {name: self.sums[at : at + math.prod(shape)].view(shape) for name, (at, shape) in self.shapes.items()}
 
     def copies_by_rank(self, key: str) -> list[Tensor]:
-        """The compute copies of a whole piece, cut by owner."""
-        start = self.parts[key].owners[0][0]
-        return [self._copies[key][a - start : b - start] for a, b in self.parts[key].owners]
+        """The compute copies of a whole piece, cut by owner into equal lengths; zeros follow the last element."""
+        return list(self._copies[key].split(self.parts[key].longest))
 
     def copies_by_name(self, key: str) -> dict[str, Tensor]:
         """Name → compute copy of each tensor of a whole piece."""

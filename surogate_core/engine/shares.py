@@ -80,6 +80,10 @@ class Shares:
         first, stop = owners((0, elements), self.ranks)[0]
         return stop - first
 
+    def _even(self, elements: int) -> int:
+        """Elements of a piece with all parts as long as the longest one, as weights are gathered."""
+        return self._own(elements) * self.ranks
+
     # ------------------------------------------------------------------------- what is kept
 
     @property
@@ -114,7 +118,7 @@ class Shares:
         """Bytes of the compute copies that a rank has whole beside the parts that it owns. They stay on the device."""
         if self.level == 0:
             return 0
-        whole = sum(self.decayed) if self.level < 3 else self.decayed[0] + self.decayed[-1]
+        whole = sum(map(self._even, self.decayed if self.level < 3 else (self.decayed[0], self.decayed[-1])))
         # Shared masters are separate from the copies even in the model's dtype, others only if the CPU updates them.
         apart = self.settings.dtype != self.settings.master_dtype or self.settings.update_on_cpu
         replicated = self.undecayed if apart else 0
@@ -251,24 +255,27 @@ class Shares:
         found = [
             Sent(
                 what="updated weights",
-                nbytes=self._others(width * sum(once)),
+                nbytes=self._others(width * sum(map(self._even, once))),
                 calls=sum(1 for n in once if n),
                 how="gather",
                 beside="forward",
-                uneven=self._uneven(once),
             )
         ]
         if self.level == 3:
-            found.append(self._twice("weights of layers", [width * n for n in self.decayed[1:-1]], steps))
+            found.append(self._twice("weights of layers", [width * self._even(n) for n in self.decayed[1:-1]], steps))
         return found
 
     def _base(self, steps: int) -> Sequence[Sent]:
         if not self.shards_base:
             return ()
-        return (self._twice("frozen weights of layers", self.frozen[1:-1], steps),)
+        layers = [self._part(nbytes) * self.ranks for nbytes in self.frozen[1:-1]]
+        return (self._twice("frozen weights of layers", layers, steps),)
 
     def _twice(self, what: str, layers: Sequence[int], steps: int) -> Sent:
-        """Gathered for the forward and for the backward, which finds the last two layers in the buffers."""
+        """Gathered for the forward and for the backward, which finds the last two layers in the buffers.
+
+        `layers`: bytes of all ranks' parts.
+        """
         gathered = [*layers, *layers[:-2]]
         return Sent(
             what=what,

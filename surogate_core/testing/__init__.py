@@ -18,7 +18,7 @@ The kit also has helpers for the tests of plugins:
 - `host_cuda`, `fake_gpu`: CUDA C++ compiled for the host, and a GPU as far as questions about it go
 - `interpreter`: tests of Triton's kernels on a CPU, in Triton's interpreter
 - `chat_templates`: a tokenizer of single bytes, and the chat templates that users bring
-- `run_events`: the events of a short run
+- `run_events`: the events of a short run, and of a run with given losses
 """
 
 from surogate_core.testing.check import Check, NotApplicable

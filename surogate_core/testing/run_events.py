@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from surogate_core.events import Advice, EvalEnd, PhaseChange, Progress, RunEnd, RunStart, Samples, StepEnd
+from surogate_core.events import (
+    Advice,
+    EvalEnd,
+    Event,
+    PhaseChange,
+    Progress,
+    RunEnd,
+    RunInfo,
+    RunStart,
+    Samples,
+    StepEnd,
+)
 
 START = RunStart(
     model="m",
@@ -35,6 +49,28 @@ def step(number: int, loss: float, **changes: Any) -> StepEnd:
         "peak_memory_bytes": 2**30,
     }
     return StepEnd(step=number, loss=loss, **(fields | changes))
+
+
+def info(**config: Any) -> RunInfo:
+    """A run of SFT whose configuration has these flat keys; without a warm-up unless one is given."""
+    values = {"learning_rate": 1e-3, "warmup_steps": 0, "warmup_ratio": 0.0, **config}
+    return RunInfo(run_name="r", output_dir="o", task="sft", config=values, interactive=False)
+
+
+def curve(
+    steps: int,
+    loss: Callable[[int], float],
+    norm: Callable[[int], float] = lambda at: 1.0,
+    lr: Callable[[int], float] = lambda at: 1e-3,
+) -> list[Event]:
+    """The start of a run and its steps, with the loss, gradient norm and learning rate of each step from 1 on."""
+    every = (step(at, loss(at), grad_norm=norm(at), lr=lr(at)) for at in range(1, steps + 1))
+    return [replace(START, steps=steps), *every]
+
+
+def falling(at: int) -> float:
+    """A loss that converges all the time, for `curve`."""
+    return 2.0 + 2.0 * math.exp(-at / 300)
 
 
 EVENTS = (

@@ -23,6 +23,7 @@ from surogate_core.engine.graphs import warm_up
 from surogate_core.engine.pieces import InFile
 from surogate_core.errors import PluginError, UserError
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
+from surogate_core.mesh import groups
 from surogate_core.mesh.virtual import VirtualFabric, VirtualRanks, in_threads
 from surogate_core.testing import tiny
 
@@ -303,6 +304,18 @@ def test_a_rank_holds_its_part_of_masters_and_state() -> None:
     found = in_threads(4, work)
     assert sum(held for held, _ in found) == sum(state for _, state in found) // 2
     assert max(held for held, _ in found) < sum(held for held, _ in found) / 2
+
+
+def test_weights_are_gathered_in_place_by_one_call_for_each_piece() -> None:
+    def work(fabric: VirtualFabric) -> tuple[set[int], list[bool]]:
+        group = engine_of(fabric, micro_batches=6, zero_level=1).parameters.sharded
+        assert group is not None
+        owned = {stop - start for part in group.parts.values() for start, stop in part.owners}
+        return owned, [groups._as_one(group.copies_by_rank(key)) is not None for key in group.whole_pieces]
+
+    for owned, gathered in in_threads(3, work):
+        assert len(owned) > 1, "3 ranks own unequal parts"
+        assert gathered == [True] * len(gathered)
 
 
 @pytest.mark.slow_cases("lora", "level 2")

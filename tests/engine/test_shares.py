@@ -73,7 +73,7 @@ def test_a_frozen_base_is_shared_out_by_layer() -> None:
     assert two.gathered(from_host=False) == 4 * 5120
     assert two.gathered(from_host=True) == 5 * 5120
     (sent,) = [s for s in two.sent if s.how == "gather" and s.beside == "both"]
-    assert sent.nbytes == 4 * 2 * 10_000 // 2
+    assert sent.nbytes == 4 * 2 * 5120, "with the padding of the parts"
     assert sent.calls == 4 * 2, "the last two layers of the forward are the first two of the backward"
 
 
@@ -104,7 +104,14 @@ def test_what_hides_it() -> None:
 
 def test_gathers_of_unequal_parts_are_counted() -> None:
     uneven = {sent.what: sent.uneven for sent in shares(1, 3).sent if sent.uneven}
-    assert uneven == {"updated weights": 4, "gradients that all keep, gathered": 1}, "3 divides no piece"
-    assert {sent.uneven for sent in shares(1, 4).sent if sent.what == "updated weights"} == {0}
-    last = [sent.uneven for sent in shares(3, 3).sent if sent.what == "updated weights"]
-    assert last == [2], "embedding and head; layers are gathered in equal parts"
+    assert uneven == {"gradients that all keep, gathered": 1}
+    assert [sent.uneven for sent in shares(0, 3).sent] == [0, 1], "3 divides the larger group"
+
+
+def test_weights_are_gathered_in_equal_parts() -> None:
+    first, third = ({sent.what: sent.nbytes for sent in shares(level, 3).sent} for level in (1, 3))
+    assert first["updated weights"] == 2 * 2 * (3 + 6 + 6 + 3) * UNIT, "to two ranks, in bfloat16"
+    assert third["updated weights"] == 2 * 2 * (3 + 3) * UNIT
+    steps = 8 // 3
+    assert third["weights of layers"] == steps * 2 * 2 * (6 + 6) * UNIT
+    assert shares(1, 3).whole_copies == 2 * (3 * (3 + 6 + 6 + 3) + 1) * UNIT, "padding included"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_fixtures import EMBEDDED
+from rank_processes import ranks_of
 
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.plugins.registry import Registry, load_plugins
@@ -72,29 +72,19 @@ def registry(install_plugin: Callable[..., Path]) -> Registry:
 
 
 @pytest.fixture
-def keys(hf_dir: Path) -> list[str]:
-    """Overrides of a short run on a random model."""
+def keys(grpo_keys: list[str]) -> list[str]:
+    """Overrides of a short run with dropout and faulty episodes."""
     return [
-        "task=grpo",
-        f"model={hf_dir}",
-        f"tokenizer='{EMBEDDED}/tokenizer'",
+        *grpo_keys,
         "environment=even",
         "environment_workers=1",
-        "sequence_len=64",
         "max_completion_length=24",
-        "prompts_per_step=3",
         "num_generations=4",
         "per_device_train_batch_size=1",
-        "learning_rate=0.01",
-        "warmup_steps=0",
-        "lora_rank=4",
         "lora_dropout=0.1",
         "max_steps=2",
         "save_steps=1",
-        "eval_steps=2",
         "eval_environment_tasks=3",
-        "device=cpu",
-        "monitor=[jsonl]",
     ]
 
 
@@ -176,27 +166,13 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_resumes(
         assert process.poll() is None
         assert time.monotonic() < end
         time.sleep(0.01)
-    (second,) = [number for number, rank in ranks_of(process.pid).items() if rank == 1]
-    os.kill(second, signal.SIGTERM)
+    os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
     assert process.wait(timeout=120) == 143
     stopped = records(run, "run_end")[-1]
     assert (stopped["reason"], (run / f"checkpoint-{stopped['step']}").is_dir()) == ("signal", True)
     assert 2 <= stopped["step"] < 6
     assert run_here(run, *keys, "gpus=2") == 0
     assert result(run, digests) == result(whole, digests)
-
-
-def ranks_of(supervisor: int) -> dict[int, int]:
-    """Process → rank, of the workers of a command."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_text().split("\0")
-        except OSError:
-            continue
-        if "surogate_core.launch.worker" in words and words[-2] == str(supervisor):
-            found[int(entry.name)] = int(words[-4])
-    return found
 
 
 @pytest.mark.slow

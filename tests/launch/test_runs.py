@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_processes import ranks_of
 
 from surogate_core.launch import supervisor
 from surogate_core.mesh.lifeline import RankError
@@ -39,15 +40,7 @@ class Command:
 
     def ranks(self) -> dict[int, int]:
         """Rank → process."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                words = (entry / "cmdline").read_text().split("\0")
-            except OSError:
-                continue
-            if "surogate_core.launch.worker" in words and words[-2] == str(self.process.pid):
-                found[int(words[-4])] = int(entry.name)
-        return found
+        return ranks_of(self.process.pid)
 
     def wait_for_steps(self, count: int) -> dict[int, int]:
         """Wait until this number of steps is recorded; returns the processes of the ranks."""

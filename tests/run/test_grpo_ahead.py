@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 from lengths import Lengths
-from run_fixtures import EMBEDDED, KILLER
+from run_fixtures import KILLER
 
 from surogate_core.errors import ConfigError
 from surogate_core.plugins.registry import Registry, load_plugins
@@ -96,29 +96,8 @@ def engine(registry: Registry) -> Any:
 
 
 @pytest.fixture
-def keys(hf_dir: Path) -> list[str]:
-    return [
-        "task=grpo",
-        f"model={hf_dir}",
-        f"tokenizer='{EMBEDDED}/tokenizer'",
-        "environment=copy",
-        "rollout=apart",
-        "max_staleness=1",
-        "sequence_len=64",
-        "max_completion_length=8",
-        "prompts_per_step=3",
-        "num_generations=2",
-        "per_device_train_batch_size=2",
-        "learning_rate=0.01",
-        "warmup_steps=0",
-        "lora_rank=4",
-        "max_steps=5",
-        "save_steps=2",
-        "eval_steps=2",
-        "eval_environment_tasks=2",
-        "device=cpu",
-        "monitor=[jsonl]",
-    ]
+def keys(grpo_keys: list[str]) -> list[str]:
+    return [*grpo_keys, "rollout=apart", "max_staleness=1", "max_steps=5"]
 
 
 @pytest.fixture

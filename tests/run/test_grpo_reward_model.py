@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from run_fixtures import EMBEDDED
 
 from surogate_core.cli.main import main
 from surogate_core.errors import ConfigError, UserError
@@ -47,30 +46,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def keys(hf_dir: Path, reward: Path) -> list[str]:
+def keys(grpo_keys: list[str], reward: Path) -> list[str]:
     """Overrides of a short run on a random model."""
-    return [
-        "task=grpo",
-        f"model={hf_dir}",
-        f"tokenizer='{EMBEDDED}/tokenizer'",
-        "environment=copy",
-        "environment_workers=1",
-        "sequence_len=64",
-        "max_completion_length=8",
-        "prompts_per_step=3",
-        "num_generations=2",
-        "per_device_train_batch_size=2",
-        "learning_rate=0.01",
-        "warmup_steps=0",
-        "lora_rank=4",
-        "max_steps=2",
-        "save_steps=1",
-        "eval_steps=2",
-        "eval_environment_tasks=2",
-        "device=cpu",
-        "monitor=[jsonl]",
-        f"reward_model={reward}",
-    ]
+    return [*grpo_keys, "environment_workers=1", "max_steps=2", "save_steps=1", f"reward_model={reward}"]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 from lengths import Lengths
-from run_fixtures import EMBEDDED, KILLER
+from run_fixtures import KILLER
 from surogate_task_grpo.options import LossType
 from surogate_task_grpo.task import open_arena
 
@@ -45,28 +45,9 @@ def _environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def keys(hf_dir: Path) -> list[str]:
+def keys(grpo_keys: list[str]) -> list[str]:
     """Overrides of a short run on a random model."""
-    return [
-        "task=grpo",
-        f"model={hf_dir}",
-        f"tokenizer='{EMBEDDED}/tokenizer'",
-        "environment=copy",
-        "sequence_len=64",
-        "max_completion_length=8",
-        "prompts_per_step=3",
-        "num_generations=2",
-        "per_device_train_batch_size=2",
-        "learning_rate=0.01",
-        "warmup_steps=0",
-        "lora_rank=4",
-        "max_steps=4",
-        "save_steps=2",
-        "eval_steps=2",
-        "eval_environment_tasks=2",
-        "device=cpu",
-        "monitor=[jsonl]",
-    ]
+    return grpo_keys
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_processes import workers
 
 EMBEDDED = "pkg://surogate_dataset_chat/embedded"
 
@@ -39,15 +40,12 @@ KEYS = (
 
 def worker_processes(directory: Path) -> dict[int, tuple[int, int]]:
     """Rank → (its process, that of its supervisor), of the run that was started in the directory."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_text().split("\0")
-            if "surogate_core.launch.worker" in words and (entry / "cwd").resolve() == directory.resolve():
-                found[int(words[-4])] = (int(entry.name), int(words[-2]))
-        except OSError:
-            continue
-    return found
+    here = directory.resolve()
+    return {
+        rank: (process, supervisor)
+        for rank, process, supervisor in workers()
+        if Path(f"/proc/{process}/cwd").resolve() == here
+    }
 
 
 @dataclass(slots=True)

@@ -184,6 +184,31 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def grpo_keys(hf_dir: Path) -> list[str]:
+    """Overrides of a short run of reinforcement learning on `hf_dir`."""
+    return [
+        "task=grpo",
+        f"model={hf_dir}",
+        f"tokenizer='{EMBEDDED}/tokenizer'",
+        "environment=copy",
+        "sequence_len=64",
+        "max_completion_length=8",
+        "prompts_per_step=3",
+        "num_generations=2",
+        "per_device_train_batch_size=2",
+        "learning_rate=0.01",
+        "warmup_steps=0",
+        "lora_rank=4",
+        "max_steps=4",
+        "save_steps=2",
+        "eval_steps=2",
+        "eval_environment_tasks=2",
+        "device=cpu",
+        "monitor=[jsonl]",
+    ]
+
+
 @pytest.fixture
 def model_copy(hf_dir: Path, tmp_path: Path) -> Path:
     """A copy of `hf_dir` to damage."""

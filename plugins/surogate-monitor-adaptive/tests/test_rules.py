@@ -15,83 +15,23 @@ from typing import Any
 
 import pytest
 from surogate_monitor_adaptive.advisor import COOLDOWN, FROZEN_ROUTER, RULES
-from surogate_monitor_adaptive.monitor import GUARDED, replay
+from surogate_monitor_adaptive.monitor import GUARDED, AdaptiveMonitor, AdaptiveOptions, replay
 
-from surogate_core.bundles.options import options_from_flat
 from surogate_core.events import (
     Advice,
     Control,
-    EvalEnd,
     Event,
-    PhaseChange,
     PrecisionStats,
     RolloutEval,
     Rollouts,
     RoutingStats,
-    RunInfo,
-    RunStart,
     Spread,
 )
 from surogate_core.events import StepEnd as Step
+from surogate_core.testing.run_events import START, curve, falling, info, step
 
 Value = Callable[[int], float]
 """Step, 1 for the first → value."""
-
-
-def info(**config: Any) -> RunInfo:
-    values = {"learning_rate": 1e-3, "warmup_steps": 0, "warmup_ratio": 0.0, **config}
-    return RunInfo(run_name="r", output_dir="o", task="sft", config=values, interactive=False)
-
-
-def watching(of: RunInfo) -> Any:
-    """The monitor of a run whose configuration has these flat keys."""
-    from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions
-
-    return AdaptiveMonitor(options_from_flat(AdaptiveOptions, of.config), of)
-
-
-def start(steps: int = 2000) -> RunStart:
-    return RunStart(
-        model="m",
-        parameters=1000,
-        trainable_parameters=1000,
-        train_tokens=5000,
-        steps=steps,
-        start_step=0,
-        tokens_per_step=100,
-        epochs=2.0,
-        device="cpu",
-    )
-
-
-def step(number: int, loss: float, norm: float = 1.0, lr: float = 1e-3) -> Step:
-    return Step(
-        step=number,
-        epoch=0.0,
-        loss=loss,
-        grad_norm=norm,
-        lr=lr,
-        tokens=100,
-        label_tokens=100,
-        total_tokens=100 * number,
-        seconds=0.1,
-        tokens_per_second=1000.0,
-        eta_seconds=0.0,
-        peak_memory_bytes=0,
-    )
-
-
-def evaluation(number: int, loss: float) -> EvalEnd:
-    return EvalEnd(step=number, loss=loss, label_tokens=1, seconds=0.1, gap=None)
-
-
-def falling(at: int) -> float:
-    """A loss that converges all the time."""
-    return 2.0 + 2.0 * math.exp(-at / 300)
-
-
-def curve(steps: int, loss: Value, norm: Value = lambda at: 1.0, lr: Value = lambda at: 1e-3) -> list[Event]:
-    return [start(steps), *(step(at, loss(at), norm(at), lr(at)) for at in range(1, steps + 1))]
 
 
 def routed(events: Sequence[Event], routing: Callable[[int], RoutingStats]) -> Iterator[Event]:
@@ -165,7 +105,7 @@ def reinforced(
     **more: Value,
 ) -> list[Event]:
     """A run of reinforcement learning whose loss and gradient jump without meaning."""
-    events: list[Event] = [start(steps)]
+    events: list[Event] = [replace(START, steps=steps)]
     for at in range(1, steps + 1):
         given: dict[str, Any] = {name: value(at) for name, value in more.items()}
         events.append(
@@ -175,9 +115,8 @@ def reinforced(
             )
         )  # fmt: skip
         named = {"entropy": entropy(at), **{name: value(at) for name, value in figures.items()}}
-        events.append(
-            replace(step(at, (-1) ** at * (5.0 if at % 40 else 500.0), 30.0 if at % 30 else 0.1), figures=named)
-        )
+        loss, norm = (-1) ** at * (5.0 if at % 40 else 500.0), 30.0 if at % 30 else 0.1
+        events.append(step(at, loss, grad_norm=norm, figures=named))
         if at in held_out:
             spread = Spread(held_out[at], 0.4, 0.0, 1.0)
             events.append(RolloutEval(step=at, tasks=64, reward=spread, seconds=0.1))
@@ -470,14 +409,14 @@ def test_rollouts_without_a_reward_are_taken() -> None:
 def test_a_resumed_run_of_reinforcement_learning_gets_the_same_advice() -> None:
     run = reinforced(truncated=from_50(0.4))
     middle = next(place for place, event in enumerate(run) if event == step_of(run, 54))
-    first, second = watching(info()), watching(info())
+    first, second = AdaptiveMonitor(AdaptiveOptions(), info()), AdaptiveMonitor(AdaptiveOptions(), info())
     for event in run[: middle + 1]:
         first.on_event(event)
     second.load_state(json.loads(json.dumps(first.state(), allow_nan=False)))
     controls = [control for event in run[middle + 1 :] if (control := second.on_event(event)) is not None]
     assert [(advice.rule, advice.step) for advice in advices(controls)] == [("completions_truncated", 57)]
     older = {name: value for name, value in first.state().items() if name != "rewards"}
-    watching(info()).load_state(older)
+    AdaptiveMonitor(AdaptiveOptions(), info()).load_state(older)
 
 
 def step_of(events: Sequence[Event], number: int) -> Event:
@@ -507,8 +446,6 @@ def test_the_warmup_that_is_advised() -> None:
 
 
 def test_a_state_that_two_have_loaded_belongs_to_none_of_them() -> None:
-    from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions
-
     first, second, third = (AdaptiveMonitor(AdaptiveOptions(), info()) for _ in range(3))
     for event in curve(150, falling):
         first.on_event(event)
@@ -550,7 +487,7 @@ def test_a_loss_that_doubles_in_the_first_steps_is_a_jump() -> None:
     [("gradient", 2.0, 10.1), ("gradient", 2.0, 101.0), ("not finite", math.nan, 1.0), ("not finite", 2.0, math.inf)],
 )
 def test_other_jumps(kind: str, loss: float, norm: float) -> None:
-    events = [start(), *(step(at, 2.0) for at in range(1, 30)), step(30, loss, norm)]
+    events = [*curve(29, lambda at: 2.0), step(30, loss, grad_norm=norm)]
     (advice,) = [a for a in advices(replay(events, info())) if a.rule == "loss_spike"]
     assert (advice.step, advice.evidence["what"]) == (30, kind)
 
@@ -560,152 +497,14 @@ def test_gradients_that_are_large_from_the_beginning_are_no_jump() -> None:
     assert told("loss_spike", curve(300, falling, lambda at: 30.0 if at < 200 else 99.0)) == []
 
 
-# ------------------------------------------------------------------------------- phases
-
-
-def phases(events: Sequence[Event]) -> list[tuple[int, str, str]]:
-    found = [e for control in replay(events, info()) for e in control.events if isinstance(e, PhaseChange)]
-    return [(e.step, e.previous, e.phase) for e in found]
-
-
-@pytest.mark.parametrize(
-    ("loss", "phase"),
-    [
-        (lambda at: 2.0 - 0.0011 * 2 * at / 50, "converging"),
-        (lambda at: 2.0 - 0.0008 * 2 * at / 50, "plateau"),
-        (lambda at: 2.0 + 0.009 * 2 * at / 50, "plateau"),
-        (lambda at: 2.0 + 0.012 * 2 * at / 50, "diverging"),
-        (lambda at: 2.0 + 1.5 * (-1) ** at, "plateau"),  # single batches scatter, their level is the same
-        (lambda at: 2.0 if at < 90 else 2.5 + 0.3 * (-1) ** at, "unstable"),
-        (lambda at: 12 * math.exp(-at / 80), "converging"),
-    ],
-)
-def test_phase(loss: Value, phase: str) -> None:
-    assert phases(curve(200, loss))[-1][2] == phase
-
-
-def test_the_first_phase_is_told_when_it_has_lasted() -> None:
-    # 50 steps of warm-up, then 25 in which the phase must last.
-    assert phases(curve(74, falling)) == []
-    assert phases(curve(75, falling)) == [(75, "warmup", "converging")]
-
-
-def test_a_phase_that_does_not_last_is_not_told() -> None:
-    def bump(at: int, length: int) -> float:
-        return falling(at) + (0.3 if 300 <= at < 300 + length else 0.0)
-
-    assert phases(curve(500, lambda at: bump(at, 3))) == [(75, "warmup", "converging")]
-    assert [p for _, _, p in phases(curve(500, lambda at: bump(at, 40)))] == ["converging", "diverging", "converging"]
-
-
-# --------------------------------------------------------------------------- loss guard
-
-
-def controls_at(events: Sequence[Event], **config: Any) -> list[tuple[int, float | None, int]]:
-    """(step, scale, fade) of what changes the rate."""
-    monitor = watching(info(**config))
-    answers = [(getattr(event, "step", 0), monitor.on_event(event)) for event in events]
-    return [(at, c.lr_scale, c.fade_steps) for at, c in answers if c is not None and c.lr_scale is not None]
-
-
-def test_two_reductions_blend_back_and_five_are_for_good() -> None:
-    def high(at: int) -> float:
-        # Ten jumps in a row, then a quiet step, so that the level never passes for normal.
-        return falling(at) + (1.0 if at >= 300 and at % 10 != 9 else 0.0)
-
-    expected = [(300, 0.5, 50), (310, 0.5, 50), *((at, 0.5, 0) for at in range(320, 370, 10))]
-    assert controls_at(curve(500, high), auto_lr_reduction=True) == expected
-    assert controls_at(curve(500, high)) == []
-
-
-def test_a_new_level_becomes_normal() -> None:
-    found = controls_at(curve(900, lambda at: 2.0 + (1.0 if at >= 300 else 0.0)), auto_lr_reduction=True)
-    assert [at for at, _, _ in found] == [300, 310, 320, 330, 340]
-
-
-def test_what_is_not_finite_is_survived_until_no_reduction_is_left() -> None:
-    events = [start(), *(step(at, 2.0 if at < 30 else math.nan) for at in range(1, 120))]
-    answers = [control for control in replay(events, info(auto_lr_reduction=True)) if control.proceed]
-    assert len(answers) == 61  # steps 30 to 90; the seventh reduction is at 90
-    assert [c.lr_scale for c in answers].count(0.5) == 7
-    assert not any(control.proceed for control in replay(events, info()))
-
-
-# --------------------------------------------------------------------------- early stop
-
-
-def stopped(events: Sequence[Event], **config: Any) -> tuple[int, str] | None:
-    monitor = watching(info(**{"early_stop": True, **config}))
-    for event in events:
-        control = monitor.on_event(event)
-        if control is not None and control.stop:
-            return getattr(event, "step", 0), control.reason
-    return None
-
-
-def evaluated(loss: Value, count: int, every: int = 10) -> list[Event]:
-    events: list[Event] = [start()]
-    for at in range(1, count * every + 1):
-        events.append(step(at, falling(at)))
-        if at % every == 0:
-            events.append(evaluation(at, loss(at // every)))
-    return events
-
-
-def test_stops_when_converged() -> None:
-    # Improvements of 0.1 % an evaluation; five losses make a score, and five scores must be high.
-    at, reason = stopped(evaluated(lambda n: 2.0 * 0.999**n, 20)) or (0, "")
-    assert at == 90
-    assert reason.startswith("early stop: converged: score 0.9")
-    assert stopped(evaluated(lambda n: 2.0 * 0.999**n, 8)) is None
-    assert stopped(evaluated(lambda n: 2.0 * 0.994**n, 20)) is None
-    assert stopped(evaluated(lambda n: 2.0 * 0.999**n, 20), early_stop=False) is None
-
-
-def test_stops_when_the_loss_falls_too_slowly_for_its_flops() -> None:
-    def kinked(n: int, share: float) -> float:
-        return 10.0 - 0.1 * min(n, 20) - 0.1 * share * max(0, n - 20)
-
-    at, reason = stopped(evaluated(lambda n: kinked(n, 0.1), 40)) or (0, "")
-    # 5 evaluations reach back; below half from the third after the kink; five in a row.
-    assert at == 270
-    assert "of its best rate a FLOP" in reason
-    assert stopped(evaluated(lambda n: kinked(n, 0.6), 40)) is None
-    # A held-out loss that only ever rises has no best rate.
-    assert "has not fallen" in (stopped(evaluated(lambda n: 2.0 + 0.3 * n, 20)) or (0, ""))[1]
-
-
-def test_stops_after_diverging_for_200_steps() -> None:
-    at, reason = stopped(curve(600, lambda at: 2.0 + 0.02 * at)) or (0, "")
-    assert (at, reason) == (250, "early stop: the loss has been rising for 200 steps")
-    assert stopped(curve(249, lambda at: 2.0 + 0.02 * at)) is None
-
-
-def test_stops_after_a_plateau_of_500_steps() -> None:
-    at, reason = stopped(curve(900, lambda at: 2.0)) or (0, "")
-    assert (at, reason) == (550, "early stop: the loss has not improved for 500 steps")
-    assert stopped(curve(900, falling)) is None
-
-
-# ------------------------------------------------------------------------------- budget
-
-
-def test_the_token_budget_is_told_at_the_start() -> None:
-    assert not replay([start()], info())  # a fine-tuning run needs a few epochs, whatever the model's size
-    (control,) = replay([start()], replace(info(), task="pt"))
-    (notice,) = control.events
-    assert notice.data == {"budget": 20_000, "planned": 10_000.0}  # type: ignore[attr-defined]
-    expected = "Token budget: 20 × 1,000 parameters = 20,000 tokens; this run trains on 10,000, 50.000% of it."
-    assert notice.message == expected  # type: ignore[attr-defined]
-
-
 # ------------------------------------------------------------------------- false alarms
 
 
 def healthy(seed: int, steps: int = 1000) -> list[Event]:
     """A power law with 2 % of noise, spells of correlated noise, and a cosine rate after 5 % of warm-up."""
     random_ = random.Random(seed)
-    drift, events = 0.0, [start(steps)]
+    drift = 0.0
+    events: list[Event] = [replace(START, steps=steps)]
     top, exponent, floor = random_.uniform(6, 9), random_.uniform(0.25, 0.4), random_.uniform(1.2, 2.2)
     for at in range(1, steps + 1):
         drift = 0.9 * drift + random_.gauss(0, 0.003)
@@ -713,7 +512,7 @@ def healthy(seed: int, steps: int = 1000) -> list[Event]:
         norm = (0.5 + 3 * (1 + at / 5) ** -0.5) * math.exp(random_.gauss(0, 0.2))
         warm = min(1.0, at / 50)
         lr = 1e-3 * warm * (0.5 + 0.5 * math.cos(math.pi * at / steps))
-        events.append(step(at, loss, norm, lr))
+        events.append(step(at, loss, grad_norm=norm, lr=lr))
     return events
 
 
