@@ -12,7 +12,7 @@ from surogate_core.bundles import OptimizerSpec
 from surogate_core.bundles.options import flat_values, options_from_flat
 from surogate_core.cli.gpus import Gpu
 from surogate_core.cli.plan_room import Room
-from surogate_core.cli.plan_speed import again_rate
+from surogate_core.cli.plan_speed import again_rate, step_time
 from surogate_core.cli.plan_view import PLACES, totals
 from surogate_core.cli.plan_wire import WireRates
 from surogate_core.config import offload, sharing
@@ -296,7 +296,7 @@ def best(budget: int, ordered: list[Proposal], *, room: Room) -> list[Proposal]:
 def _line(proposal: Proposal, room: Room) -> str:
     parts = (
         f"{' '.join(proposal.changes) or 'the unchanged configuration'}: {totals(proposal.prediction)}, "
-        f"about {proposal.seconds:.2g} s more a step",
+        f"about {step_time(proposal.seconds)} more a step",
         *room.short_of(proposal.prediction).values(),
     )
     return "; ".join(parts)

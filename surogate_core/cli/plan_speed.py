@@ -108,3 +108,8 @@ def update_seconds(config: RunConfig, registry: Registry, prediction: Prediction
 def features(model: Model) -> int:
     """Features of a token that the projections of all layers read and write."""
     return sum(s.inputs + s.outputs for _, block in model.blocks(1) for s in block.linear_slots(None))
+
+
+def step_time(seconds: float) -> str:
+    """``0.034 s``, ``4.8 s``, ``210 s``."""
+    return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:,.0f} s"

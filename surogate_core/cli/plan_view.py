@@ -16,7 +16,7 @@ from surogate_core.cli.gpus import Gpu
 from surogate_core.cli.plan_cluster_view import ClusterPlan
 from surogate_core.cli.plan_length import Length
 from surogate_core.cli.plan_room import Room
-from surogate_core.cli.plan_speed import ASSUMED, Speed
+from surogate_core.cli.plan_speed import ASSUMED, Speed, step_time
 from surogate_core.config import sharing
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
@@ -219,7 +219,7 @@ def _speed(plan: Plan) -> str:
         return f"not estimated for {what}; train with max_steps=5 to see"
     rate = plan.speed.tokens_per_second
     shown = f"{rate / 1000:.3g}k" if rate >= 1000 else f"{rate:.3g}"
-    return f"about {shown} tokens/s, {plan.speed.seconds:.2g} s a step, MFU {plan.speed.mfu:.0%} (estimated; {ASSUMED})"
+    return f"about {shown} tokens/s, {step_time(plan.speed.seconds)} a step, MFU {plan.speed.mfu:.0%} (estimated; {ASSUMED})"
 
 
 def _sends(plan: Plan) -> str:
@@ -231,7 +231,7 @@ def _sends(plan: Plan) -> str:
     over = "NVLink" if plan.gpu.link is not None else f"PCIe, because {plan.gpu.title} has no NVLink"
     hidden = f", {wire.hidden / wire.seconds:.0%} of it beside computation" if wire.hidden else ""
     return (
-        f"{sent} a step from each GPU over {over}: {wire.seconds:.2g} s{hidden}; "
+        f"{sent} a step from each GPU over {over}: {step_time(wire.seconds)}{hidden}; "
         f"{min(plan.speed.efficiency, 1):.0%} of the speed of {ranks} single GPUs"
     )
 
@@ -278,7 +278,7 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.")
     if plan.prediction.again and plan.gpu is not None and not plan.unused:
         seconds = plan.config.gradient_accumulation_steps * plan.prediction.again / plan.again_rate
-        notes.append(f"{seconds:.2g} s of a step compute again what was not kept")
+        notes.append(f"{step_time(seconds)} of a step compute again what was not kept")
     return notes
 
 

@@ -12,6 +12,7 @@ import torch
 
 from surogate_core.cli.gpus import Gpu, find, gpus, of_device
 from surogate_core.cli.main import main
+from surogate_core.cli.plan_speed import step_time
 from surogate_core.cli.plan_view import duration
 from surogate_core.engine.prediction import CUBLAS_WORKSPACE, CUDA_CONTEXT
 from surogate_core.errors import UserError
@@ -183,6 +184,13 @@ def test_the_length_is_that_of_the_data(capsys: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(40, "40 s"), (600, "10 min"), (9000, "2 h 30 min"), (3e5, "3.5 days")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0344, "0.034 s"), (4.8, "4.8 s"), (9.96, "10 s"), (57.4, "57 s"), (212.0, "212 s")]
+)
+def test_times_of_a_step_have_no_exponents(seconds: float, text: str) -> None:
+    assert step_time(seconds) == text
 
 
 def test_a_name_that_is_not_known() -> None:
