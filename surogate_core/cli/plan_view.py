@@ -219,7 +219,8 @@ def _speed(plan: Plan) -> str:
         return f"not estimated for {what}; train with max_steps=5 to see"
     rate = plan.speed.tokens_per_second
     shown = f"{rate / 1000:.3g}k" if rate >= 1000 else f"{rate:.3g}"
-    return f"about {shown} tokens/s, {step_time(plan.speed.seconds)} a step, MFU {plan.speed.mfu:.0%} (estimated; {ASSUMED})"
+    step = step_time(plan.speed.seconds)
+    return f"about {shown} tokens/s, {step} a step, MFU {plan.speed.mfu:.0%} (estimated; {ASSUMED})"
 
 
 def _sends(plan: Plan) -> str:
