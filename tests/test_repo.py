@@ -264,7 +264,7 @@ def test_core_knows_no_plugin_by_name():
 
 
 FLOORS = (
-    {"masking", "parents"},
+    {"imports", "masking", "parents"},
     {"errors", "events"},
     {"files", "conf_paths", "batch", "bundles", "hookspecs"},
     {"logs", "caches"},

@@ -51,6 +51,8 @@ def contained() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        # The caller's objects were kept out of the collector's passes if the run imported torch.
+        gc.unfreeze()
         # On a CPU too: circles hold the run's files and threads.
         gc.collect()
         torch = sys.modules.get("torch")

@@ -27,6 +27,18 @@ UNTIMED = {
 """Inductor's settings."""
 
 
+def start_workers() -> None:
+    """Start the processes that compile Triton kernels, and do not wait for them.
+
+    They import torch for seconds. Until they are ready, Inductor compiles the kernels of a graph one after the other in
+    this process. torch.compile starts them too; `torch._inductor.compile` does so only with its first kernel.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    use_private_caches()
+    maybe_warm_pool()
+
+
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph for inputs like these (fake tensors)."""
     _keep_additions(module)

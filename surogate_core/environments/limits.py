@@ -16,6 +16,8 @@ PR_CAPBSET_DROP = 24
 _CAPABILITY_VERSION_3 = 0x20080522
 _COUNT_SECONDS = 5.0
 """Between two counts of the processes of a user who has others; a run may start many."""
+_OF_THE_RUN = 512
+"""Threads that the user's run may start between two counts; the processes that compile kernels have hundreds."""
 _OWN_USERS = 1_879_048_192
 """First of the user ids that root's workers take as their real one, each for itself; far above those of people."""
 
@@ -41,7 +43,7 @@ class Limits:
         if now < self._next_count:
             return
         self._next_count = math.inf if self._has_own_user else now + _COUNT_SECONDS
-        _set("RLIMIT_NPROC", self._processes + (1 if self._has_own_user else _tasks_of(os.getuid())))
+        _set("RLIMIT_NPROC", self._processes + (1 if self._has_own_user else _tasks_of(os.getuid()) + _OF_THE_RUN))
         if not _can_fork():
             # The user has processes that are not to be seen from here, for example outside of a container.
             _set("RLIMIT_NPROC", None)

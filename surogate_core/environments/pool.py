@@ -97,6 +97,9 @@ class EnvironmentPool:
         self.held_out: int = facts["held_out"]
         """Number of tasks after those, which training never draws."""
         self._has_groups: bool = facts["groups"]
+        # After the first, which may have filled a cache on disk that all read. They are ready when they are asked.
+        for worker in self._workers[1:]:
+            worker.begin()
 
     def __enter__(self) -> EnvironmentPool:
         return self

@@ -43,6 +43,8 @@ class WorkerProcess:
         self._token = ""
         self._directory: Path
         self._life = 1
+        self._is_building = False
+        """Whether the environment was asked for and nothing was heard of it yet."""
 
     def life(self) -> int:
         """The number of the process, from 1; episodes of an earlier one are lost."""
@@ -52,13 +54,23 @@ class WorkerProcess:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """The answer to a request, or a `Fault`."""
-        if self._process is None and (fault := self._start()) is not None:
+        if (fault := self._built()) is not None:
             return fault
         return self._asked(do, self._timeout, arguments)
 
+    def begin(self) -> None:
+        """Start it, and do not wait for it."""
+        self._start()
+        self._is_building = True
+        # Whoever asks it first hears what went wrong.
+        with contextlib.suppress(LateError, GoneError):
+            deadline = time.monotonic() + _BUILD_SECONDS
+            self._pipe.send(packed(self._given), deadline)
+            self._pipe.send(packed({"do": "build"}), deadline)
+
     def build(self) -> Any:
         """Start it: the facts of the environment, or a `Fault` whose reason may be `REFUSED`."""
-        fault = self._start()
+        fault = self._built()
         return self._facts if fault is None else fault
 
     def close(self) -> None:
@@ -67,13 +79,26 @@ class WorkerProcess:
             return
         _kill(self._process, self._token)
         self._process.wait()
-        self._process = None
+        self._process, self._is_building = None, False
         self._life += 1
         self._pipe.close()
         self._said.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start(self) -> Fault | None:
+    def _built(self) -> Fault | None:
+        """Start it if it is not running, and wait until it has its environment."""
+        if self._process is None:
+            self.begin()
+        if not self._is_building:
+            return None
+        self._facts = self._asked("build", _BUILD_SECONDS)
+        self._is_building = False
+        if isinstance(self._facts, Fault):
+            self.close()
+            return self._facts
+        return None
+
+    def _start(self) -> None:
         self._token = uuid.uuid4().hex
         self._directory = Path(tempfile.mkdtemp(prefix="surogate-environment-"))
         self._said = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed in `close`
@@ -97,18 +122,13 @@ class WorkerProcess:
             os.close(answers)
         process = self._process
         self._pipe = Pipe(to_read, to_write, alive=lambda: process.poll() is None)
-        self._facts = self._asked("build", _BUILD_SECONDS, {})
-        if isinstance(self._facts, Fault):
-            self.close()
-            return self._facts
-        return None
 
-    def _asked(self, do: str, seconds: float, arguments: Mapping[str, Any]) -> Any:
+    def _asked(self, do: str, seconds: float, arguments: Mapping[str, Any] | None = None) -> Any:
+        """The answer to a request, which is sent before unless `arguments` is None."""
         deadline = time.monotonic() + seconds
         try:
-            if do == "build":
-                self._pipe.send(packed(self._given), deadline)
-            self._pipe.send(packed({"do": do, "with": arguments}), deadline)
+            if arguments is not None:
+                self._pipe.send(packed({"do": do, "with": arguments}), deadline)
             answer = self._pipe.receive(deadline)
         except TooLargeError as error:
             return Fault(reason="size", detail=f"the reply has {error}")

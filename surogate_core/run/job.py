@@ -12,6 +12,7 @@ from surogate_core import logs
 from surogate_core.config import sharing
 from surogate_core.config.resolve import config_from, policy_from, to_dict
 from surogate_core.errors import ConfigError, PluginError, Problem, UserError
+from surogate_core.imports import quick_import
 from surogate_core.launch.ranks import joined, rank_of
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.discovery import import_policy
@@ -90,6 +91,7 @@ class Job:
             self.watch.placed(config.place)
         if fresh or rank:
             open_run_log(config, rank)
+        quick_import("surogate_core.run.run")
         from surogate_core.run.run import train
 
         code = train(config, registry, watch=self.watch, mesh=met)

@@ -14,6 +14,7 @@ import torch
 from surogate_core.bundles.tasks import evaluator_of, is_online
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.referenced import ReferencedTask
+from surogate_core.dsl.inductor import start_workers
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import SurogateError
@@ -201,6 +202,9 @@ class _Run:
         """The base model, which rank 0 fetches first; the other ranks take the same commit of it."""
         if self.mesh.leads:
             base = fetch_base(self.config, self.registry, self._show)
+            if base.device.type == "cuda" and self.config.compiler != "fx":
+                # Now, to be ready when the blocks are traced. The other ranks find on disk what this one compiles.
+                start_workers()
             self.mesh.gather([base.config.model.path, base.config.model.revision])
             return base
         path, revision = self.mesh.gather(None)[0]

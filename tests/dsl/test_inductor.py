@@ -165,3 +165,27 @@ def test_kernels_from_disk_are_those_of_the_process_that_compiled_them(tmp_path:
     assert len(first) >= 2
     assert all(len(tilings) == 1 and tilings[0][1] == 1 for tilings in first.values()), first
     assert second == first
+
+
+@pytest.mark.gpu
+def test_kernels_of_the_compile_processes_are_those_of_this_process(tmp_path: Path) -> None:
+    """They are started early, so that none is compiled here while they import torch."""
+    ready = "from torch._inductor.async_compile import AsyncCompile\nfrom surogate_core.dsl import inductor\n"
+    ready += "inductor.start_workers()\nAsyncCompile.wait_pool_ready()\n"
+    found = []
+    for number, (code, workers) in enumerate([(KERNELS, "1"), (ready + KERNELS, "4")]):
+        threads = {"TORCHINDUCTOR_COMPILE_THREADS": workers, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(number))}
+        environment = {**os.environ, **threads}
+        found.append(subprocess.check_output([sys.executable, "-c", code], env=environment, text=True))
+    assert json.loads(found[0]) == json.loads(found[1])
+
+
+def test_compile_processes_write_to_the_private_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import async_compile
+
+    found: list[str | None] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: found.append(os.environ.get("TRITON_CACHE_DIR")))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    inductor.start_workers()
+    assert found != [""]
+    assert len(found) == 1

@@ -14,7 +14,7 @@ import pytest
 
 from surogate_core.bundles import EnvironmentTask, Fault, Stopped, Turn
 from surogate_core.config.schema import Selection
-from surogate_core.environments import process
+from surogate_core.environments import limits, process
 from surogate_core.environments.frames import LARGEST
 from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import UserError
@@ -328,6 +328,17 @@ def test_a_fork_bomb_stays_within_its_limit(opened: Opener) -> None:
     assert pool.reply([("next", "done")]) == [Turn(done=True)]
 
 
+def test_the_limit_on_processes_leaves_room_for_what_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an environment is built, the same user's run starts the processes that compile kernels."""
+    found: dict[str, int | None] = {}
+    monkeypatch.setattr(limits, "_set", found.__setitem__)
+    monkeypatch.setattr(limits, "_took_own_user", lambda: False)
+    monkeypatch.setattr(limits, "_tasks_of", lambda user: 10)
+    monkeypatch.setattr(limits, "_can_fork", lambda: True)
+    limits.Limits(memory=1, processes=64, file_size=1)
+    assert found["RLIMIT_NPROC"] == 64 + 10 + limits._OF_THE_RUN
+
+
 def test_memory_threads_and_files_have_limits(opened: Opener) -> None:
     pool = opened(memory=1 << 29, processes=8)
     for act, reasons in (("memory", {"memory"}), ("threads", {"exception"}), ("file", {"exception", "exit"})):
@@ -397,6 +408,28 @@ def test_an_environment_that_cannot_be_built_ends_with_one_line(broken: str, mes
     with pytest.raises(UserError) as raised:
         opened(options={"broken": broken})
     assert str(raised.value) == message
+
+
+def test_all_workers_start_with_the_pool_and_are_waited_for_when_asked(opened: Opener) -> None:
+    pool = opened(workers=3)
+    running = [worker._process for worker in pool._workers]
+    assert None not in running
+    assert [worker._is_building for worker in pool._workers] == [False, True, True]
+    found = [task.data["pid"] for task in pool.tasks([0, 1, 2], 0) if isinstance(task, EnvironmentTask)]
+    assert found == [one.pid for one in running if one is not None]
+    assert not any(worker._is_building for worker in pool._workers)
+
+
+def test_a_worker_that_ended_while_it_started_is_a_fault_and_starts_again(opened: Opener) -> None:
+    pool = opened(workers=2)
+    running = pool._workers[1]._process
+    assert running is not None
+    running.kill()
+    running.wait()
+    first, second = pool.tasks([0, 1], 0)
+    assert isinstance(first, EnvironmentTask)
+    assert isinstance(second, EnvironmentTask) or second.reason == "exit"
+    assert all(isinstance(task, EnvironmentTask) for task in pool.tasks([0, 1], 0))
 
 
 def test_nothing_is_left_when_the_pool_is_closed(opened: Opener) -> None:

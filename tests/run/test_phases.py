@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import MachineError
@@ -39,6 +40,23 @@ def test_other_ranks_take_the_commit_that_rank_0_fetched(installed: Registry, mo
     _Run(config, installed, watch=None, mesh=Answered(["owner/name", "c0ffee"]))._base()
     ((model, options),) = fetched
     assert (model.path, model.revision, options) == ("owner/name", "c0ffee", {"digests": False})
+
+
+@pytest.mark.parametrize(
+    ("device", "compiler", "starts"),
+    [("cuda", "auto", 1), ("cuda", "fx", 0), ("cpu", "auto", 0), ("cpu", "inductor", 0)],
+)
+def test_the_compile_processes_start_once_the_device_is_known(
+    installed: Registry, monkeypatch: pytest.MonkeyPatch, device: str, compiler: str, starts: int
+) -> None:
+    """Only Triton's kernels are compiled by them."""
+    started: list[int] = []
+    config = load_run_config(["model=qwen3", f"compiler={compiler}", "device=cpu"], registry=installed)
+    base = SimpleNamespace(config=config, device=torch.device(device))
+    monkeypatch.setattr(module, "fetch_base", lambda *_: base)
+    monkeypatch.setattr(module, "start_workers", lambda: started.append(1))
+    _Run(config, installed, watch=None, mesh=Mesh())._base()
+    assert len(started) == starts
 
 
 def test_a_run_that_rank_0_called_off_ends_in_peace(installed: Registry) -> None:
