@@ -102,7 +102,8 @@ def run(
         member = Member(actor=actor, id=f"n{number}", address=facts.address, first=2 * number, here=2, facts=facts)
         members.append(member)
     shown = show or (lambda stream, text: None)
-    return Watch(FakeRay(), members, signals or Forwarding(), head=head or Head(), silence=silence, show=shown).run()
+    looked_at: Any = head or Head()
+    return Watch(FakeRay(), members, signals or Forwarding(), head=looked_at, silence=silence, show=shown).run()
 
 
 def failed(rank: int, message: str, ago: float, **values: Any) -> Failure:
