@@ -269,9 +269,7 @@ def test_a_machine_is_lost_before_the_first_checkpoint(start: Any, own_cluster: 
     code, output = run.end()
     assert code == 0, output
     assert time.monotonic() - began < 120
-    assert re.search(
-        r"the run starts again \(restart 1 of 1\): (rank \d on )?\S+.*the machine (or its Ray )?is lost: ", output
-    )
+    assert re.search(r"the run starts again \(restart 1 of 1\): .*the machine (or its Ray )?is lost: ", output)
     assert "the run goes on with 1 of 2 machines: 1 rank for the 2 micro-batches of a step" in output
     assert [line["start_step"] for line in run.records("run_start")][-1] == 0
     assert run.history() == unbroken.history()
@@ -289,9 +287,7 @@ def test_a_lost_head_is_told(start: Any, own_cluster: Any, monkeypatch: pytest.M
     code, output = run.end()
     assert code == 1, output
     message = output[output.rindex("surogate: ") :]
-    assert message.startswith(f"surogate: the head of the Ray cluster, {cluster.address}, has not answered for "), (
-        output
-    )
+    assert message.startswith(f"surogate: the head of the Ray cluster, {cluster.address}, has not answered"), output
     assert "Fix: start Ray again on all machines, then run the same command" in message
     assert "starts again" not in output
     (end,) = run.records("run_end")
