@@ -255,6 +255,46 @@ def test_a_run_goes_on_with_the_machines_that_are_left(start: Any, own_cluster: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("when", ["supervisors", "ranks"])
+def test_a_machine_is_lost_before_the_first_checkpoint(start: Any, own_cluster: Any, when: str) -> None:
+    keys = ("max_steps=24", "sequence_len=128", "save_steps=1000")
+    unbroken = start(*LORA, *keys, name="unbroken")
+    code, output = unbroken.end()
+    assert code == 0, output
+    cluster = own_cluster({}, {})
+    run = start(*LORA, *keys, *TWO_MACHINES, "max_restarts=1", address=cluster.address)
+    cluster.wait_for_supervisor(cluster.machines[1]) if when == "supervisors" else run.wait_for_ranks(2)
+    began = time.monotonic()
+    cluster.lose(cluster.machines[1])
+    code, output = run.end()
+    assert code == 0, output
+    assert time.monotonic() - began < 120
+    assert re.search(r"the run starts again \(restart 1 of 1\): .*the machine (or its Ray )?is lost: ", output)
+    assert "the run goes on with 1 of 2 machines: 1 rank for the 2 micro-batches of a step" in output
+    assert [line["start_step"] for line in run.records("run_start")][-1] == 0
+    assert run.history() == unbroken.history()
+    assert run.weights() == unbroken.weights()
+
+
+@pytest.mark.slow
+def test_a_lost_head_is_told(start: Any, own_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself ends the process after the time, without a word of ours."""
+    cluster = own_cluster({}, {})
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "30")
+    run = start(*LORA, "max_steps=100000", *TWO_MACHINES, "max_restarts=1", address=cluster.address)
+    run.wait_for_steps(3)
+    cluster.lose_head()
+    code, output = run.end()
+    assert code == 1, output
+    message = output[output.rindex("surogate: ") :]
+    assert message.startswith(f"surogate: the head of the Ray cluster, {cluster.address}, has not answered"), output
+    assert "Fix: start Ray again on all machines, then run the same command" in message
+    assert "starts again" not in output
+    (end,) = run.records("run_end")
+    assert (end["reason"], "the head of the Ray cluster" in end["message"]) == ("failed", True)
+
+
+@pytest.mark.slow
 def test_machines_with_other_plugins_are_refused(start: Any, own_cluster: Any, tmp_path: Path) -> None:
     site = tmp_path / "site"
     info = site / "dist_extra-1.2.3.dist-info"

@@ -8,6 +8,7 @@ import json
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,35 @@ class Fake:
         self.machines.remove(machine)
         self.cluster.remove_node(machine, allow_graceful=False)
 
+    def lose_head(self) -> None:
+        """The process by which Ray's head keeps the cluster together is killed."""
+        self.cluster.head_node.all_processes["gcs_server"][0].process.kill()
+
+    def wait_for_supervisor(self, machine: Any) -> None:
+        """Wait until the run's supervisor on the machine is a process, which is before any rank."""
+        (raylet,) = [item.process.pid for item in machine.all_processes["raylet"]]
+        until = time.monotonic() + 120
+        while not any(title.startswith("ray::Node") for title in _titles(raylet)):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
     def machine_of(self, supervisor: int) -> Any:
         """The machine that started a process."""
         status = Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()
         parent = int(status[1])
         (found,) = [m for m in self.machines if any(p.process.pid == parent for p in m.all_processes["raylet"])]
         return found
+
+
+def _titles(parent: int) -> list[str]:
+    """The command lines of the processes that a process has started."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            status = (directory / "stat").read_text().rpartition(")")[2].split()
+            if int(status[1]) == parent:
+                found.append((directory / "cmdline").read_text())
+    return found
 
 
 def make_cluster(environments: Sequence[dict[str, str]] = ({}, {})) -> Fake:

@@ -82,14 +82,28 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watch, name, seconds)
 
 
-def run(*actors: Actor, signals: Forwarding | None = None, silence: float = 5.0, show: Any = None) -> Any:
+class Head:
+    """Is lost after a number of looks."""
+
+    def __init__(self, looks: float = float("inf")):
+        self.left = looks
+
+    def look(self) -> Failure | None:
+        self.left -= 1
+        return None if self.left > 0 else Failure(rank=0, message="no head.", code=1, at=0.0, may_pass=False)
+
+
+def run(
+    *actors: Actor, signals: Forwarding | None = None, silence: float = 5.0, show: Any = None, head: Any = None
+) -> Any:
     members = []
     for number, actor in enumerate(actors):
         facts = Facts(node=f"n{number}", address=f"10.0.0.{number}", host=f"h{number}", installed={}, gpus=())
-        member = Member(actor=actor, id=f"n{number}", address=facts.address, first=2 * number, facts=facts)
+        member = Member(actor=actor, id=f"n{number}", address=facts.address, first=2 * number, here=2, facts=facts)
         members.append(member)
     shown = show or (lambda stream, text: None)
-    return Watch(FakeRay(), members, signals or Forwarding(), per_node=2, silence=silence, show=shown).run()
+    looked_at: Any = head or Head()
+    return Watch(FakeRay(), members, signals or Forwarding(), head=looked_at, silence=silence, show=shown).run()
 
 
 def failed(rank: int, message: str, ago: float, **values: Any) -> Failure:
@@ -160,6 +174,13 @@ def test_the_death_of_a_supervisor_is_a_lost_machine() -> None:
         "The actor died because its node has died. Node Id: 5"
     )
     assert death(ActorError("")) == "ActorError"
+
+
+def test_a_lost_head_ends_the_run_everywhere() -> None:
+    first, other = Actor(NEVER), Actor(NEVER)
+    found = run(first, other, head=Head(3))
+    assert (found.text, found.may_pass) == ("no head.", False)
+    assert [call[0] for call in (*first.calls, *other.calls)] == ["end", "end"]
 
 
 def test_a_short_interruption_of_the_network_is_no_loss() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from surogate_core.errors import ConfigError, MachineError, PluginError, Problem, SurogateError
+from surogate_core.launch.child import RESUME, Failure
 from surogate_launcher_ray.facts import Facts
+from surogate_launcher_ray.head import Head
 from surogate_launcher_ray.layout import Layout, Machine, order
 from surogate_launcher_ray.node import Node
 
@@ -26,16 +28,27 @@ RESERVE_SECONDS = 300.0
 """The time in which the cluster frees what the run needs."""
 READY_SECONDS = 120.0
 """The time in which the supervisors start and load their plugins."""
+LOST = "the machine or its Ray is lost"
 SHOWN = 500
 """Characters of Ray's explanations that are shown."""
 PATIENT = 5.0
 """Seconds after which the user is told what is waited for."""
 POLL = 0.1
+LOOK = 1.0
+"""Seconds between looks at the machines of the cluster, while something is waited for."""
 _ATTRIBUTE = re.compile(r"\s+(class_name|actor_id|pid|name|namespace|ip): ")
 
 
 class Stopped(Exception):  # noqa: N818
     """A signal came while the run was not started yet."""
+
+
+class Lost(Exception):  # noqa: N818
+    """A machine, or the head of the cluster, was lost before all ranks had started."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +60,8 @@ class Member:
     address: str
     first: int = 0
     """Its first rank."""
+    here: int = 1
+    """Number of its ranks."""
     facts: Facts | None = None
 
     @property
@@ -100,10 +115,11 @@ def connected(address: str) -> Iterator[Any]:
 
 
 @contextmanager
-def reserved(ray: Any, layout: Layout, check: Callable[[], None]) -> Iterator[list[Member]]:
+def reserved(ray: Any, layout: Layout, head: Head, check: Callable[[], None]) -> Iterator[list[Member]]:
     """The machines of the run in the order of their ranks, each with an actor; all is given back afterwards.
 
-    `check` is called while this waits, and may raise. Raises `MachineError` if the cluster is too busy.
+    `check` is called while this waits, and may raise. Raises `MachineError` if the cluster is too busy, and `Lost` if a
+    machine is lost at once.
     """
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -115,6 +131,8 @@ def reserved(ray: Any, layout: Layout, check: Callable[[], None]) -> Iterator[li
         _wait(ray, [group.ready()], seconds=RESERVE_SECONDS, what=waiting, check=check)
         addresses = {machine.id: machine.address for machine in Machine.of(ray.nodes())}
         places = placement_group_table(group)["bundles_to_node_id"]
+        if gone := set(places.values()) - addresses.keys():
+            raise Lost(lost_machines(ray.nodes(), gone))  # Ray looks for another place, which may never be there
         for index, node in sorted(places.items(), key=lambda item: order(addresses.get(item[1], ""), item[1])):
             options = {"num_cpus": 1, "num_gpus": int(layout.bundle.get("GPU", 0)), "max_restarts": 0}
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=int(index))
@@ -122,35 +140,52 @@ def reserved(ray: Any, layout: Layout, check: Callable[[], None]) -> Iterator[li
             address = addresses.get(node, "")
             actors.append((actor.remote(node, address), node, address))
         yield [
-            Member(actor=actor, id=node, address=address, first=number * layout.per_node)
+            Member(actor=actor, id=node, address=address, first=number * layout.per_node, here=layout.per_node)
             for number, (actor, node, address) in enumerate(actors)
         ]
     finally:
-        # Without a cluster there is nothing to give back.
-        for actor, _, _ in actors:
+        # Without a head there is nothing to give back, and these calls would not return.
+        if head.wait() is None:
+            for actor, _, _ in actors:
+                with suppress(Exception):
+                    ray.kill(actor, no_restart=True)
             with suppress(Exception):
-                ray.kill(actor, no_restart=True)
-        with suppress(Exception):
-            remove_placement_group(group)
+                remove_placement_group(group)
 
 
-def describe(ray: Any, members: Sequence[Member], policy: PluginPolicy | None, check: Callable[[], None]) -> None:
+def describe(
+    ray: Any, members: Sequence[Member], policy: PluginPolicy | None, head: Head, check: Callable[[], None]
+) -> None:
     """Ask each machine for its facts. Raises its errors, with its name."""
     asked = [member.actor.facts.remote(policy) for member in members]
-    found = answers(ray, members, asked, "for the supervisors of the machines", check)
+    found = answers(ray, members, asked, "for the supervisors of the machines", head, check)
     for member, facts in zip(members, found, strict=True):
         member.facts = facts
 
 
 def answers(
-    ray: Any, members: Sequence[Member], asked: Sequence[Any], what: str, check: Callable[[], None]
+    ray: Any, members: Sequence[Member], asked: Sequence[Any], what: str, head: Head, check: Callable[[], None]
 ) -> list[Any]:
     """What a method of each machine's actor has returned. `what` is waited for, `check` is called meanwhile.
 
-    Raises its `SurogateError` with the machine's name, `PluginError` for any other error, and `MachineError` if the
-    actor cannot start or does not answer.
+    Raises its `SurogateError` with the machine's name, `PluginError` for any other error, `MachineError` if the actor
+    cannot start or does not answer, and `Lost` for a machine that is lost meanwhile.
     """
-    _wait(ray, asked, seconds=READY_SECONDS, what=what, check=check)
+    looked = time.monotonic()
+
+    def check_all() -> None:
+        nonlocal looked
+        check()
+        if time.monotonic() - looked > LOOK and head.answers():
+            looked = time.monotonic()
+            # A question to a lost machine may stay without an answer: Ray looks for another place for its actor.
+            nodes = ray.nodes()
+            alive = {machine.id for machine in Machine.of(nodes)}
+            for member in members:
+                if member.id not in alive:
+                    raise Lost(lost(member, f"{LOST}: {_cause(nodes, member.id)}"))
+
+    _wait(ray, asked, seconds=READY_SECONDS, what=what, check=check_all)
     return [_answer(ray, member, ref) for member, ref in zip(members, asked, strict=True)]
 
 
@@ -166,7 +201,31 @@ def _answer(ray: Any, member: Member, ref: Any) -> Any:
         text = str(error)
         if "ModuleNotFoundError" in text or "ImportError" in text or "AttributeError" in text:
             raise PluginError(_unlike(member, text.strip().splitlines()[-1])) from error
-        raise MachineError(f"{member.name}: its supervisor cannot start. {death(error)}") from error
+        if getattr(error, "actor_init_failed", False):
+            raise MachineError(f"{member.name}: its supervisor cannot start. {death(error)}") from error
+        raise Lost(lost(member, f"{LOST}: {death(error)}")) from error
+
+
+def lost(member: Member, text: str) -> Failure:
+    """The failure of a machine of the run that is lost, with its ranks. `text`: what is known of the cause."""
+    first, last = member.first, member.first + member.here - 1
+    who = f"rank {first} to {last}" if last > first else f"rank {first}"
+    message = f"{who} on {member.name}: {text}"
+    return Failure(rank=first, message=message, code=1, at=0.0, advice=RESUME, host=member.name)
+
+
+def lost_machines(nodes: Sequence[Mapping[str, Any]], gone: Collection[str]) -> Failure:
+    """As `lost`, for machines that have no ranks yet: those of `ray.nodes()` with the ids."""
+    names = {item["NodeID"]: item["NodeManagerAddress"] for item in nodes}
+    known = [f"{names[node]}: {LOST}: {_cause(nodes, node)}" for node in sorted(gone) if node in names]
+    message = " ".join(known) or f"{LOST}: the cluster no longer has it."
+    return Failure(rank=0, message=message, code=1, at=0.0, advice=RESUME)
+
+
+def _cause(nodes: Sequence[Mapping[str, Any]], node: str) -> str:
+    """What Ray knows of the death of a machine."""
+    reasons = [str(item.get("DeathReasonMessage") or "") for item in nodes if item["NodeID"] == node]
+    return " ".join("".join(reasons).split())[:SHOWN] or "Ray counts it as dead."
 
 
 def _unlike(member: Member, text: str) -> str:

@@ -22,16 +22,20 @@ from surogate_core.launch.local import sent
 from surogate_core.launch.restarts import Restarts
 from surogate_core.run.record import FACTS
 from surogate_launcher_ray.cluster import (
+    LOOK,
+    Lost,
     Member,
     Stopped,
     answers,
     connected,
     describe,
+    lost_machines,
     ray_module,
     refuse_client,
     reserved,
 )
 from surogate_launcher_ray.facts import compare, installed_in
+from surogate_launcher_ray.head import Head
 from surogate_launcher_ray.layout import Layout, Machine, layout
 from surogate_launcher_ray.node import Start
 from surogate_launcher_ray.options import RayOptions
@@ -48,8 +52,6 @@ FORWARDED = ("SUROGATE_", "NCCL_", "GLOO_", "TORCH", "OMP_NUM_THREADS")
 them: each machine has its own."""
 
 ACCUMULATION = "gradient_accumulation_steps"
-LOOK = 1.0
-"""Seconds between looks at the machines of the cluster, while a restart waits for one."""
 
 
 class Fewer(Exception):  # noqa: N818
@@ -62,6 +64,7 @@ def launch(job: Job, options: RayOptions, registry: Registry) -> int:
     ray_module()
     restarts = Restarts(job.config, options.max_restarts)
     job.to_json()  # raises for what cannot leave this process
+    _directory()
     atomic.ensure_writable(_logs(job), key="output_dir")
     with connected(options.ray_address) as ray, Forwarding() as signals:
         run = _Run(ray, job, options, registry, signals)
@@ -73,9 +76,12 @@ class _Run:
 
     def __init__(self, ray: Any, job: Job, options: RayOptions, registry: Registry, signals: Forwarding):
         self._ray, self._job, self._options, self._signals = ray, job, options, signals
+        self._head = Head.of(ray, os.environ)
         self._here = installed_in(registry)
         self._layout: Layout | None = None
         """That of the first start, which a restart has too if no machine is missing."""
+        self._machines: Sequence[Machine] = ()
+        """Those of the cluster at the first start."""
         self._facts = Path(job.config["output_dir"]) / FACTS
         self._facts_before = _written(self._facts)
         self._looked, self._restarting = 0.0, False
@@ -83,28 +89,38 @@ class _Run:
 
     def start(self, resume: bool) -> int | Failure:
         """Start all ranks: the exit code or the first failure, when they are gone."""
-        config, ray = self._job.config, self._ray
+        try:
+            result = self._start(resume)
+            if isinstance(result, Failure) and (lost := self._head.wait(self._check_signals)) is not None:
+                return lost  # that is why the machine of the failure does not answer
+            return result
+        except Stopped:
+            return 128 + (self._signals.received or 0)
+
+    def _start(self, resume: bool) -> int | Failure:
+        config = self._job.config
         try:
             if self._layout is None:
-                self._layout = layout(self._options, config["gpus"], config["device"], Machine.of(ray.nodes()))
+                self._machines = Machine.of(self._ray.nodes())
+                self._layout = layout(self._options, config["gpus"], config["device"], self._machines)
                 return self._start_on(self._layout, resume)
             self._restarting = True
             while True:
                 found = self._layout_left()
                 with suppress(Fewer):
                     return self._start_on(found, resume)
-        except Stopped:
-            return 128 + (self._signals.received or 0)
+        except Lost as error:
+            return error.failure
 
     def _start_on(self, found: Layout, resume: bool) -> int | Failure:
-        """Start all ranks on machines of the cluster. Raises `Fewer` while it waits for more than there are."""
-        ray = self._ray
-        with reserved(ray, found, partial(self._check_left, found)) as members:
-            describe(ray, members, self._policy, self._check)
+        """Start all ranks on machines of the cluster. Raises `Fewer` while it waits for more than there are, and `Lost`
+        for a machine that is lost before the ranks start."""
+        ray, head = self._ray, self._head
+        with reserved(ray, found, head, partial(self._check_left, found)) as members:
+            describe(ray, members, self._policy, head, self._check)
             compare(self._here, [member.facts for member in members if member.facts is not None])
             self._start_ranks(members, found, resume)
-            silence = self._options.node_silence
-            return Watch(ray, members, self._signals, per_node=found.per_node, silence=silence).run()
+            return Watch(ray, members, self._signals, head=head, silence=self._options.node_silence).run()
 
     def _layout_left(self) -> Layout:
         """The layout for a restart, and a line about what has changed."""
@@ -140,25 +156,43 @@ class _Run:
         return int(self._job.config.get(ACCUMULATION, 0)) * self._layout.world
 
     def _check_left(self, found: Layout) -> None:
-        """As `_check`, while machines are reserved; raises `Fewer` once a restart can go on with fewer."""
+        """As `_check`, while machines are reserved.
+
+        Raises `Lost` if the cluster no longer has enough machines for the first start, and `Fewer` once a restart can
+        go on with fewer.
+        """
         self._check()
         now = time.monotonic()
-        if found.nodes > 1 and self._restarting and now - self._looked > LOOK:
-            self._looked = now
-            fewer = self._on_those_left()
+        if now - self._looked <= LOOK or not self._head.answers():
+            return
+        self._looked = now
+        if self._restarting:
+            fewer = self._on_those_left() if found.nodes > 1 else None
             if fewer is not None and fewer.nodes < found.nodes:
                 raise Fewer
+            return
+        nodes = self._ray.nodes()
+        machines = Machine.of(nodes)
+        if len(found.able(machines)) < found.nodes:
+            left = {machine.id for machine in machines}
+            raise Lost(lost_machines(nodes, {m.id for m in found.able(self._machines)} - left))
 
     def _check(self) -> None:
+        self._check_signals()
+        if (failure := self._head.look()) is not None:
+            raise Lost(failure)
+
+    def _check_signals(self) -> None:
         if self._signals.received is not None:
             raise Stopped
 
     def _start_ranks(self, members: Sequence[Member], found: Layout, resume: bool) -> None:
         assert self._layout is not None
-        logs = _logs(self._job)
+        logs, here = _logs(self._job), _directory()
         with _shared(logs) as (file, content):
-            asked = [m.actor.prepare.remote(str(Path.cwd()), str(file), content) for m in members]
-            prepared = answers(self._ray, members, asked, "for the machines to find the output directory", self._check)
+            asked = [m.actor.prepare.remote(here, str(file), content) for m in members]
+            what = "for the machines to find the output directory"
+            prepared = answers(self._ray, members, asked, what, self._head, self._check)
         wrong = [f"{m.name} {text}" for m, (text, _) in zip(members, prepared, strict=True) if text]
         if wrong:
             raise UserError(f"launcher=ray: {' '.join(wrong)}")
@@ -189,7 +223,9 @@ class _Run:
                     f"{len(member.facts.gpus)}. Fix: check nvidia-smi there, and restart Ray on it."
                 )
             asked.append(member.actor.start.remote(start))
-        answers(self._ray, members, asked, "for the supervisors to start the ranks", self._check)
+        # After a loss some ranks run: the watch finds out too, and ends them.
+        with suppress(Lost):
+            answers(self._ray, members, asked, "for the supervisors to start the ranks", self._head, self._check)
 
 
 def registry_policy(config: Mapping[str, Any]) -> Any:
@@ -210,6 +246,17 @@ def _written(file: Path) -> int:
         return file.stat().st_mtime_ns
     except OSError:
         return 0
+
+
+def _directory() -> str:
+    """The directory of this process, which all ranks enter; `UserError` if it was removed."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError as error:
+        raise UserError(
+            "launcher=ray: the directory in which the run was started is gone. Fix: start it in one that stays, such "
+            "as one on the file system that the machines share; in a job of Ray by `sh -c 'cd /shared/project && …'`."
+        ) from error
 
 
 def _logs(job: Job) -> Path:

@@ -14,10 +14,11 @@ from typing import Any
 
 import structlog
 
-from surogate_core.launch.child import LEAVE, RESUME, STOPPED, Failure
+from surogate_core.launch.child import LEAVE, STOPPED, Failure
 from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.supervisor import GRACE, WINDOW, first_of
-from surogate_launcher_ray.cluster import Member, death
+from surogate_launcher_ray.cluster import LOST, Member, death, lost
+from surogate_launcher_ray.head import Head
 from surogate_launcher_ray.node import Report
 
 log = structlog.get_logger(__name__)
@@ -60,12 +61,12 @@ class Watch:
         members: Sequence[Member],
         signals: Forwarding,
         *,
-        per_node: int,
+        head: Head,
         silence: float,
         show: Show | None = None,
     ):
-        """`per_node`: ranks of each machine. `silence`: seconds without an answer after which a machine is lost."""
-        self._ray, self._signals, self._per_node, self._limit = ray, signals, per_node, silence
+        """`silence`: seconds without an answer after which a machine is lost."""
+        self._ray, self._signals, self._head, self._limit = ray, signals, head, silence
         self._show = show or shower()
         self._machines = [Watched(member=member) for member in members]
         self._passed_on = False
@@ -106,8 +107,9 @@ class Watch:
         return self._signals.received is not None and self._machines[0].result == self._stop_code()
 
     def _failures(self) -> list[Failure]:
-        lost = [machine.lost for machine in self._machines if machine.lost is not None]
-        return lost + [failure for machine in self._machines for failure in machine.failures]
+        gone = [self._head.look(), *(machine.lost for machine in self._machines)]
+        found = [failure for failure in gone if failure is not None]
+        return found + [failure for machine in self._machines for failure in machine.failures]
 
     def _over(self) -> int | None:
         """The exit code of the run if it is over: everywhere, or where rank 0 was and the others do not follow."""
@@ -145,9 +147,9 @@ class Watch:
             except errors.ActorUnavailableError:
                 pass  # Ray may connect to it again; `heard_at` decides
             except errors.RayActorError as error:
-                machine.lost = self._lost(machine, f"the machine or its Ray is lost: {death(error)}")
+                machine.lost = lost(machine.member, f"{LOST}: {death(error)}")
         elif machine.asked is not None and (seconds := now - machine.heard_at) > self._limit:
-            machine.lost = self._lost(machine, f"the machine is lost: no answer for {seconds:.0f} seconds.")
+            machine.lost = lost(machine.member, f"the machine is lost: no answer for {seconds:.0f} seconds.")
         if machine.asked is None and not machine.over:
             machine.asked, machine.asked_at = machine.member.actor.look.remote(), now
 
@@ -157,12 +159,6 @@ class Watch:
             self._show(stream, text)
         machine.failures = [replace(failure, at=now - failure.at) for failure in report.failures]
         machine.result = report.result
-
-    def _lost(self, machine: Watched, text: str) -> Failure:
-        first, last = machine.member.first, machine.member.first + self._per_node - 1
-        who = f"rank {first} to {last}" if last > first else f"rank {first}"
-        message = f"{who} on {machine.member.name}: {text}"
-        return Failure(rank=first, message=message, code=1, at=0.0, advice=RESUME, host=machine.member.name)
 
     # ----------------------------------------------------------------------------- end
 
