@@ -106,6 +106,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"surogate {__version__}")
         return 0
+    _check_directory()
     if first.startswith(PREFIXES) or "=" in first:
         return _train(arguments, None)
     if first == DEMO:
@@ -130,6 +131,16 @@ def _dispatch(arguments: list[str]) -> int:
     if first in CORE_TASKS or first in installed_tasks():
         return _train(arguments[1:], first)
     raise _unknown_command(arguments)
+
+
+def _check_directory() -> None:
+    """Raise `UserError` if the directory of this process has been removed; libraries ask for it wherever they please."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError(
+            "the directory in which the command was started is gone. Fix: cd to one that exists, and start it again."
+        ) from None
 
 
 def _train(arguments: list[str], task: str | None) -> int:

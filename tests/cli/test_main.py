@@ -504,3 +504,17 @@ def test_the_example_is_trained_where_it_is_meant(
     Path("run.yaml").write_text("model: own\ndataset: embedded\n")
     assert main(words) == 0
     assert len(run) == 1
+
+
+def test_a_directory_that_is_gone_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["--version"]) == 0
+    assert main(["doctor"]) == 2
+    assert (
+        "the directory in which the command was started is gone. Fix: cd to one that exists" in capsys.readouterr().err
+    )
