@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 from surogate_core.cli.commands import COMMANDS, CORE_TASKS, DEMO, PEERS_COMMANDS, installed_tasks
 from surogate_core.cli.failure import report_bug
@@ -134,9 +135,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _check_directory() -> None:
-    """Raise `UserError` if the directory of this process has been removed; libraries ask for it wherever they please."""
+    """Raise `UserError` if the directory of this process has been removed, which libraries ask for anywhere."""
     try:
-        os.getcwd()
+        Path.cwd()
     except FileNotFoundError:
         raise UserError(
             "the directory in which the command was started is gone. Fix: cd to one that exists, and start it again."
