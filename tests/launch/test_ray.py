@@ -21,6 +21,8 @@ from surogate_core.testing.launchers import CHECKS
 
 TWO_MACHINES = ("gpus=2", "launcher=ray", "launcher.num_nodes=2", "gradient_accumulation_steps=1")
 LORA = ("lora=true", "lora_dropout=0.1")
+LONG = ("max_steps=120", "sequence_len=128")
+"""So many steps that a machine can be lost among them: metrics.jsonl shows steps half a second late."""
 FULL = ("lora=false", "exact_reduction=true", "optimizer=adamw")
 
 
@@ -218,11 +220,11 @@ def test_a_lost_machine_ends_the_run_soon(start: Any, own_cluster: Any) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_machine(start: Any, own_cluster: Any) -> None:
-    unbroken = start(*LORA, "max_steps=24", "sequence_len=128", name="unbroken")
+    unbroken = start(*LORA, *LONG, name="unbroken")
     code, output = unbroken.end()
     assert code == 0, output
     cluster = own_cluster({}, {})
-    keys = ("max_steps=24", "sequence_len=128", "max_restarts=1", "launcher.min_nodes=2")
+    keys = (*LONG, "max_restarts=1", "launcher.min_nodes=2")
     run = start(*LORA, *keys, *TWO_MACHINES, address=cluster.address)
     run.wait_for_steps(6)
     cluster.lose(cluster.machines[1])
@@ -237,12 +239,11 @@ def test_a_run_goes_on_with_another_machine(start: Any, own_cluster: Any) -> Non
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_machines_that_are_left(start: Any, own_cluster: Any) -> None:
-    keys = ("max_steps=24", "sequence_len=128")
-    unbroken = start(*LORA, *keys, name="unbroken")
+    unbroken = start(*LORA, *LONG, name="unbroken")
     code, output = unbroken.end()
     assert code == 0, output
     cluster = own_cluster({}, {})
-    run = start(*LORA, *keys, *TWO_MACHINES, "max_restarts=1", address=cluster.address)
+    run = start(*LORA, *LONG, *TWO_MACHINES, "max_restarts=1", address=cluster.address)
     run.wait_for_steps(6)
     cluster.lose(cluster.machines[1])
     code, output = run.end()
@@ -257,12 +258,12 @@ def test_a_run_goes_on_with_the_machines_that_are_left(start: Any, own_cluster: 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["supervisors", "ranks"])
 def test_a_machine_is_lost_before_the_first_checkpoint(start: Any, own_cluster: Any, when: str) -> None:
-    keys = ("max_steps=24", "sequence_len=128", "save_steps=1000")
+    keys = (*LONG, "save_steps=1000")
     unbroken = start(*LORA, *keys, name="unbroken")
     code, output = unbroken.end()
     assert code == 0, output
     cluster = own_cluster({}, {})
-    run = start(*LORA, *keys, *TWO_MACHINES, "max_restarts=1", address=cluster.address)
+    run = start(*LORA, *LONG, *TWO_MACHINES, "max_restarts=1", address=cluster.address)
     cluster.wait_for_supervisor(cluster.machines[1]) if when == "supervisors" else run.wait_for_ranks(2)
     began = time.monotonic()
     cluster.lose(cluster.machines[1])
