@@ -39,8 +39,8 @@ class Head:
             patience = float(environment.get(PATIENCE_NAME, ""))
         except ValueError:
             patience = PATIENCE
-        # Half, so that the command ends the ranks and names the cause before Ray aborts this process. Not less, because a
-        # head that keeps its state may come back.
+        # Half, so that the command ends the ranks and names the cause before Ray aborts this process. Not less,
+        # because a head that keeps its state may come back.
         return cls(ray.get_runtime_context().gcs_address, patience / 2)
 
     def look(self) -> Failure | None:
