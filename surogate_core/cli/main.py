@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 
 from surogate_core.cli.commands import COMMANDS, CORE_TASKS, DEMO, PEERS_COMMANDS, installed_tasks
 from surogate_core.cli.failure import report_bug
@@ -137,7 +136,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _check_directory() -> None:
     """Raise `UserError` if the directory of this process has been removed, which libraries ask for anywhere."""
     try:
-        Path.cwd()
+        os.getcwd()  # noqa: PTH109 - pathlib would be imported for every command, `--help` too
     except FileNotFoundError:
         raise UserError(
             "the directory in which the command was started is gone. Fix: cd to one that exists, and start it again."
