@@ -102,7 +102,7 @@ class Line:
     tiny: bool
     profile: bool
     more: str
-    """Further options of gpu_lora.py for ours."""
+    """Further options of gpu_lora.py for ours; peers take the number of layers from them."""
 
 
 # ---------------------------------------------------------------------- the process of a line
@@ -132,7 +132,10 @@ def work_line(line: Line) -> dict[str, Any]:
     batches = gpu_lora.make_batches("row", gpu_lora.PRESETS[preset]["vocab_size"], gpu_lora.ROWS + 1)
     started = time.perf_counter()
     results: list[Any] = []
-    side = _ours(options, device, batches, results) if peer is None else _peer(peer, preset, device, batches)
+    config = dict(gpu_lora.PRESETS[preset])
+    if options.layers:
+        config["num_hidden_layers"] = options.layers
+    side = _ours(options, device, batches, results) if peer is None else _peer(peer, preset, config, device, batches)
     figures = _timed(side, line, started)
     return {
         "gemm_tflops": gemm,
@@ -174,7 +177,7 @@ def _ours(options: argparse.Namespace, device: Any, batches: Sequence[Any], resu
     return peers.Side(step=step, facts=facts)
 
 
-def _peer(peer: Peer, preset: str, device: Any, batches: Sequence[Any]) -> Any:
+def _peer(peer: Peer, preset: str, config: dict[str, Any], device: Any, batches: Sequence[Any]) -> Any:
     import gpu_lora
     import peers
     import peers_moe
@@ -183,7 +186,7 @@ def _peer(peer: Peer, preset: str, device: Any, batches: Sequence[Any]) -> Any:
     torch.manual_seed(0)
     work = peers.Work(
         preset=preset,
-        config=gpu_lora.PRESETS[preset],
+        config=config,
         full=False,
         recompute=peer.recompute,
         rank=gpu_lora.RANK,
@@ -290,7 +293,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--limit", type=float, default=300, help="seconds that a line may take")
     parser.add_argument("--profile", action="store_true", help="with kernel times by kind")
-    parser.add_argument("--more", default="", metavar="OPTIONS", help="for gpu_lora.py, for all of ours")
+    parser.add_argument("--more", default="", metavar="OPTIONS", help="for gpu_lora.py, such as --layers 12")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the tiny shape, to try the script itself")
