@@ -55,6 +55,7 @@ from surogate_core.run.rate_check import rate_note
 from surogate_core.run.record import new_run_id
 from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.samples import Sampler, rows_of
+from surogate_core.run.set_up_times import SetUpTimes
 from surogate_core.run.task_spec import Surroundings, task_spec
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
@@ -94,7 +95,7 @@ class _Run:
         self.config, self.registry, self.mesh = config, registry, mesh
         self.outputs = Outputs(config, registry, watch) if mesh.leads else None
         self.bus = EventBus({})
-        self.started = time.perf_counter()
+        self.started, self.times = time.perf_counter(), SetUpTimes()
         self.signals = StopSignals()
         self.setting_up = True
         self.contents: Contents | None = None
@@ -187,6 +188,7 @@ class _Run:
         )
         loop.sampler, loop.evaluator = sampler, evaluator_of(material.task)
         self._accept(loop, checkpoint, checkpoints, material)
+        log.info("set up", seconds=self.times.ended())
         loop.emit(self._start(base, material, loop))
         if is_online(material.steps):
             cast("OnlineSteps", material.steps).attach(engine)
@@ -346,6 +348,7 @@ class _Run:
         self._show(Progress(task=task, done=done, total=total))
 
     def _show(self, event: Progress) -> None:
+        self.times.saw(event)
         self.bus.emit(event)
         self._stop_if_asked()
 

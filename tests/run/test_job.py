@@ -53,7 +53,8 @@ def test_a_copied_job_gives_the_same_bits_in_another_process(
     assert digests(there / "adapter") == digests(here / "adapter")
     assert digests(there / "checkpoint-2") == digests(here / "checkpoint-2")
     # The log of a process of its own is where a run's log is.
-    assert (there / "surogate.log").is_file()
+    lines = [json.loads(line) for line in (there / "surogate.log").read_text().splitlines()]
+    assert any(line["event"] == "set up" for line in lines)
 
 
 @pytest.mark.parametrize(
