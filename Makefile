@@ -26,7 +26,8 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(filter-out pyproject.toml,$(PROJECTS)
 STAMP := $(VENV)/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-fuzz test-gpu test-ray lint format types docs site dist native clean
+.PHONY: help setup train test test-slow test-fuzz test-gpu test-ray test-triton lint format types docs site dist native \
+  clean
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -52,6 +53,12 @@ test-gpu: $(STAMP) ## The tests that need an NVIDIA GPU
 test-ray: $(STAMP) ## The tests of runs on a Ray cluster; installs Ray into .venv
 	$(PIP) install --no-build-isolation -e 'plugins/surogate-launcher-ray[cluster]'
 	$(BIN)/python -m pytest -m 'not gpu' plugins/surogate-launcher-ray tests/launch/test_ray.py $(PYTEST)
+
+# Beside .venv's own packages, because a torch for CPUs must not find Triton in the other tests. Triton's interpreter
+# takes an array with one element for a number, which NumPy 2.4 refuses.
+test-triton: $(STAMP) ## Compile Triton's kernels for every chip, and interpret them; installs Triton (640 MB)
+	$(PIP) install --upgrade --no-deps --target $(VENV)/triton 'triton==3.6.*' 'numpy==2.3.*'
+	PYTHONPATH=$(abspath $(VENV))/triton $(SHARED) $(BIN)/python -m pytest -m 'not gpu' plugins/surogate-kernels-triton $(PYTEST)
 
 lint: $(STAMP) ## ruff check and ruff format --check
 	$(BIN)/ruff check .

@@ -155,14 +155,14 @@ def tile_table(ends_E: Tensor, rows: int, size: int) -> Tensor:
     return table_T4
 
 
-def _depth(device: torch.device, ranks: int, *, drops: bool) -> int:
+def _depth(device: torch.device, ranks: int, *, masks: int) -> int:
     """Columns of x that `down` reads at a time, such that its stages fit into the shared memory of a block and its
     masks into registers.
     """
-    columns, stages, room = 128, STAGES, LARGE_BLOCK
+    columns, stages, room = 64 if masks > 1 else 128, STAGES, LARGE_BLOCK
     if not large(device):
         # Elsewhere one stage is in registers.
-        columns, stages, room = 32 if drops and ranks > HIGH else 128, STAGES - 1, SMALL_BLOCK
+        columns, stages, room = 32 if masks and ranks > HIGH else 128, STAGES - 1, SMALL_BLOCK
     while stages * columns * (ROWS + ranks) * 2 > room:
         columns //= 2
     return columns
@@ -201,7 +201,7 @@ def down(
         L=rank,
         S=len(a),
         M=ROWS,
-        C=_depth(x.device, rank * len(a), drops=drops),
+        C=_depth(x.device, rank * len(a), masks=len(a) if drops else 0),
         num_warps=8 if drops else 4,
         num_stages=STAGES,
     )
@@ -241,7 +241,7 @@ def up(
         S=len(b),
         M=ROWS,
         C=columns,
-        num_warps=8 if drops and len(b) > 1 else 4,
+        num_warps=8 if drops else 4,
     )
 
 
