@@ -188,7 +188,6 @@ class _Run:
         )
         loop.sampler, loop.evaluator = sampler, evaluator_of(material.task)
         self._accept(loop, checkpoint, checkpoints, material)
-        log.info("set up", seconds=self.times.ended())
         loop.emit(self._start(base, material, loop))
         if is_online(material.steps):
             cast("OnlineSteps", material.steps).attach(engine)
@@ -294,6 +293,7 @@ class _Run:
         self.notes += self.outputs.take_over(checkpoints)
         self.outputs.write_files(self.config, checkpoints.run, loop.identity, material)
         self.setting_up = False
+        log.info("set up", seconds=self.times.ended())
 
     def _finish(self, reason: str, base: Base, material: Material, loop: Loop) -> None:
         """Export the trained weights, unless a signal ended the run, and emit the end of the run."""
