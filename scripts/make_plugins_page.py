@@ -129,6 +129,8 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   is never exit code 0.
 - `fabric`: two processes that it connects, on GPUs if there are two, exchange, gather, add and compare with the bits of
   ranks in one process, for one element and many, for parts of unequal and no length, and in replays of a CUDA graph.
+  With `groups=True`, four processes do the same in groups of two and of four neighbouring ranks, at different times;
+  where there are only two or three GPUs, and the fabric needs some, in one group of two.
 
 The kit cannot know which tokens a format intends to train: `surogate tokenize --debug` shows them. A check that does
 not apply on this machine is reported as skipped, with the reason; for example, a kernel pack for NVIDIA GPUs needs an

@@ -77,7 +77,8 @@ class Fabric:
         """The collectives among `size` neighbouring ranks, of which this one is: ranks 0 … size − 1 are a group, and so
         on. `size` divides the ranks.
 
-        All ranks call it after `connect`, if `FabricSpec.groups` is set. It lives as long as this fabric.
+        All ranks call it after `connect`, if `FabricSpec.groups` is set. Groups do not wait for each other. It lives as
+        long as this fabric.
         """
         raise NotImplementedError
 

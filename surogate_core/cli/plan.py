@@ -198,9 +198,8 @@ def _of_cluster(
 
     if resolve_device(config).type != "cuda":
         raise UserError("num_nodes, gpus_per_node: a cluster has GPUs, and none is here. Fix: add --gpu h200")
-    tokens = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.sequence_len
     work = plan_cluster.Work(
-        tokens=tokens // config.context_parallel_size,
+        tokens=sharing.tokens_of_rank(config) * config.gradient_accumulation_steps,
         micro_steps=config.gradient_accumulation_steps,
         update=0.0 if gpu is None else update_seconds(config, registry, prediction, gpu),
         shared=1 - 1 / cluster.ranks if sharing.level(config) else 0.0,

@@ -54,8 +54,7 @@ def flat(cluster: Cluster, sent: Sent) -> Traffic:
         each = _latency(cluster, inner=ranks - nodes, outer=nodes - 1)
         if nodes == 1:
             inside = float(sent.nbytes)
-    # A gather of unequal parts is a broadcast from each rank.
-    latency = sent.calls * each + sent.uneven * (ranks - 1) * CALL
+    latency = sent.calls * each
     inner, outer = _seconds(cluster, sent, inside, between)
     return Traffic(inside=inside, between=between, seconds=max(inner, outer) + latency if cluster.timed else 0.0)
 

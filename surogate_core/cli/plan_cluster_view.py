@@ -65,9 +65,8 @@ def as_text(plan: ClusterPlan) -> str:
     table.add_column("time", justify="right")
     table.add_column("beside")
     for sent, one in zip(plan.sent, plan.flat.each, strict=True):
-        calls = f"{sent.calls:,}" + (f" ({sent.uneven:,} uneven)" if sent.uneven else "")
         beside = f"the {sent.beside}" if sent.beside in ("forward", "backward") else "both" if sent.beside else ""
-        table.add_row(sent.what, calls, *_cells(cluster, one), beside)
+        table.add_row(sent.what, f"{sent.calls:,}", *_cells(cluster, one), beside)
     buffer = io.StringIO()
     Console(file=buffer, width=130, highlight=False).print(table)
     return f"Wires, for an optimizer step{_wires(cluster)}\n{buffer.getvalue()}\n{_totals(plan)}"
@@ -123,11 +122,6 @@ def notes(plan: ClusterPlan) -> list[str]:
     if cluster.nodes > 1:
         found.append(
             "no run on several machines has been measured: docs/explanation/thousand-gpus.md says what is assumed"
-        )
-    if uneven := sum(sent.uneven for sent in plan.sent):
-        found.append(
-            f"{cluster.ranks:,} ranks do not divide every tensor evenly, so {uneven:,} "
-            f"{'gather takes' if uneven == 1 else 'gathers take'} a broadcast from every rank"
         )
     if cluster.tokens_per_second is not None and not plan.update_known:
         found.append("the time that GPUs save by sharing the optimizer's update is not counted; --gpu would tell it")

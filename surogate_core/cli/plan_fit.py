@@ -130,7 +130,7 @@ def proposals(config: RunConfig, registry: Registry, predicted: Predictor, *, ra
 def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
     """The configuration with every set of changes that contradicts nothing."""
     assert config.lmhead_chunks != "auto"
-    tokens = config.per_device_train_batch_size * config.sequence_len
+    tokens = sharing.tokens_of_rank(config)
     chunks = [config.lmhead_chunks * n for n in (1, 4, 16)]
     chunks = chunks[:1] + [c for c in chunks[1:] if tokens // c >= FEWEST_TOKENS]
     optimizers = [config.optimizer]

@@ -70,8 +70,7 @@ def speed(
     config: RunConfig, registry: Registry, model: Model, prediction: Prediction, gpu: Gpu, *, more: float
 ) -> Speed:
     """The estimate; `more`: seconds of a step that go into offloading, computing again and the pieces of the head."""
-    tokens = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.sequence_len
-    tokens //= config.context_parallel_size
+    tokens = sharing.tokens_of_rank(config) * config.gradient_accumulation_steps
     # A packed row of several documents has fewer pairs: this is the longest time.
     pairs = (config.sequence_len + 1) / 2
     work = Work.of(model, frozen=config.lora)

@@ -28,6 +28,11 @@ def shards_weights(config: RunConfig) -> bool:
     return config.shard_weights or 3 in (config.zero_level, level(config))
 
 
+def tokens_of_rank(config: RunConfig) -> int:
+    """Tokens of a micro-batch that one rank computes: ranks that share rows have a part of each."""
+    return config.per_device_train_batch_size * config.sequence_len // config.context_parallel_size
+
+
 def shares_more(config: RunConfig, optimizer: OptimizerSpec) -> list[dict[str, Any]]:
     """Changes with which several GPUs share out more, from the cheapest to the one that needs least memory."""
     if config.gpus == 1:

@@ -17,7 +17,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.pieces import Piece
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.sharded_gradients import ShardedGradients
-from surogate_core.engine.sharding import ShardedGroup, Sharing
+from surogate_core.engine.sharding import ShardedGroup, Sharing, longest_part
 
 
 class FlatGroups:
@@ -47,6 +47,10 @@ class FlatGroups:
         """Name of a group → its number."""
         self.master: dict[str, Tensor] = {}
         """HF name → live master, but for those that are sharded."""
+        self.kept_by_all: list[Tensor] = []
+        """For each group that every rank keeps, [N, K]: its gradients in equal parts of the N ranks, so that one
+        all-gather fills them in place. Zeros follow the last gradient.
+        """
         self.grad: dict[str, Tensor] = {}
         """HF name → live fp32 gradient."""
         self.host_grad: dict[str, Tensor] = {}
@@ -86,7 +90,10 @@ class FlatGroups:
         here = self.sharded is not None and not self._placement.updates_on_cpu
         placement = Placement.on(self._placement.device) if here else self._placement
         master, host_master = placement.zeros("master", size, self._master_dtype)
-        grad, host_grad = placement.zeros("gradients", size, torch.float32)
+        ranks = 1 if self._sharing is None else self._sharing.mesh.world
+        parts, host_parts = placement.zeros("gradients", longest_part(size, ranks) * ranks, torch.float32)
+        self.kept_by_all.append(parts.view(ranks, -1))
+        grad, host_grad = parts[:size], host_parts[:size]
         group = ParamGroup(
             name=name,
             master=master,

@@ -48,6 +48,12 @@ def owners(whole: Range, ranks: int) -> list[Range]:
     return list(pairwise(borders))
 
 
+def longest_part(elements: int, ranks: int) -> int:
+    """Elements of the part of the first rank, whose part is the longest."""
+    start, stop = owners((0, elements), ranks)[0]
+    return stop - start
+
+
 def piece_ranges(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, Range]:
     """Key of a piece → the range that its members have in a flat group; a tied tensor is the embedding's."""
     ranges: dict[str, Range] = {}

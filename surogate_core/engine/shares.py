@@ -14,7 +14,7 @@ from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.lanes import Share
 from surogate_core.engine.reduce import staging_elements
-from surogate_core.engine.sharding import owners
+from surogate_core.engine.sharding import longest_part
 
 GRADIENT = 4
 """Bytes of a gradient."""
@@ -34,9 +34,6 @@ class Sent:
     """The computation that runs at the same time; empty if the GPU waits."""
     micro_steps: int = 1
     """Micro-steps of a step in which it runs."""
-    uneven: int = 0
-    """Gathers among the calls in which the ranks' parts differ in length. NCCL does each by a broadcast from every
-    rank."""
     ranks: int = 0
     """Neighbouring ranks among which it is sent; 0 is all."""
 
@@ -77,11 +74,10 @@ class Shares:
 
     def _own(self, elements: int) -> int:
         """The longest part of a piece."""
-        first, stop = owners((0, elements), self.ranks)[0]
-        return stop - first
+        return longest_part(elements, self.ranks)
 
     def _even(self, elements: int) -> int:
-        """Elements of a piece with all parts as long as the longest one, as weights are gathered."""
+        """Elements of a piece with all parts as long as the longest one, as it is gathered."""
         return self._own(elements) * self.ranks
 
     # ------------------------------------------------------------------------- what is kept
@@ -92,9 +88,19 @@ class Shares:
         return self.flat if self.level == 0 else sum(map(self._own, self.decayed)) + self.undecayed
 
     @property
-    def sums(self) -> int:
-        """Elements of the gradient sums of a rank."""
+    def _kept_by_all(self) -> Sequence[int]:
+        """Elements of each flat group whose gradients every rank keeps."""
+        return [n for n in (sum(self.decayed) if self.level == 0 else 0, self.undecayed) if n]
+
+    @property
+    def _summed(self) -> int:
+        """Elements of the gradients that a rank sums."""
         return self.flat if self.level < 2 else self.masters
+
+    @property
+    def sums(self) -> int:
+        """Elements of the gradient sums of a rank, with the padding of those that every rank keeps."""
+        return self._summed + sum(self._even(n) - n for n in self._kept_by_all)
 
     @property
     def partial_sums(self) -> int:
@@ -105,7 +111,7 @@ class Shares:
         if share.simple:
             return 0
         further = share.leaves < len(share.sizes)
-        return (int(math.log2(share.leaves)) + further) * self.sums
+        return (int(math.log2(share.leaves)) + further) * self._summed
 
     def copies(self, alone: int) -> int:
         """Bytes of the compute copies of a rank; `alone`: those of one rank alone."""
@@ -135,11 +141,6 @@ class Shares:
             return alone
         layers = self.frozen[1:-1]
         return alone - sum(layers) + sum(map(self._part, layers))
-
-    def _uneven(self, pieces: Sequence[int]) -> int:
-        """How many of the pieces are divided into parts of different lengths."""
-        parts = [{stop - start for start, stop in owners((0, elements), self.ranks)} for elements in pieces]
-        return sum(len(lengths) > 1 for lengths in parts)
 
     def _part(self, nbytes: int) -> int:
         """Bytes of a rank's part of a layer's frozen weights."""
@@ -211,18 +212,11 @@ class Shares:
         )
 
     def _gradients(self, steps: int) -> Sequence[Sent]:
-        whole = self.flat if self.level == 0 else self.undecayed
-        reduced = self._others(GRADIENT * whole)
-        groups = [group for group in (whole - self.undecayed, self.undecayed) if group]
+        groups = self._kept_by_all
+        nbytes = self._others(GRADIENT * sum(map(self._even, groups)))
         found = [
-            Sent(what="gradients that all keep, reduced", nbytes=reduced, calls=len(groups), how="exchange"),
-            Sent(
-                what="gradients that all keep, gathered",
-                nbytes=reduced,
-                calls=len(groups),
-                how="gather",
-                uneven=self._uneven(groups),
-            ),
+            Sent(what="gradients that all keep, reduced", nbytes=nbytes, calls=len(groups), how="exchange"),
+            Sent(what="gradients that all keep, gathered", nbytes=nbytes, calls=len(groups), how="gather"),
         ]
         if self.level:
             times = 1 if self.level == 1 else steps

@@ -6,16 +6,13 @@ Gradients are reduced beside the backward of the last one, or in the optimizer s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.reduce import reduce_parts, staging_elements
-from surogate_core.engine.sharding import Sharing, owners
+from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.side_streams import FIRST, SideStream
 from surogate_core.mesh.sums import lanes_of
 
@@ -27,8 +24,7 @@ class Traffic:
         """`micro_batches`: M, of a step of all ranks."""
         ranks = sharing.mesh.world
         self._sharing, self._group = sharing, parameters.sharded
-        sharded = set() if self._group is None else {id(g) for g in self._group.groups}
-        self._replicated = [_cut(g.grad, ranks) for g in parameters.groups if id(g) not in sharded]
+        self._replicated = [list(parts_NK.unbind()) for parts_NK in parameters.flat.kept_by_all]
         """For each replicated group, its gradients cut into a part for each rank."""
         self._alone = ranks == 1
         self._in_order = lanes_of(micro_batches) % ranks == 0 and sharing.exact
@@ -56,7 +52,7 @@ class Traffic:
         self._staging = sharing.mesh.zeros(0 if self._alone else self._staging_size(), torch.float32, device)
 
     def _staging_size(self) -> int:
-        longest = max((part.numel() for parts in self._replicated for part in parts), default=0)
+        longest = max((parts[0].numel() for parts in self._replicated), default=0)
         if self._group is not None and self._sharing.level == 1:
             longest = max(longest, *(b - a for part in self._group.parts.values() for a, b in part.owners))
         return staging_elements(longest, self._sharing.mesh.world)
@@ -165,9 +161,3 @@ class Traffic:
 def _in_order(bits: Tensor) -> Tensor:
     """Patterns of fp32 values as integers in the order of the values, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def _cut(flat: Tensor, ranks: int) -> Sequence[Tensor]:
-    """A group's gradients, a part for each rank."""
-    assert flat.numel() % FLAT_ALIGNMENT == 0
-    return [flat[a:b] for a, b in owners((0, flat.numel()), ranks)]

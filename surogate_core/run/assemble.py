@@ -332,7 +332,7 @@ def engine_settings(
         adapter_dtype=DTYPES[config.lora_dtype],
         compiler=config.compiler if config.compiler != "auto" else ("inductor" if device.type == "cuda" else "fx"),
         cuda_graphs=config.use_cuda_graphs,
-        tokens=config.per_device_train_batch_size * config.sequence_len // config.context_parallel_size,
+        tokens=sharing.tokens_of_rank(config),
         borders=borders,
         max_seqlen=config.sequence_len,
         head_chunks=config.lmhead_chunks,

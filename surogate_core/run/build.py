@@ -17,6 +17,7 @@ import structlog
 import torch
 
 from surogate_core.config.schema import RunConfig
+from surogate_core.config.sharing import tokens_of_rank
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
@@ -103,7 +104,7 @@ def is_open(config: RunConfig) -> bool:
 
 def choices(config: RunConfig) -> list[Choice]:
     """What the configuration leaves open, from the fastest choice to the one that needs least memory."""
-    tokens = config.per_device_train_batch_size * config.sequence_len
+    tokens = tokens_of_rank(config)
     policies: list[tuple[bool, float]]
     if config.recompute == "auto":
         largest = config.recompute_budget
@@ -213,7 +214,7 @@ def upper_bound(config: RunConfig, resolved: ResolvedModel) -> int:
     """Bytes that the run cannot exceed, from shapes alone: much too high, and found without tracing a layer."""
     device, lora = resolve_device(config), resolve_lora(config, resolved.model)
     size = resolve_dtype(config, device).itemsize
-    tokens = config.per_device_train_batch_size * config.sequence_len
+    tokens = tokens_of_rank(config)
     model = resolved.model
     parameters = activations = 0
     for _, block in model.blocks(tokens):

@@ -153,7 +153,8 @@ class _Search:
         while tokens >= SHORTEST:
             changes: dict[str, Any] = {"per_device_train_batch_size": max(1, min(tokens // length, rows))}
             if tokens < length:
-                changes["sequence_len"] = 1 << (tokens.bit_length() - 1)
+                shorter, parts = 1 << (tokens.bit_length() - 1), config.context_parallel_size
+                changes["sequence_len"] = max(shorter - shorter % parts, parts)
             if self.fits(self.predicted(replace(config, **changes))):
                 return {k: v for k, v in changes.items() if v != getattr(config, k)}
             tokens //= 2

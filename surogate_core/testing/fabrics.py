@@ -1,4 +1,4 @@
-"""Checks of fabrics: two processes that it connects have the bits of virtual ranks.
+"""Checks of fabrics: the processes that it connects have the bits of virtual ranks.
 
 ``python -m surogate_core.testing.fabrics FILE RANK`` is such a process.
 
@@ -32,6 +32,10 @@ from surogate_core.mesh.virtual import in_threads
 from surogate_core.testing.check import NotApplicable, ensure
 
 WORLD = 2
+GROUPED = 4
+"""Ranks for groups of them; `WORLD` where there are fewer GPUs, and the fabric needs some."""
+GROUPS = (2, 4)
+"""Ranks of a group."""
 TURNS = 3
 """How often every collective runs with new values: first outside of a CUDA graph, then in replays of one."""
 SIZES = (1, 1000, 2**17 + 256)
@@ -61,24 +65,29 @@ class Buffers:
         self.one_only = parts([size if rank == 0 else 0 for rank in range(world)])
         self.equal = parts([size] * world, torch.uint8)
         self.scattered = [torch.zeros(size, device=device) for _ in range(world)]
+        # Ranks that share rows exchange bytes, whatever their dtype is.
+        self.sent_bytes = list(torch.zeros(world, size, dtype=torch.uint8, device=device).unbind())
+        self.received_bytes_NK = zeros(world * size, torch.uint8).view(world, size)
         self.added = [torch.zeros(world, size, dtype=t, device=device) for t in (torch.float32, torch.float64)]
         self.most = torch.zeros(2, size, device=device)
         self._gathered = (self.unequal, self.one_only, self.scattered)
 
     def are_zeros(self) -> bool:
         """Whether new buffers are zeros."""
-        return not any(bool(t.any()) for t in (self.received_NK, *self.unequal, *self.one_only, *self.equal))
+        received = (self.received_NK, self.received_bytes_NK)
+        return not any(bool(t.any()) for t in (*received, *self.unequal, *self.one_only, *self.equal))
 
-    def fill(self, rank: int, turn: int) -> None:
-        """Values that each rank draws by itself."""
-        random = torch.Generator().manual_seed(100 * turn + rank)
+    def fill(self, rank: int, turn: int, *, drawn_by: int) -> None:
+        """Values that each rank draws by itself. `drawn_by`: its number among all ranks."""
+        random = torch.Generator().manual_seed(100 * turn + drawn_by)
 
         def normal(like: Tensor) -> Tensor:
             return torch.randn(like.shape, generator=random)
 
         for part in (*self.sent, *(parts[rank] for parts in self._gathered)):
             part.copy_(normal(part))
-        self.equal[rank].copy_(normal(self.equal[rank]).mul(64).abs().clamp(max=255))
+        for part in (self.equal[rank], *self.sent_bytes):
+            part.copy_(normal(part).mul(64).abs().clamp(max=255))
         for added in self.added:
             added.zero_()
             added[rank].copy_(normal(added[rank]))
@@ -89,6 +98,7 @@ class Buffers:
     def run(self, fabric: Fabric) -> None:
         """Every collective once."""
         fabric.exchange(self.sent, self.received_NK)
+        fabric.exchange(self.sent_bytes, self.received_bytes_NK)
         for parts in (*self._gathered, self.equal):
             fabric.gather(parts)
         for added in self.added:
@@ -97,7 +107,9 @@ class Buffers:
 
     def results(self, rank: int) -> dict[str, int]:
         """Collective → a checksum of its result: the weighted sum of its bytes as integers."""
-        received = [row for r, row in enumerate(self.received_NK) if r != rank]
+        received = [
+            rows[r] for rows in (self.received_NK, self.received_bytes_NK) for r in range(len(rows)) if r != rank
+        ]
         gathered = [part for parts in (*self._gathered, self.equal) for part in parts]
         found = {"exchange": received, "gather": gathered, "add": self.added, "maximum": [self.most]}
         return {name: sum((n + 1) * _checksum(t) for n, t in enumerate(tensors)) for name, tensors in found.items()}
@@ -108,17 +120,18 @@ def _checksum(tensor: Tensor) -> int:
     return int((values * (torch.arange(values.numel()) % 1009 + 1)).sum())
 
 
-def _numbers(rank: int) -> list[float]:
-    return [rank, -rank, 1e300 * (rank - 0.5), -torch.inf if rank else 0.25]
+def _largest(fabric: Fabric, drawn_by: int) -> list[float]:
+    numbers = [drawn_by, -drawn_by, 1e300 * (drawn_by - 0.5), -torch.inf if drawn_by else 0.25]
+    return [float(value) for value in fabric.largest(numbers)]
 
 
-def _of_turns(size: int, fabric: Fabric, device: torch.device, zeros: Zeros) -> dict[str, Any]:
+def _of_turns(size: int, fabric: Fabric, device: torch.device, zeros: Zeros, *, drawn_by: int) -> dict[str, Any]:
     """Collective → its checksums, one for each turn; and whether the buffers were zeros at first."""
     buffers = Buffers(size, fabric.world, device, zeros)
     found: dict[str, Any] = {"zeros": buffers.are_zeros()}
     graph = None
     for turn in range(TURNS):
-        buffers.fill(fabric.rank, turn)
+        buffers.fill(fabric.rank, turn, drawn_by=drawn_by)
         if graph is None:
             buffers.run(fabric)
         else:
@@ -132,19 +145,56 @@ def _of_turns(size: int, fabric: Fabric, device: torch.device, zeros: Zeros) -> 
     return found
 
 
+def _of_all(fabric: Fabric, device: torch.device, zeros: Zeros) -> dict[str, Any]:
+    """What the collectives among all ranks give."""
+    sizes = {str(size): _of_turns(size, fabric, device, zeros, drawn_by=fabric.rank) for size in SIZES}
+    place = [fabric.rank, fabric.world]
+    return {"sizes": sizes, "place": place, "largest": _largest(fabric, fabric.rank)}
+
+
+def _of_groups(mesh: Mesh, device: torch.device) -> dict[str, Any]:
+    """The places of this rank in its groups, and what the collectives in each give; then those among all ranks again.
+
+    Groups of the wrong ranks would hang, so that they have places only.
+    """
+    fabric, rank, zeros = mesh.fabric, mesh.rank, partial(_plain_zeros, device=device)
+    assert fabric is not None
+    ensure(type(fabric).within is not Fabric.within, "it has no `within`, and its spec says groups=True")
+    places: dict[str, str] = {}
+    results: dict[str, Any] = {}
+    for ranks in (n for n in GROUPS if n <= mesh.world):
+        group, name = fabric.within(ranks), f"its group of {ranks}"
+        last, first = group.largest([rank, -rank])
+        places[name] = _place(group.rank, group.world, int(-first), int(last))
+        if mesh.gather(places[name]) != [_place_among(ranks, other) for other in range(mesh.world)]:
+            return {"places": places}
+        # Groups do not wait for each other, so every other one goes through the sizes from the end.
+        order = SIZES if rank // ranks % 2 == 0 else SIZES[::-1]
+        sizes = {str(size): _of_turns(size, group, device, zeros, drawn_by=rank) for size in order}
+        results[name] = {"sizes": sizes, "largest": _largest(group, rank)}
+    return {"places": places, "results": results | {"all, after its groups": _of_all(fabric, device, zeros)}}
+
+
+def _place(number: int, world: int, first: int, last: int) -> str:
+    return f"number {number} of {world}, which are ranks {first} to {last}"
+
+
+def _place_among(ranks: int, rank: int) -> str:
+    """The right place of a rank in a group of so many."""
+    first = rank - rank % ranks
+    return _place(rank - first, ranks, first, first + ranks - 1)
+
+
+def _plain_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(elements, dtype=dtype, device=device)
+
+
 @cache
-def _expected() -> list[dict[str, Any]]:
+def _expected(world: int, groups: bool = False) -> list[dict[str, Any]]:
     """By rank: what `_rank` writes."""
-
-    def zeros(elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(elements, dtype=dtype)
-
-    def work(fabric: Fabric) -> dict[str, Any]:
-        sizes = {str(size): _of_turns(size, fabric, torch.device("cpu"), zeros) for size in SIZES}
-        place = [fabric.rank, fabric.world]
-        return {"sizes": sizes, "place": place, "largest": fabric.largest(_numbers(fabric.rank))}
-
-    return in_threads(WORLD, work)
+    cpu = torch.device("cpu")
+    zeros = partial(_plain_zeros, device=cpu)
+    return in_threads(world, lambda f: _of_groups(f.mesh(), cpu) if groups else _of_all(f, cpu, zeros))
 
 
 # ------------------------------------------------------------------------------ the processes
@@ -163,22 +213,23 @@ def _rank(given: Mapping[str, Any], rank: int) -> dict[str, Any]:
     from torch.distributed import FileStore
 
     torch.set_num_threads(1)
+    world = given["world"]
     device = torch.device(given["device"], *([0] if given["device"] == "cuda" else []))
-    mesh = Mesh(rank=rank, world=WORLD, store=FileStore(given["store"], WORLD), local_world=WORLD)
+    mesh = Mesh(rank=rank, world=world, store=FileStore(given["store"], world), local_world=world)
     from surogate_core.mesh.offers import FABRICS
 
     mesh.choose(partial(_object(given["build"]), _object(given["options"])()), device, FABRICS)
     early = mesh.zeros(SIZES[0], torch.float32, device)
     mesh.connect(device)
     assert mesh.fabric is not None
-    zeros = partial(mesh.zeros, device=device)
-    sizes = {str(size): _of_turns(size, mesh.fabric, device, zeros) for size in SIZES}
-    for found in sizes.values():
-        found["zeros"] = found["zeros"] and not bool(early.any())
-    largest = [float(value) for value in mesh.largest(_numbers(rank))]
-    place = [mesh.fabric.rank, mesh.fabric.world]
+    if given["groups"]:
+        found = _of_groups(mesh, device)
+    else:
+        found = _of_all(mesh.fabric, device, partial(mesh.zeros, device=device))
+        for results in found["sizes"].values():
+            results["zeros"] = results["zeros"] and not bool(early.any())
     mesh.close()
-    return {"sizes": sizes, "place": place, "largest": largest}
+    return found
 
 
 def _object(path: str) -> Any:
@@ -198,37 +249,46 @@ def _path_of(value: Any, what: str) -> str:
     raise AssertionError(f"`{what}` must be a function or class of a module, so that other processes find it")
 
 
-def _device(spec: FabricSpec) -> str:
+def _device(spec: FabricSpec, world: int = WORLD) -> str:
     """The device of the processes; raises `NotApplicable` if the fabric has none here."""
-    if spec.supports("cuda", True) and len(visible(os.environ)) >= WORLD:
+    if spec.supports("cuda", True) and len(visible(os.environ)) >= world:
         return "cuda"
     if not spec.supports("cpu", True):
-        raise NotApplicable(f"it needs {WORLD} GPUs")
+        raise NotApplicable(f"it needs {world} GPUs")
     return "cpu"
 
 
-def _of(spec: FabricSpec) -> Sequence[Mapping[str, Any]]:
-    """What two ranks in processes of their own write, by rank."""
-    device = _device(spec)
-    found = _processes(_path_of(spec.build, "build"), _path_of(spec.options, "options"), device)
+def _of(spec: FabricSpec, world: int = WORLD, *, groups: bool = False) -> Sequence[Mapping[str, Any]]:
+    """What ranks in processes of their own write, by rank."""
+    device = _device(spec, world)
+    build, options = _path_of(spec.build, "build"), _path_of(spec.options, "options")
+    found = _processes(build, options, device, world, groups)
     ensure(not found.failure, found.failure)
     return found.ranks
 
 
 @cache
-def _processes(build: str, options: str, device: str) -> _Found:
-    """One pair of processes serves all checks of a fabric."""
+def _processes(build: str, options: str, device: str, world: int, groups: bool) -> _Found:
+    """One pair of processes serves all checks of a fabric but that of its groups."""
     gpus = visible(os.environ) if device == "cuda" else []
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        given = {"build": build, "options": options, "device": device, "path": sys.path, "store": f"{place}/store"}
+        given = {
+            "build": build,
+            "options": options,
+            "device": device,
+            "world": world,
+            "groups": groups,
+            "path": sys.path,
+            "store": f"{place}/store",
+        }
         (place / "given").write_text(json.dumps(given), encoding="utf-8")
         command = [sys.executable, "-m", "surogate_core.testing.fabrics", f"{place}/given"]
         started: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(WORLD):
+            for rank in range(world):
                 with (place / f"said {rank}").open("wb") as said:
-                    own = environment(os.environ, rank, WORLD, gpus)
+                    own = environment(os.environ, rank, world, gpus)
                     started.append(subprocess.Popen([*command, str(rank)], env=own, stdout=said, stderr=said))
             failure = _wait(started, place)
         finally:
@@ -237,7 +297,7 @@ def _processes(build: str, options: str, device: str) -> _Found:
                 process.wait()
         if failure:
             return _Found(failure=failure)
-        return _Found(ranks=[json.loads((place / f"found {rank}").read_bytes()) for rank in range(WORLD)])
+        return _Found(ranks=[json.loads((place / f"found {rank}").read_bytes()) for rank in range(world)])
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], place: Path) -> str:
@@ -268,7 +328,7 @@ def _main(file: str, rank: int) -> None:
 
 def opens_between_processes(fabric: FabricSpec) -> None:
     """It is built, connects two processes, knows their number and its own, and closes."""
-    for found, expected in zip(_of(fabric), _expected(), strict=True):
+    for found, expected in zip(_of(fabric), _expected(WORLD), strict=True):
         ensure(found["place"] == expected["place"], f"rank and world are {found['place']}, not {expected['place']}")
 
 
@@ -280,11 +340,16 @@ def allocates_zeros(fabric: FabricSpec) -> None:
 
 
 def _agrees(fabric: FabricSpec, name: str) -> None:
-    for rank, (found, expected) in enumerate(zip(_of(fabric), _expected(), strict=True)):
-        for size, results in found["sizes"].items():
-            for turn, (ours, right) in enumerate(zip(results[name], expected["sizes"][size][name], strict=True)):
-                how = "" if turn == 0 else f" the {'second' if turn == 1 else 'third'} time"
-                ensure(ours == right, f"rank {rank} has wrong values for {size} elements{how}")
+    for rank, (found, expected) in enumerate(zip(_of(fabric), _expected(WORLD), strict=True)):
+        _same(found, expected, name, f"rank {rank} has wrong values")
+
+
+def _same(found: Mapping[str, Any], expected: Mapping[str, Any], name: str, said: str) -> None:
+    """The checksums of a collective are the expected ones."""
+    for size, results in found["sizes"].items():
+        for turn, (ours, right) in enumerate(zip(results[name], expected["sizes"][size][name], strict=True)):
+            how = "" if turn == 0 else f" the {'second' if turn == 1 else 'third'} time"
+            ensure(ours == right, f"{said} for {size} elements{how}")
 
 
 def exchanges_parts(fabric: FabricSpec) -> None:
@@ -309,9 +374,31 @@ def keeps_nan_in_the_maximum(fabric: FabricSpec) -> None:
 
 def finds_the_largest_on_the_host(fabric: FabricSpec) -> None:
     """`largest` takes the maximum of each float64, infinities too."""
-    for rank, (found, expected) in enumerate(zip(_of(fabric), _expected(), strict=True)):
+    for rank, (found, expected) in enumerate(zip(_of(fabric), _expected(WORLD), strict=True)):
         right = expected["largest"]
         ensure(found["largest"] == right, f"rank {rank} has {found['largest']}, not {right}")
+
+
+def connects_groups_of_neighbouring_ranks(fabric: FabricSpec) -> None:
+    """`within`, which a spec with `groups` has: its fabrics are of neighbouring ranks, each group works by itself, and
+    all ranks work on.
+    """
+    if not fabric.groups:
+        raise NotApplicable("its spec does not say groups=True, so ranks cannot share rows through it")
+    enough = fabric.supports("cpu", True) or len(visible(os.environ)) >= GROUPED
+    world = GROUPED if enough else WORLD
+    by_rank = list(enumerate(zip(_of(fabric, world, groups=True), _expected(world, True), strict=True)))
+    for rank, (found, expected) in by_rank:
+        for where, place in found["places"].items():
+            right = expected["places"][where]
+            ensure(place == right, f"in {where}, rank {rank} of {world} is {place}, not {right}")
+    for rank, (found, expected) in by_rank:
+        for where, right in expected["results"].items():
+            ours, who = found["results"][where], f"in {where}, rank {rank} of {world}"
+            largest = ours["largest"]
+            ensure(largest == right["largest"], f"{who} finds the largest {largest}, not {right['largest']}")
+            for name in ("exchange", "gather", "add", "maximum"):
+                _same(ours, right, name, f"{who} has wrong values of `{name}`")
 
 
 CHECKS = (
@@ -322,6 +409,7 @@ CHECKS = (
     adds_values_of_one_rank_each,
     keeps_nan_in_the_maximum,
     finds_the_largest_on_the_host,
+    connects_groups_of_neighbouring_ranks,
 )
 
 if __name__ == "__main__":

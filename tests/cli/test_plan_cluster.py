@@ -36,9 +36,9 @@ def cluster(nodes: int, per_node: int, wires: str = "nvlink4,8xib400", speed: fl
     return Cluster(nodes=nodes, per_node=per_node, inside=inside, between=between, tokens_per_second=speed)
 
 
-def sent(whole: float, ranks: int, *, how: Any = "exchange", calls: int = 1, uneven: int = 0, **more: Any) -> Sent:
+def sent(whole: float, ranks: int, *, how: Any = "exchange", calls: int = 1, **more: Any) -> Sent:
     """Transfers of `whole` bytes in all."""
-    return Sent(what="", nbytes=round(whole * (ranks - 1) / ranks), calls=calls, how=how, uneven=uneven, **more)
+    return Sent(what="", nbytes=round(whole * (ranks - 1) / ranks), calls=calls, how=how, **more)
 
 
 def test_an_exchange_sends_to_all_ranks_alike() -> None:
@@ -56,11 +56,6 @@ def test_a_gather_is_a_ring_that_enters_each_node_once() -> None:
     assert found.seconds == pytest.approx(31e9 / (4 * 46e9) + latency), "the network is the slower wire"
     thousand = flat(cluster(125, 8), sent(0, 1000, how="gather"))
     assert thousand.seconds == pytest.approx(BASE + 875 * 3.4e-6 + 124 * 14e-6)
-
-
-def test_parts_of_different_lengths_are_broadcast() -> None:
-    even, uneven = (flat(cluster(4, 8), sent(32e6, 32, how="gather", uneven=n)) for n in (0, 1))
-    assert uneven.seconds - even.seconds == pytest.approx(31 * CALL)
 
 
 def test_two_stages_send_each_byte_out_of_a_node_once() -> None:

@@ -109,6 +109,12 @@ def test_several_cpus_share_out_what_the_optimizer_allows(installed: Registry) -
     assert levels("normuon") == set()
 
 
+def test_chunks_of_the_head_are_of_a_ranks_own_tokens(installed: Registry) -> None:
+    keys = ["model=qwen3", "gpus=4", "context_parallel_size=4", "sequence_len=4096", "per_device_train_batch_size=1"]
+    config = load_run_config([*keys, "lmhead_chunks=1", "recompute=true"], registry=installed)
+    assert {changed.lmhead_chunks for changed in _candidates(config, installed)} == {1, 4}, "1024 tokens, 256 at least"
+
+
 @pytest.mark.slow
 def test_nothing_fits(capsys: Any) -> None:
     assert main(["plan", *SMALL, "--fit", "1MiB"]) == 3

@@ -63,7 +63,7 @@ def test_levels_need_less_and_send_more() -> None:
     first, third = (plan("lora=false", "gpus=4", f"zero_level={level}") for level in (1, 3))
     before, after = ({h["kind"]: h["nbytes"] for h in p["held"]} for p in (first, third))
     assert after["masters"] == before["masters"] == pytest.approx(4 * first["trainable_parameters"] / 4, rel=0.01)
-    assert after["gradients"] == pytest.approx(before["gradients"] / 4, rel=0.01)
+    assert after["gradients"] == pytest.approx(before["gradients"] / 4, rel=0.02), "norms are kept by all"
     assert after["compute copies"] < before["compute copies"]
     assert third["sent_bytes"] > first["sent_bytes"]
     assert 0 < third["efficiency"] < first["efficiency"]

@@ -134,6 +134,7 @@ def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, key
         sharded, parameters = engine.parameters.sharded, engine.parameters
         copies = [copy for copy, _ in parameters.copies]
         copies += [] if sharded is None else list(sharded._copies.values())
+        owned = [] if sharded is None else [sharded.sums]
         weights, gradients = engine.stores.weights, engine.stores.gradients
         rooms = gradients._rooms.values() if isinstance(gradients, ShardedGradients) else ()
         slots = weights._slots if isinstance(weights, ShardedWeights) else []
@@ -142,7 +143,7 @@ def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, key
         return {
             "weights": _kept(weights) if adapters else 0,
             "masters": sum(group.master.nbytes for group in parameters.groups),
-            "gradients": sum(sums.nbytes for sums in parameters.flat.sums()),
+            "gradients": sum(sums.nbytes for sums in [*parameters.flat.kept_by_all, *owned]),
             "compute copies": sum(copy.nbytes for copy in copies),
             "partial sums": sum(t.nbytes for sums in [*engine._lanes._levels, engine._lanes._total] for t in sums),
             "received gradients": engine.traffic._staging.nbytes + (0 if received is None else received.nbytes),

@@ -306,6 +306,25 @@ def test_a_rank_holds_its_part_of_masters_and_state() -> None:
     assert max(held for held, _ in found) < sum(held for held, _ in found) / 2
 
 
+@pytest.mark.parametrize(("case", "world"), [("lora", 3), ("level 0", 2), ("level 1", 2)])
+def test_gradients_that_all_keep_are_gathered_in_place_by_one_call(case: str, world: int) -> None:
+    gathered: list[bool] = []
+
+    class Watched(VirtualFabric):
+        def gather(self, parts: Sequence[Tensor]) -> None:
+            gathered.append(groups._as_one(parts) is not None)
+            super().gather(parts)
+
+    def work(fabric: VirtualFabric) -> None:
+        engine = engine_of(Watched(fabric._ranks, fabric.rank), micro_batches=6, **CASES[case])
+        whole = sum(group.grad.numel() for group in engine.parameters.groups if "@" not in group.name)
+        assert sum(parts_NK.numel() for parts_NK in engine.parameters.flat.kept_by_all) > whole, "nothing is padded"
+        steps(engine, 1, micro_batches=6)
+
+    in_threads(world, work)
+    assert gathered == [True] * len(gathered) != []
+
+
 def test_weights_are_gathered_in_place_by_one_call_for_each_piece() -> None:
     def work(fabric: VirtualFabric) -> tuple[set[int], list[bool]]:
         group = engine_of(fabric, micro_batches=6, zero_level=1).parameters.sharded

@@ -38,7 +38,8 @@ def test_levels_keep_less(ranks: int) -> None:
     own = sum(P) // ranks + UNIT
     first, second, third = (shares(level, ranks) for level in (1, 2, 3))
     assert [s.masters for s in (first, second, third)] == [own] * 3
-    assert [s.sums for s in (first, second, third)] == [sum(P) + UNIT, own, own]
+    more = (ranks - 1) * UNIT  # the padding of what all keep
+    assert [s.sums for s in (first, second, third)] == [sum(P) + UNIT + more, own + more, own + more]
     assert [s.copies(0) for s in (first, second)] == [2 * (sum(P) + UNIT)] * 2
     assert third.copies(0) == 2 * (16 * UNIT + 32 * UNIT // ranks + UNIT)
     assert (first.whole_sums, third.whole_sums) == (0, 4 * (2 * 16 + 8) * UNIT)
@@ -85,8 +86,8 @@ def test_bytes_on_the_wire(ranks: int) -> None:
     def others(nbytes: int) -> int:
         return nbytes * (ranks - 1) // ranks
 
-    steps, elements, small = 8 // ranks, sum(P), 2 * others(4 * UNIT)
-    assert sent(0) == 2 * others(4 * (elements + UNIT))
+    steps, elements, small = 8 // ranks, sum(P), 2 * others(4 * ranks * UNIT)
+    assert sent(0) == 2 * others(4 * elements) + small
     assert sent(1) == small + others(4 * elements) + others(2 * elements)
     assert sent(2) == small + steps * others(4 * elements) + others(2 * elements)
     layers = steps * others(2 * 32 * UNIT)  # two layers, which the backward finds in the buffers
@@ -102,10 +103,11 @@ def test_what_hides_it() -> None:
     assert {s.beside for s in shares(0, 2).sent} == {""}
 
 
-def test_gathers_of_unequal_parts_are_counted() -> None:
-    uneven = {sent.what: sent.uneven for sent in shares(1, 3).sent if sent.uneven}
-    assert uneven == {"gradients that all keep, gathered": 1}
-    assert [sent.uneven for sent in shares(0, 3).sent] == [0, 1], "3 divides the larger group"
+def test_gradients_that_all_keep_are_gathered_in_equal_parts() -> None:
+    first, none = ({sent.what: sent.nbytes for sent in shares(level, 3).sent} for level in (1, 0))
+    assert first["gradients that all keep, gathered"] == 2 * 4 * UNIT, "to two ranks: one unit, and padding for both"
+    assert none["gradients that all keep, gathered"] == 2 * 4 * (sum(P) // 3 + UNIT), "3 divides the larger group"
+    assert shares(1, 3).sums == sum(P) + 3 * UNIT, "padding included"
 
 
 def test_weights_are_gathered_in_equal_parts() -> None:

@@ -15,12 +15,14 @@ from surogate_core.testing import fabrics
 from surogate_core.testing.check import NotApplicable
 from surogate_core.testing.suites import bundle_checks
 
+GROUPS = fabrics.connects_groups_of_neighbouring_ranks
+
 
 @pytest.mark.slow
 def test_fabrics_that_break_a_rule_are_caught() -> None:
     spec = bundles.FabricSpec(name="x", build=odd_fabrics.Careless)
     fabrics.opens_between_processes(spec)
-    for check in fabrics.CHECKS[1:]:
+    for check in set(fabrics.CHECKS[1:]) - {GROUPS}:
         with pytest.raises(AssertionError, match=r"rank|of its memory are not zeros"):
             check(spec)
     with pytest.raises(AssertionError, match=r"ends with 1: .*MachineError: there is no cable"):
@@ -29,9 +31,34 @@ def test_fabrics_that_break_a_rule_are_caught() -> None:
 
 @pytest.mark.slow
 def test_a_fabric_that_another_one_replaces_conforms() -> None:
-    spec = bundles.FabricSpec(name="x", build=odd_fabrics.second_choice)
+    spec = bundles.FabricSpec(name="x", build=odd_fabrics.second_choice, groups=True)
     for check in fabrics.CHECKS:
         check(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (odd_fabrics.Strided, "rank 0 of 4 is number 0 of 2, which are ranks 0 to 2, not number 0 of 2, .* 0 to 1"),
+        (odd_fabrics.Mixed, "rank 0 of 4 is number 0 of 2, which are ranks 0 to 3, not number 0 of 2, .* 0 to 1"),
+        (odd_fabrics.Numbered, "rank 2 of 4 is number 2 of 2, which are ranks 2 to 3, not number 0 of 2, .* 2 to 3"),
+        (odd_fabrics.Turned, "in its group of 2, rank 0 of 4 has wrong values of `exchange` for 1 elements"),
+        (odd_fabrics.InStep, r"rank \d of 4 ends with "),
+        (odd_fabrics.Promising, "AssertionError: it has no `within`, and its spec says groups=True"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_groups_that_break_a_rule_are_named(build: Any, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        GROUPS(bundles.FabricSpec(name="x", build=build, groups=True))
+
+
+@pytest.mark.slow
+def test_groups_conform_and_need_not_be_there() -> None:
+    GROUPS(bundles.FabricSpec(name="x", build=odd_fabrics.Sound, groups=True))
+    with pytest.raises(NotApplicable, match="its spec does not say groups=True"):
+        GROUPS(bundles.FabricSpec(name="x", build=odd_fabrics.Strided))
 
 
 def test_a_fabric_that_other_processes_cannot_find_is_named() -> None:

@@ -94,6 +94,24 @@ def test_the_bound_is_above_the_prediction(load: Load, installed: Registry, mode
     assert upper_bound(config, resolve_model(config, installed)) > bytes_of(config, installed)
 
 
+SHARED_ROWS = ("gpus=2", "context_parallel_size=2", "sequence_len=2048", "per_device_train_batch_size=1")
+"""Two ranks, each with 1024 tokens of a row."""
+
+
+def test_chunks_of_the_head_are_of_a_ranks_own_tokens(load: Load) -> None:
+    config = load(*SHARED_ROWS)
+    assert {c.lmhead_chunks for c in choices(config)} == {1, 2, 4}, "1024 tokens in chunks of at least 256"
+    assert choices(config) == choices(load("sequence_len=1024", "per_device_train_batch_size=1"))
+
+
+@pytest.mark.parametrize("method", ["lora=true", pytest.param("lora=false", marks=pytest.mark.slow)])
+def test_the_bound_counts_a_ranks_own_tokens(load: Load, installed: Registry, method: str) -> None:
+    shared = fastest(load(method, *SHARED_ROWS))
+    resolved = resolve_model(shared, installed)
+    alone = fastest(load(method, "sequence_len=1024", "per_device_train_batch_size=1"))
+    assert upper_bound(shared, resolved) == upper_bound(alone, resolved) > bytes_of(shared, installed)
+
+
 def test_plenty_of_memory_traces_nothing(load: Load, installed: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("lora=true")
     monkeypatch.setattr(build, "Counts", SimpleNamespace(of=lambda assembly: pytest.fail("traced")))

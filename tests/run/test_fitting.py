@@ -48,6 +48,17 @@ def test_shorter_rows_where_one_is_too_long(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+def test_shorter_rows_can_still_be_shared_by_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three GPUs that share rows cannot have equal parts of a power of two."""
+    keys = ("gpus=3", "context_parallel_size=3", "model.config.num_attention_heads=6")
+    keys += ("lora=true", "sequence_len=98304", "per_device_train_batch_size=1")
+    _, changes, nbytes = advised(*keys, mib=900, monkeypatch=monkeypatch)
+    assert changes["sequence_len"] % 3 == 0
+    assert 128 <= changes["sequence_len"] < 98304
+    assert nbytes <= fitting.SHARE * 300 * 2**20
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_too_high_and_not_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     message, changes, nbytes = advised(
         "lora=true",

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from surogate_core.bundles import Fabric, FabricContext, FabricSpec, NoOptions
 from surogate_core.errors import MachineError
 from surogate_core.mesh.auto import Auto
+from surogate_core.mesh.delegate import Delegate
 from surogate_core.mesh.groups import GroupFabric
 from surogate_core.mesh.offers import FABRICS
 
@@ -48,6 +50,95 @@ class Careless(GroupFabric):
     def largest(self, values: Sequence[float]) -> list[float]:
         """The values of this rank alone, which is wrong."""
         return list(values)
+
+
+class Sound(GroupFabric):
+    """As the core's own between processes."""
+
+    def __init__(self, options: NoOptions, context: FabricContext):
+        super().__init__(context)
+
+
+class Strided(Sound):
+    """Its groups are of ranks that are not neighbours."""
+
+    def within(self, size: int) -> Fabric:
+        """Ranks with the same remainder."""
+        found, groups = GroupFabric(self._context), self.world // size
+        for first in range(groups):
+            group = dist.new_group(list(range(first, self.world, groups)))
+            if first == self.rank % groups:
+                found._group, found.rank, found.world = group, self.rank // groups, size
+        return found if size < self.world else self
+
+
+class Mixed(Sound):
+    """A group has the right places, and not the right ranks: 0 with 3, and 2 with 1."""
+
+    def within(self, size: int) -> Fabric:
+        if size == self.world:
+            return self
+        found = GroupFabric(self._context)
+        for ranks in ([0, 3], [2, 1]):
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                found._group, found._first = group, ranks[0]
+                found.rank, found.world = self.rank % 2, size
+        return found
+
+
+class Numbered(Sound):
+    """A rank of a group has the number that it has among all ranks."""
+
+    def within(self, size: int) -> Fabric:
+        found = super().within(size)
+        found.rank = self.rank
+        return found
+
+
+class _Group(Delegate):
+    def __init__(self, group: Fabric, all_ranks: Fabric):
+        self._group, self._all_ranks = group, all_ranks
+        self.rank, self.world = group.rank, group.world
+
+    def _now(self) -> Fabric:
+        return self._group
+
+
+class Turned(Sound):
+    """A group's parts go to the next rank."""
+
+    def within(self, size: int) -> Fabric:
+        return _Turned(super().within(size), self)
+
+
+class _Turned(_Group):
+    def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
+        """Wrong."""
+        super().exchange([*parts[1:], parts[0]], received_NK)
+
+
+class InStep(Sound):
+    """Every group waits for the others."""
+
+    def within(self, size: int) -> Fabric:
+        return _InStep(super().within(size), self)
+
+
+class _InStep(_Group):
+    def gather(self, parts: Sequence[Tensor]) -> None:
+        """All ranks must send as much."""
+        most = float(max(part.numel() for part in parts))
+        if self._all_ranks.largest([most, -most]) != [most, -most]:
+            raise RuntimeError("another group gathers another size")
+        super().gather(parts)
+
+
+class Promising(Fabric):
+    """Has no `within`, whatever its spec says."""
+
+    def __init__(self, options: NoOptions, context: FabricContext):
+        self.rank, self.world = context.rank, context.world
 
 
 class Unplugged(GroupFabric):
