@@ -46,6 +46,10 @@ class Training:
     shard_weights: bool = False
     exact: bool | None = None
     """Whether sums do not depend on the number of ranks; None: as the key's default, for LoRA."""
+    shared_rows: bool = False
+    """Whether all ranks share each micro-batch (`context_parallel_size`)."""
+    fp32: bool = False
+    """Whether a GPU computes in fp32 instead of bf16."""
     recompute: bool = False
     head_chunks: int = 4
     offload: tuple[TensorKind, ...] = ()
@@ -59,11 +63,15 @@ class Training:
     @property
     def is_exact(self) -> bool:
         """Whether sums do not depend on the number of ranks."""
-        return self.lora if self.exact is None else self.exact
+        return self.lora and not self.shared_rows if self.exact is None else self.exact
+
+    def context(self, world: int) -> int:
+        """Ranks that share a micro-batch."""
+        return world if self.shared_rows else 1
 
     def total(self, world: int) -> int:
         """M, micro-batches of an optimizer step."""
-        return self.micro_batches or self.accumulation * world
+        return self.micro_batches or self.accumulation * world // self.context(world)
 
     def tokens(self, world: int) -> int:
         """Tokens of an optimizer step."""
@@ -100,10 +108,11 @@ def assembly_of(training: Training, world: int, device: torch.device, *, seed: i
     gpu = device.type == "cuda"
     settings = EngineSettings(
         device=device,
-        dtype=torch.bfloat16 if gpu else torch.float32,
+        dtype=torch.bfloat16 if gpu and not training.fp32 else torch.float32,
         compiler="inductor" if gpu else "fx",
         cuda_graphs=gpu,
-        tokens=training.rows * training.length,
+        tokens=training.rows * training.length // training.context(world),
+        context=training.context(world),
         borders=training.rows + 1,
         max_seqlen=training.length,
         head_chunks=training.head_chunks,
@@ -143,7 +152,10 @@ def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[Micro
         borders=training.rows + 1,
     )
     total = training.total(mesh.world)
-    own = Sharing(mesh=mesh, level=training.zero_level, exact=training.is_exact).share(total).numbers
+    sharing = Sharing(
+        mesh=mesh, level=training.zero_level, exact=training.is_exact, context=training.context(mesh.world)
+    )
+    own = sharing.share(total).numbers
     # All have equal counts: every token is a label.
     counts = batch(seed=0).counts()
     return [batch(seed=step * total + j) if j in own else counts for j in range(total)]

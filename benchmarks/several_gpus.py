@@ -1,6 +1,6 @@
 """Training on 1, 2 and 4 GPUs of one machine: tokens a second, efficiency, memory beside `plan`'s, spread over ranks.
 
-    python benchmarks/several_gpus.py [--worlds 1 2] [--only NAME …] [--repeats 1] [--steps 8] [--out DIR]
+    python benchmarks/several_gpus.py [--worlds 1 2] [--only NAME …] [--repeats 1] [--steps 8] [--profile]
     python benchmarks/several_gpus.py --commands          # whole `surogate sft gpus=N` runs instead
     python benchmarks/several_gpus.py --device cpu --tiny  # without a GPU: the script itself
 
@@ -42,10 +42,13 @@ NAME = "several_gpus"
 GIB = ("peak_gib", "predicted_gib", "reserved_gib", "device_gib")
 """Figures of a rank's memory; a row has the largest of its ranks."""
 WARM_UP = 3
-"""Steps before the clock starts."""
+"""Steps before the clock starts, unless `--warm-up` says otherwise."""
 
 LORA = Training()
 FULL = Training(preset="8b", lora=False, optimizer="adamw_8bit", master="bfloat16", zero_level=1, accumulation=1)
+LONG = replace(
+    LORA, preset="8b", rows=1, micro_batches=1, shared_rows=True, recompute=True, head_chunks=16, offload=("residuals",)
+)
 CASES: dict[str, Training] = {
     "0.6B LoRA bf16": LORA,
     "0.6B LoRA fp8": replace(LORA, recipe="fp8-hybrid"),
@@ -61,6 +64,9 @@ CASES: dict[str, Training] = {
     "4B full, level 1, accumulation 4": replace(FULL, preset="4b", accumulation=4),
     "4B full, level 1, accumulation 1": replace(FULL, preset="4b"),
     "4B full, level 3, accumulation 1": replace(FULL, preset="4b", zero_level=3),
+    "4B full, level 2, accumulation 4": replace(FULL, preset="4b", zero_level=2, accumulation=4),
+    "4B full, level 3, accumulation 4": replace(FULL, preset="4b", zero_level=3, accumulation=4),
+    "4B full, level 3, 4 rows, accumulation 4": replace(FULL, preset="4b", zero_level=3, accumulation=4, rows=4),
     "4B full, level 1, exact, accumulation 4": replace(FULL, preset="4b", exact=True, accumulation=4),
     "0.6B LoRA bf16, M = 64": replace(LORA, micro_batches=64),
     "4B full, level 1, M = 64": replace(FULL, preset="4b", micro_batches=64),
@@ -73,6 +79,15 @@ CASES: dict[str, Training] = {
     "8B full, level 3, fp32 AdamW and masters": replace(
         FULL, zero_level=3, optimizer="adamw", master="float32", recompute=True
     ),
+    "0.6B LoRA fp32, 4 layers, shared rows of 5 documents": replace(
+        LORA, layers=4, rows=5, length=768, micro_batches=2, shared_rows=True, fp32=True
+    ),
+    "0.6B full fp32, 4 layers, shared rows of 5 documents": replace(
+        LORA, lora=False, layers=4, rows=5, length=768, micro_batches=2, shared_rows=True, fp32=True
+    ),
+    "8B LoRA bf16, shared rows of 32k": replace(LONG, length=2**15),
+    "8B LoRA bf16, shared rows of 32k, 16 documents": replace(LONG, rows=16),
+    "8B LoRA bf16, shared rows of 128k": replace(LONG, length=2**17),
 }
 SEVERAL_ONLY = ("8B full, level 3, fp32 AdamW and masters",)
 """Cases that do not fit one GPU."""
@@ -96,17 +111,21 @@ def measure(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     def step() -> None:
         results.append(engine.train_step(batches, step=len(results), lr=1e-4))
 
-    for _ in range(WARM_UP):
+    step()
+    figures = [results[-1].read()]
+    for _ in range(1, work["warm_up"]):
         step()
-    losses = [results[-1].read()[0]]
     setup = time.perf_counter() - started
     mesh.gather("warm")
     times = gpu_lora.timed(step, work["steps"]) if cuda else bench_world.cpu_times(step, work["steps"])
-    losses.append(results[-1].read()[0])
+    figures.append(results[-1].read())
+    profile = gpu_lora.profile(step, 2) if work["profile"] else None
     return {
+        "profile": profile,
         "milliseconds_all": times,
         "setup_seconds": setup,
-        "losses": losses,
+        "losses": [loss for loss, _ in figures],
+        "gradient_norms": [norm for _, norm in figures],
         "gpu": torch.cuda.get_device_name(device) if cuda else "cpu",
         "peak_gib": (torch.cuda.max_memory_allocated() + mesh.memory) / 2**30 if cuda else None,
         "predicted_gib": None if predicted is None else predicted / 2**30,
@@ -136,6 +155,8 @@ def row_of(name: str, training: Training, world: int, result: Mapping[str, Any])
         "spread": (max(medians) - min(medians)) / min(medians),
         "setup_seconds": max(rank["setup_seconds"] for rank in ranks),
         "losses": ranks[0]["losses"],
+        "gradient_norms": ranks[0]["gradient_norms"],
+        "profile": ranks[0]["profile"],
         **{key: _largest(rank[key] for rank in ranks) for key in GIB},
     }
 
@@ -208,6 +229,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     def begin(number: int) -> bench_ranks.Group:
         _, training, world = wanted[number]
         work = {"training": asdict(training), "steps": options.steps, "device": options.device}
+        work |= {"profile": options.profile, "warm_up": options.warm_up}
         # The same number of threads in every world, as far as the cores go.
         threads = max(1, (os.cpu_count() or 1) // (2 * max(options.worlds)))
         return bench_ranks.begin(work, world, script=__file__, cache=options.cache, threads=threads)
@@ -249,7 +271,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=[], metavar="NAME", help="these cases")
     parser.add_argument("--repeats", type=int, default=1, help="times that each case goes through all worlds")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a group, after 3 that are not")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a group")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps of a group before them")
     parser.add_argument("--limit", type=float, default=150, help="seconds that a group may take")
     parser.add_argument("--budget", type=float, default=560, help="seconds that the run may take")
     parser.add_argument("--cache", type=Path, help="directory of compiled programs; each library's own without it")
@@ -261,6 +284,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="these whole commands, or all of them, with gpus=N instead of the cases",
     )
+    parser.add_argument("--profile", action="store_true", help="kernel times of a step of rank 0, in the JSON lines")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script itself")
     parser.add_argument("--list", action="store_true", help="print the cases' names")

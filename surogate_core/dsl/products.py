@@ -38,12 +38,41 @@ class Product:
         else:
             total_OI.add_(left_ON @ right_NI)
 
+    def write_to(self, total_OI: Tensor) -> None:
+        """The same into a sum whose contents do not count."""
+        left_ON, right_NI = self.left_ON, self.right_NI
+        if left_ON.dtype == total_OI.dtype:
+            torch.mm(left_ON, right_NI, out=total_OI)
+        elif total_OI.device.type == "cuda":
+            aten.addmm.dtype_out(total_OI, left_ON, right_NI, total_OI.dtype, beta=0, out=total_OI)
+        else:
+            total_OI.copy_(left_ON @ right_NI)
+
 
 def add_products(pairs: Iterable[tuple[Tensor, Tensor | Product]]) -> list[tuple[Tensor, Tensor]]:
     """Add those of (sum, gradient) that are products, and return the others.
 
     Merges consecutive products that share the same x and whose left factors and sums are contiguous.
     """
+    products, plain = _merged(pairs)
+    for total, product in products:
+        product.add_to(total)
+    return plain
+
+
+def write_gradients(pairs: Iterable[tuple[Tensor, Tensor | Product]]) -> None:
+    """Write each gradient over its sum, with products merged as `add_products` does."""
+    products, plain = _merged(pairs)
+    for total, product in products:
+        product.write_to(total)
+    for total, gradient in plain:
+        total.copy_(gradient)
+
+
+def _merged(
+    pairs: Iterable[tuple[Tensor, Tensor | Product]],
+) -> tuple[list[tuple[Tensor, Product]], list[tuple[Tensor, Tensor]]]:
+    """(those that are products, merged where possible; the others)."""
     plain: list[tuple[Tensor, Tensor]] = []
     products: list[tuple[Tensor, Product]] = []
     for total, gradient in pairs:
@@ -55,9 +84,7 @@ def add_products(pairs: Iterable[tuple[Tensor, Tensor | Product]]) -> list[tuple
             products.append((total, gradient))
         else:
             products[-1] = joined
-    for total, product in products:
-        product.add_to(total)
-    return plain
+    return products, plain
 
 
 def _joined(total: Tensor, product: Product, next_total: Tensor, following: Product) -> tuple[Tensor, Product] | None:

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from surogate_core.bundles import GradientStore
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.reduce import Allocate, plain_zeros, reduce_parts, staging_elements
@@ -37,10 +38,16 @@ class ShardedGradients:
     A piece's sums of one micro-step start from zeros in a static buffer: layers share two, of the size of the largest;
     the embedding and the head share one. A tensor that is tied to another piece is in the buffer of that piece, and is
     reduced with it.
+
+    With `written`, a layer's sums do not start from zeros: the backward writes them (`is_written`), which saves a pass
+    over the buffer, and one that the additions would read.
     """
 
-    def __init__(self, fabric: Fabric, device: torch.device, *, allocate: Allocate = plain_zeros):
+    def __init__(
+        self, fabric: Fabric, device: torch.device, *, allocate: Allocate = plain_zeros, written: bool = False
+    ):
         """`allocate`: memory that the fabric writes to."""
+        self._written = written
         self._fabric, self._device, self._allocate = fabric, device, allocate
         self._owned: dict[str, Owned] = {}
         self._members: dict[str, tuple[Tensor | Within, ...]] = {}
@@ -64,6 +71,11 @@ class ShardedGradients:
         """
         self._members[key] = tuple(tensors)
 
+    def is_written(self, key: str) -> list[bool]:
+        """For each of the key's tensors, whether its contents do not count when the backward begins."""
+        written = self._written and _is_layer(key)
+        return [written and isinstance(member, Within) for member in self._members[key]]
+
     def begin(self, *, first: bool) -> None:
         """A micro-step begins. After the first one of an optimizer step a shard has its sums alone."""
         self._first = first
@@ -78,9 +90,19 @@ class ShardedGradients:
         if rooms:
             with self._side.after_compute():
                 for room, elements in rooms:
-                    room.buffer[:elements].zero_()
+                    for start, stop in self._zeros_of(key, elements):
+                        room.buffer[start:stop].zero_()
             event = self._side.done()
         self._zeroed[key] = event
+
+    def _zeros_of(self, key: str, elements: int) -> list[tuple[int, int]]:
+        """The ranges of the key's sums that start from zeros: all of them, or the gaps between written tensors."""
+        if not any(self.is_written(key)):
+            return [(0, elements)]
+        members = [member for member in self._members[key] if isinstance(member, Within)]
+        ends = sorted((member.offset, member.offset + math.prod(member.shape)) for member in members)
+        gaps = zip([0, *(stop for _, stop in ends)], [*(start for start, _ in ends), elements], strict=True)
+        return [(start, stop) for start, stop in gaps if start < stop]
 
     def _room_of(self, piece: str) -> _Room | None:
         """The buffer that has the piece's sums."""
@@ -89,12 +111,12 @@ class ShardedGradients:
     def _rooms_for(self, piece: str) -> list[_Room]:
         if not self._rooms:
             for layers, count in ((True, 2), (False, 1)):
-                sizes = [o.elements for p, o in self._owned.items() if (p not in (EMBED, HEAD)) == layers]
+                sizes = [o.elements for p, o in self._owned.items() if _is_layer(p) == layers]
                 buffers = [torch.empty(max(sizes, default=0), device=self._device) for _ in range(count)]
                 self._rooms[layers] = [_Room(buffer) for buffer in buffers]
             longest = max(owned.longest for owned in self._owned.values())
             self._staging = self._allocate(staging_elements(longest, self._fabric.world), torch.float32, self._device)
-        return self._rooms[piece not in (EMBED, HEAD)]
+        return self._rooms[_is_layer(piece)]
 
     def _enter(self, piece: str) -> tuple[_Room, int]:
         """A buffer for the piece, in use from here on, and the number of its elements."""
@@ -143,3 +165,12 @@ class ShardedGradients:
         buffers += [self._staging] if self._staging is not None else []
         tensors = [*buffers, *(owned.shard for owned in self._owned.values())]
         return {"device": sum(t.nbytes for t in tensors), "host": 0, "disk": 0}
+
+
+def _is_layer(piece: str) -> bool:
+    return piece not in (EMBED, HEAD)
+
+
+def is_written(gradients: GradientStore, key: str) -> list[bool]:
+    """As `ShardedGradients.is_written`; empty for other stores, whose tensors are all added to."""
+    return gradients.is_written(key) if isinstance(gradients, ShardedGradients) else []

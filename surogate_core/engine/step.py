@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
 
 import torch
 from torch import Tensor
 
 from surogate_core.bundles import GradientStore, RecipeState, Store, TensorKind
-from surogate_core.dsl.products import Product, add_products
+from surogate_core.dsl.products import Product, add_products, write_gradients
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.gradient_norm import FlatNorm
 from surogate_core.engine.inputs import Inputs
@@ -21,7 +23,7 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, counting_schedule, evaluation_schedule, training_schedule
-from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.sharded_gradients import ShardedGradients, is_written
 from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.sides import SideSums
@@ -53,7 +55,7 @@ class StoreSet:
             weights = ShardedWeights(Later(sharing.mesh), device, inner=inner, allocate=sharing.mesh.zeros)
         mesh = sharing.mesh
         sums = (
-            ShardedGradients(Later(mesh), device, allocate=mesh.zeros)
+            ShardedGradients(Later(mesh), device, allocate=mesh.zeros, written=not sharing.exact)
             if sharing.shards_gradients
             else placement.gradients()
         )
@@ -137,6 +139,8 @@ class _Flow:
     residuals: Sequence[Tensor] = ()
     gradients: Sequence[tuple[Tensor, Tensor | Product]] = ()
     """(sum, gradient to add to it) of the piece's trainable tensors."""
+    written: Sequence[tuple[Tensor, Tensor | Product]] = ()
+    """Those of them whose sums do not count yet: the gradient is written."""
     pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(sum, gradient) of gradients that are not yet added."""
 
@@ -393,7 +397,10 @@ class MicroStep:
         *gradients, flow.dx = self.programs.layer(piece).backward(arguments)
         if self.rows is not None and self.programs.reads_rows(piece):
             self.rows.observe(key, gradients.pop())
-        flow.gradients = list(zip(self.stores.gradients.fetch(key), gradients, strict=True))
+        pairs = list(zip(self.stores.gradients.fetch(key), gradients, strict=True))
+        written = is_written(self.stores.gradients, key) or [False] * len(pairs)
+        flow.gradients = list(compress(pairs, map(not_, written)))
+        flow.written = list(compress(pairs, written))
 
     def _reduce(self, key: str, flow: _Flow) -> None:
         if key == EMBED:
@@ -402,10 +409,11 @@ class MicroStep:
             (gradient,) = self.stores.gradients.fetch(EMBED)
             _add_embedding_gradient(gradient, self.inputs.input_ids, flow.dx)
         else:
+            write_gradients(flow.written)
             flow.pending += add_products(flow.gradients)
             if sum(gradient.nbytes for _, gradient in flow.pending) >= PENDING_BYTES:
                 flow.add_pending()
-        flow.gradients = ()
+        flow.gradients = flow.written = ()
 
 
 def _add_embedding_gradient(gradient_VD: Tensor, ids_N: Tensor, dx_ND: Tensor) -> None:

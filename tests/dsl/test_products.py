@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl import products
-from surogate_core.dsl.products import Product, add_products
+from surogate_core.dsl.products import Product, add_products, write_gradients
 from surogate_core.dsl.trace import Recompute, Signature, differentiate, with_gradients
 from surogate_core.kernels.ops import rms_norm
 
@@ -121,6 +121,16 @@ def test_into_a_sum(dtype: torch.dtype) -> None:
     assert plain[1].shape == (3,)
     bound = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(total.double(), expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_over_a_sum_that_does_not_count(dtype: torch.dtype) -> None:
+    left, right, total = random(O, N).to(dtype), random(N, I, seed=1).to(dtype), torch.full((O, I), torch.nan)
+    plain, scale_O = torch.full((O,), torch.nan), random(O, seed=2).to(dtype)
+    write_gradients([(total, Product(left, right)), (plain, scale_O)])
+    bound = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(total.double(), left.double() @ right.double(), rtol=bound, atol=bound)
+    assert torch.equal(plain, scale_O.float())
 
 
 def test_neighbours_are_multiplied_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from surogate_core.bundles import GradientStore
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key, training_schedule
-from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.sharded_gradients import ShardedGradients, is_written
 from surogate_core.engine.sharding import owners
 from surogate_core.mesh.sums import tree_sum
 from surogate_core.mesh.virtual import in_threads
@@ -28,8 +28,8 @@ SHAPES = {"embed": (52, 64), "weight": (16, 60), "norm": (64,), "head": (50, 64)
 class _Sums:
     """The store of one rank with its shards, for a model whose head is tied or has its own weight."""
 
-    def __init__(self, fabric: Fabric, *, tied: bool):
-        self.store = ShardedGradients(fabric, CPU)
+    def __init__(self, fabric: Fabric, *, tied: bool, written: bool = False):
+        self.store = ShardedGradients(fabric, CPU, written=written)
         assert isinstance(self.store, GradientStore)
         self.norms = {key: torch.zeros(SHAPES["norm"]) for key in [*RANGES, HEAD]}
         self.shards = {}
@@ -52,8 +52,9 @@ class _Sums:
         for action in training_schedule(LAYERS, train_embedding=True):
             if action.verb == "reduce":
                 sums = self.store.fetch(action.key)
-                for total, gradient in zip(sums, _gradients(number, action.key, sums), strict=True):
-                    total.add_(gradient)
+                written = is_written(self.store, action.key)
+                for total, gradient, replaces in zip(sums, _gradients(number, action.key, sums), written, strict=True):
+                    total.copy_(gradient) if replaces else total.add_(gradient)
             elif action.kind == "gradients":
                 getattr(self.store, action.verb)(action.key)
         self.store.finish()
@@ -65,11 +66,11 @@ def _gradients(number: int, key: str, sums: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn(total.shape, generator=drawn) * 10.0 ** (number % 3) for total in sums]
 
 
-def _sequential(world: int, micro_batches: int, *, tied: bool) -> list[dict[str, Tensor]]:
+def _sequential(world: int, micro_batches: int, *, tied: bool, written: bool = False) -> list[dict[str, Tensor]]:
     """Each rank's shards after an optimizer step whose micro-steps are added one after another."""
 
     def work(fabric: Fabric) -> dict[str, Tensor]:
-        sums = _Sums(fabric, tied=tied)
+        sums = _Sums(fabric, tied=tied, written=written)
         for step in range(2):  # what the first one leaves must not be in the second one's
             for i in range(micro_batches // world):
                 sums.micro_step(step + i * world + fabric.rank, first=i == 0)
@@ -128,6 +129,25 @@ def test_micro_steps_are_added_to_the_shards(world: int) -> None:
         wanted[: totals[0].numel()] = totals[0].view(-1)
         wanted[4 * UNIT - 64 : 4 * UNIT] = totals[1]
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_sums_that_are_written_have_the_bits_of_those_that_start_from_zeros(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is between the tensors of a layer, and what another layer has left there, are zeros all the same."""
+    expected = _sequential(2, 4, tied=tied)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options))
+    found = _sequential(2, 4, tied=tied, written=True)
+    assert all(torch.equal(found[r][key], expected[r][key]) for r in range(2) for key in expected[r])
+
+
+def test_only_the_shared_tensors_of_layers_are_written() -> None:
+    def work(fabric: Fabric) -> list[list[bool]]:
+        store = _Sums(fabric, tied=True, written=True).store
+        return [is_written(store, key) for key in (EMBED, layer_key(0), HEAD)]
+
+    assert in_threads(2, work) == [[[False], [True, False, True], [False, False]]] * 2
 
 
 def test_whole_sums_stay_with_their_rank() -> None:
