@@ -9,7 +9,7 @@ import argparse
 import importlib.util
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ def rows(out: Path) -> Iterator[dict[str, Any]]:
                     yield {"prompt": [prompt], "completion": [completion]}
 
 
+def sample(rows: Sequence[dict[str, Any]], size: int = 500) -> Sequence[dict[str, Any]]:
+    """About `size` of the rows, from all of them: the files have documents of different lengths."""
+    return rows[:: max(1, len(rows) // size)]
+
+
 def _trained(given: argparse.Namespace, seed: int) -> tuple[Path, float]:
     """(the adapter, the last training loss)."""
     import torch
@@ -70,7 +75,7 @@ def _trained(given: argparse.Namespace, seed: int) -> tuple[Path, float]:
     base = str(given.model or given.out / "pretrain/model")
     tokenizer = AutoTokenizer.from_pretrained(base)
     found = list(rows(given.out))
-    texts = [tokenizer.apply_chat_template([*r["prompt"], *r["completion"]], tokenize=False) for r in found[:500]]
+    texts = [tokenizer.apply_chat_template([*r["prompt"], *r["completion"]], tokenize=False) for r in sample(found)]
     mean = sum(len(ids) for ids in tokenizer(texts)["input_ids"]) / len(texts)
     gpu = torch.cuda.is_available()
     settings = SFTConfig(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accuracy import cells, corpus, data, finetune, parcel, pretrain, problems, rounding, table
+from accuracy import anchor, cells, corpus, data, finetune, parcel, pretrain, problems, rounding, table
 
 from surogate_core.files.metrics import METRICS
 from surogate_core.formats.nvfp4 import quantise
@@ -293,3 +293,11 @@ def test_a_trial_of_all_commands(collected: Path) -> None:
     assert "| bf16 bf16 | 1 |" in text
     assert "| nf4 bf16 | 1 |" in text
     ElementTree.fromstring((collected / "accuracy.svg").read_text())
+
+
+def test_the_mean_length_is_that_of_all_files() -> None:
+    rows: list[dict[str, Any]] = [{"n": n} for n in range(1999)]
+    found = [row["n"] for row in anchor.sample(rows)]
+    assert len(found) == 667
+    assert max(found) > 1990
+    assert anchor.sample(rows[:3]) == rows[:3]

@@ -21,6 +21,7 @@ import kill_rank
 import pytest
 import several_gpus
 import several_gpus_peers
+import torch
 
 from surogate_core.batch import MicroBatch
 from surogate_core.mesh import driver
@@ -34,6 +35,8 @@ def rank(*milliseconds: float, **changes: Any) -> dict[str, Any]:
         "milliseconds_all": list(milliseconds),
         "setup_seconds": 3.0,
         "losses": [5.0, 4.0],
+        "gradient_norms": [1.0, 0.5],
+        "profile": None,
         "gpu": "a GPU",
         "peak_gib": 10.0,
         "predicted_gib": 10.1,
@@ -91,10 +94,22 @@ def test_a_step_has_the_same_micro_batches_in_every_world(world: int) -> None:
 
 def test_a_case_is_measured() -> None:
     training = several_gpus.CASES["8B full, level 1, accumulation 4"].tiny()
-    found = several_gpus.measure({"training": asdict(training), "device": "cpu", "steps": 2}, Mesh())
+    work = {"training": asdict(training), "device": "cpu", "steps": 2, "warm_up": 2, "profile": False}
+    found = several_gpus.measure(work, Mesh())
     json.dumps(found)
     assert len(found["milliseconds_all"]) == 2
     assert found["losses"][1] < found["losses"][0]
+    assert len(found["gradient_norms"]) == 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_that_share_rows_have_parts_of_one_step(world: int) -> None:
+    training = several_gpus.CASES["8B LoRA bf16, shared rows of 32k"]
+    assert not training.is_exact
+    assert training.total(world) == 1
+    assert training.tokens(world) == 32_768
+    shared = bench_world.assembly_of(training.tiny(), world, torch.device("cpu")).settings
+    assert (shared.tokens, shared.context) == (32 // world, world)
 
 
 def test_where_two_runs_differ_first() -> None:
