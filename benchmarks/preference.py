@@ -45,7 +45,7 @@ from surogate_core.engine.pieces import RandomSource
 OURS = ("sft", "dpo", "ipo", "orpo", "simpo", "reference")
 PEERS = ("trl-dpo", "trl-dpo-precomputed", "trl-orpo")
 WARM_UP = 3.0
-"""Seconds of steps that do not count, after two that compile: the first case of a call came out slower by a third."""
+"""Seconds of steps that do not count, after two that compile."""
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 Pair = tuple[list[int], list[int], list[int]]
@@ -143,6 +143,7 @@ def ours(case: str, work: list[list[Pair]], config: Mapping[str, Any], words: ar
         columns=columns,
         dtype=torch.float32 if words.small else torch.bfloat16,
         compiler="fx" if words.small else "inductor",
+        cuda_graphs=device.type == "cuda",
         recompute=Recompute(block=words.recompute),
         micro_batches=len(work),
         head_chunks=words.head_chunks,
