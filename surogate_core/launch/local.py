@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 THREADS = "OMP_NUM_THREADS"
+QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
+"""Without it a rank that ends early has the last word with a warning about its process group or store."""
 LOOPBACK = Path("/sys/class/net/lo")
 PROCESSES_A_CORE = 4
 """Most processes of a run for each CPU core; 8 processes always start."""
@@ -109,8 +111,7 @@ def environment(
     if gpus:
         found[VISIBLE] = rotated(gpus, local)
     if world > 1:
-        # A rank that ends early would have the last word with a warning about its process group.
-        found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        found.setdefault(*QUIET)
         found.setdefault(THREADS, str(threads(here)))
         if here == world and LOOPBACK.exists():
             # NCCL would listen on the first network and gloo on that of this machine's name: neither may work.
@@ -147,6 +148,7 @@ def _join(job: Job, found: Rank, registry: Registry) -> int:
     if job.config["device"] != "cpu":
         _choose_gpu(found)
     os.environ.setdefault(THREADS, str(threads(found.local_world)))
+    os.environ.setdefault(*QUIET)
     return job.run(rank=found.rank, world=found.world, registry=registry, mesh=lambda: joined(found))
 
 
