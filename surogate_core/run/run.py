@@ -126,8 +126,10 @@ class _Run:
                 self.bus.emit(self._end("signal", None, ""))
                 return self.signals.exit_code
             except (Exception, KeyboardInterrupt, SystemExit, PeerFailed) as error:  # a plugin may call sys.exit()
-                shown = self._failed(unwatched.without_rank_0(self.mesh, self.mesh.lifeline.cause_of(error)))
-                unwatched.announce(self.mesh, shown)
+                cause = unwatched.cause_of(self.mesh, self.mesh.lifeline.cause_of(error))
+                shown = self._failed(cause)
+                if cause is error:
+                    unwatched.announce(self.mesh, shown)
                 if self.loop is not None and isinstance(error, SurogateError):
                     # Another rank may be gone too. This rank's error is the one to show.
                     with suppress(Exception):

@@ -1,18 +1,20 @@
-"""Failures before the first step of ranks that no supervisor watches: rank 0 shows the first one, and all end."""
+"""Failures of ranks that no supervisor watches: rank 0 shows the first one, and all end."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 from rank_world import World
 
-from surogate_core.errors import UserError
+from surogate_core.errors import MachineError, UserError
 from surogate_core.mesh.lifeline import Lifeline, RankError
 from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.unwatched import LOST, announce, failure_of_another, without_rank_0
+from surogate_core.run import unwatched
+from surogate_core.run.unwatched import A_RANK_IS_GONE, RANK_0_IS_GONE, announce, cause_of, failure_of_another
 
 
 def meshes(count: int) -> list[Mesh]:
@@ -41,12 +43,23 @@ def test_a_run_that_a_signal_ended_has_no_failure() -> None:
 
 
 def test_without_rank_0_there_is_no_store() -> None:
-    first, second = meshes(2)
-    lost = dist.DistNetworkError("Connection reset by peer")
-    assert str(without_rank_0(second, lost)) == LOST
-    assert without_rank_0(first, lost) is lost
+    _, second = meshes(2)
+    assert str(cause_of(second, dist.DistNetworkError("Connection reset by peer"))) == RANK_0_IS_GONE
+
+
+def test_a_broken_collective_is_the_fault_of_the_rank_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = meshes(3)
+    for mesh in (first, second, third):
+        mesh.fabric = cast("Any", object())
+    broken = RuntimeError("[/w/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer.")
+    assert str(cause_of(second, broken)) == A_RANK_IS_GONE
+    monkeypatch.setattr(unwatched, "PATIENCE", 0.1)
+    assert str(cause_of(first, broken)) == A_RANK_IS_GONE, "a killed rank leaves no message"
+    announce(third, MachineError("out of memory"))
+    found = cause_of(first, broken)
+    assert (str(found), getattr(found, "exit_code", None)) == ("rank 2: out of memory", 3)
     other = ValueError("own")
-    assert without_rank_0(second, other) is other
+    assert cause_of(first, other) is other
 
 
 def test_a_supervisor_hears_of_failures_itself() -> None:
@@ -60,6 +73,7 @@ def test_a_supervisor_hears_of_failures_itself() -> None:
 
 ELSEWHERE = """
 from pathlib import Path
+from typing import Any, cast
 
 exists = Path.exists
 Path.exists = lambda path, **keys: not path.name.startswith("checkpoint-") and exists(path, **keys)
