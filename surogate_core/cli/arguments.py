@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,6 +118,22 @@ def load(arguments: Arguments, task: str | None) -> tuple[RunConfig, Registry]:
     config = load_run_config(arguments.overrides, task=task, config_file=arguments.config_file, registry=registry)
     check_model_is_there(config)
     return config, registry
+
+
+@contextmanager
+def with_places(arguments: Arguments, task: str | None, registry: Registry) -> Iterator[None]:
+    """Mistakes that only the work inside finds, such as keys that do not suit the model, get their file and line."""
+    from surogate_core.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        from surogate_core.config.resolve import gather
+
+        file = arguments.config_file
+        settings = gather(arguments.overrides, task=task, config_file=file, registry=registry, multirun=False)
+        problems = [p if p.where else replace(p, where=settings.where(p.key)) for p in error.problems]
+        raise ConfigError(problems) from error
 
 
 def registry_for(arguments: Arguments) -> Registry:

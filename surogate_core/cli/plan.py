@@ -78,7 +78,7 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], set[str]
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    from surogate_core.cli.arguments import leading_task, load, parse
+    from surogate_core.cli.arguments import leading_task, load, parse, with_places
     from surogate_core.cli.cluster import own_words
 
     words, values, switches = _own_flags(argv)
@@ -102,6 +102,7 @@ def main(argv: Sequence[str]) -> int:
 
             stack.enter_context(assuming(asked.capability if isinstance(asked, Gpu) else asked))
         gpu = asked if isinstance(asked, Gpu) else None
+        stack.enter_context(with_places(arguments, task, registry))
         return _plan(config, registry, fit=values.get("--fit"), switches=switches, gpu=gpu, cluster=cluster)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.arguments import Arguments, load, parse, registry_for
+from surogate_core.cli.arguments import Arguments, load, parse, registry_for, with_places
 from surogate_core.cli.sweep import STOPPED, Sweep
 from surogate_core.errors import ConfigError, Problem, SurogateError
 from surogate_core.masking import masked_yaml
@@ -48,8 +48,9 @@ def main(argv: Sequence[str], task: str | None) -> int:
     if arguments.multirun:
         return _multirun(arguments, task)
     config, registry = load(arguments, task)
-    require_own_data(arguments, task, [config], registry)
-    return start(config, registry)
+    with with_places(arguments, task, registry):
+        require_own_data(arguments, task, [config], registry)
+        return start(config, registry)
 
 
 def require_own_data(arguments: Arguments, task: str | None, configs: Sequence[RunConfig], registry: Registry) -> None:

@@ -53,7 +53,7 @@ def unknown_key(
     if known is None and root in planned.ELSEWHERE:
         return Problem(key=key, message="there is no such key.", where=where, fix=planned.ELSEWHERE[root])
     if known is None and root in planned.KEYS:
-        return Problem(key=key, message=planned.MESSAGE, where=where)
+        return Problem(key=key, message=planned.MESSAGE, where=where, fix=planned.KEYS[root])
     every = KEYS | flat_keys(registry).keys() | default_groups().keys() | registry.options.keys()
     names = sorted(known if known is not None else every)
     last = key.rpartition(".")[2] if known is not None else root

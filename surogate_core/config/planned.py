@@ -5,14 +5,15 @@ A name leaves this page when it is built; a test keeps it apart from the schema 
 
 from __future__ import annotations
 
-KEYS = frozenset(
-    """
-    model_type
-    ep_size ep_load_balance_threshold ep_plan_refresh_interval
-    debug_time_breakdown debug_memory_breakdown
-    """.split()  # noqa: SIM905
-)
-"""Flat keys."""
+KEYS = {
+    "model_type": "remove it; the model's config.json names its family",
+    "ep_size": "remove it; zero_level=3, or shard_weights=true with lora, shares out experts with the other weights",
+    "ep_load_balance_threshold": "remove it; no GPU has experts of its own here, so loads need no balance between GPUs",
+    "ep_plan_refresh_interval": "remove it; no GPU has experts of its own here, so loads need no balance between GPUs",
+    "debug_time_breakdown": "remove it; `surogate.log` has the seconds of each part of the start",
+    "debug_memory_breakdown": "remove it; `surogate plan` lists the memory of each kind of tensor",
+}
+"""Flat key → what to do without it."""
 
 NAMES: frozenset[tuple[str, str]] = frozenset()
 """(group or kind, name)."""

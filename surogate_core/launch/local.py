@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 THREADS = "OMP_NUM_THREADS"
+QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
+"""Without it a rank that ends early has the last word with a warning about its process group or store."""
 LOOPBACK = Path("/sys/class/net/lo")
+PROCESSES_A_CORE = 4
+"""Most processes of a run for each CPU core; 8 processes always start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +79,15 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
 
 def processes(wanted: int, device: str, gpus: int) -> int:
     """The number of processes for the key `gpus` on a machine with this number of GPUs; raises `MachineError` if it has
-    fewer."""
+    fewer GPUs, or too few CPU cores."""
     if device == "cpu":
+        most = max(PROCESSES_A_CORE * cores(), 8)
+        if wanted > most:
+            here = f"{cores()} CPU core{'s' if cores() > 1 else ''}"
+            raise MachineError(
+                f"gpus={wanted}: with device=cpu it is the number of processes, and this machine has {here} for them. "
+                f"Fix: gpus={most} or fewer."
+            )
         return max(wanted, 1)
     if wanted > max(gpus, 1):
         here = {0: "no GPU", 1: "1 GPU"}.get(gpus, f"{gpus} GPUs")
@@ -100,8 +111,7 @@ def environment(
     if gpus:
         found[VISIBLE] = rotated(gpus, local)
     if world > 1:
-        # A rank that ends early would have the last word with a warning about its process group.
-        found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        found.setdefault(*QUIET)
         found.setdefault(THREADS, str(threads(here)))
         if here == world and LOOPBACK.exists():
             # NCCL would listen on the first network and gloo on that of this machine's name: neither may work.
@@ -112,8 +122,12 @@ def environment(
 
 def threads(ranks: int) -> int:
     """Threads of each of the ranks of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // ranks, 1)
+    return max(cores() // ranks, 1)
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sent(
@@ -134,6 +148,7 @@ def _join(job: Job, found: Rank, registry: Registry) -> int:
     if job.config["device"] != "cpu":
         _choose_gpu(found)
     os.environ.setdefault(THREADS, str(threads(found.local_world)))
+    os.environ.setdefault(*QUIET)
     return job.run(rank=found.rank, world=found.world, registry=registry, mesh=lambda: joined(found))
 
 

@@ -17,12 +17,13 @@ from surogate_core.data.referenced import ReferencedTask
 from surogate_core.dsl.inductor import start_workers
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
-from surogate_core.errors import SurogateError
+from surogate_core.errors import SurogateError, UserError
 from surogate_core.events import Event, Progress, RunEnd, RunStart
 from surogate_core.hf.contents import Contents
 from surogate_core.hf.export import check_place
 from surogate_core.mesh.lifeline import PeerFailed
 from surogate_core.mesh.mesh import CalledOff, Mesh
+from surogate_core.run import unwatched
 from surogate_core.run.assemble import adapter_notes, is_out_of_memory, weight_format_spec
 from surogate_core.run.build import Choice, build_engine
 from surogate_core.run.experts import idle_parameters, product_notes
@@ -115,14 +116,20 @@ class _Run:
                     self.bus = self.outputs.watch()
                     self.mesh.lifeline.on_failure(self._stuck)
                 return self._phases()
-            except CalledOff:
-                return 0
+            except CalledOff as off:
+                failed = unwatched.failure_of_another(self.mesh)
+                if failed is None:
+                    return 0
+                raise self._failed(failed) from off
             except _Interrupted:
                 self.mesh.call_off()
                 self.bus.emit(self._end("signal", None, ""))
                 return self.signals.exit_code
             except (Exception, KeyboardInterrupt, SystemExit, PeerFailed) as error:  # a plugin may call sys.exit()
-                shown = self._failed(self.mesh.lifeline.cause_of(error))
+                cause = unwatched.cause_of(self.mesh, self.mesh.lifeline.cause_of(error))
+                shown = self._failed(cause)
+                if cause is error:
+                    unwatched.announce(self.mesh, shown)
                 if self.loop is not None and isinstance(error, SurogateError):
                     # Another rank may be gone too. This rank's error is the one to show.
                     with suppress(Exception):
@@ -227,6 +234,12 @@ class _Run:
                 found = str(checkpoint.path.absolute())
         path, accumulation = self.mesh.gather([found, config.gradient_accumulation_steps])[0]
         if path is not None and not self.mesh.leads:
+            if not Path(path).exists():
+                raise UserError(
+                    f"{path}: this machine does not have the checkpoint, which rank 0 resumes from. Fix: keep "
+                    f"output_dir on a file system that all machines share, or copy the checkpoint to the same path on "
+                    f"each machine."
+                )
             checkpoint = CheckpointDir.load(Path(path), digests=False)
         return replace(base, config=replace(config, gradient_accumulation_steps=accumulation)), checkpoint
 

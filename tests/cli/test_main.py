@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from surogate_core.cli.main import main
-from surogate_core.errors import MachineError, UserError
+from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 
 HEAVY = ("torch", "hydra", "omegaconf", "transformers", "pydantic", "numpy", "datasets")
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,6 +169,27 @@ def test_errors_of_a_run(
     let_run(fail)
     assert main([f"output_dir={tmp_path}"]) == kind.exit_code
     assert capsys.readouterr().err == "surogate: the reason\n"
+
+
+def test_a_mistake_that_only_a_run_finds_has_its_place(
+    run: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: Any) -> int:
+        keys = ("lora_rank", "gpus", "lora_alpha")
+        raise ConfigError([Problem(key=key, message="does not suit the model.", fix=f"remove {key}.") for key in keys])
+
+    let_run(fail)
+    file = tmp_path / "run.yaml"
+    file.write_text("dataset: embedded\nlora_rank: 3\n")
+    assert main(["sft", str(file), "gpus=2", f"output_dir={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"lora_rank ({file}:2): does not suit the model. Fix: remove lora_rank." in error
+    assert "gpus (command line): does not" in error
+    assert "lora_alpha: does not" in error
+    # `plan` builds the model too.
+    file.write_text("model: qwen3-moe\ndataset: embedded\nlora: true\nrouter_aux_loss_coef: 0.1\n")
+    assert main(["plan", str(file)]) == 2
+    assert f"router_aux_loss_coef ({file}:4): is set, and the routers are frozen" in capsys.readouterr().err
 
 
 def test_a_bug_keeps_its_traceback_in_the_log(

@@ -193,6 +193,16 @@ def test_more_gpus_than_there_are(here: int, message: str, monkeypatch: pytest.M
         local.processes(8, "auto", here)
 
 
+def test_more_processes_than_a_machine_without_gpus_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them fill its memory before the first one has loaded torch."""
+    for cores, most in ((1, 8), (2, 8), (16, 64)):
+        monkeypatch.setattr(local, "cores", lambda cores=cores: cores)
+        assert local.processes(most, "cpu", 0) == most
+        message = rf"gpus={most + 1}: .*this machine has {cores} CPU cores? for them\. Fix: gpus={most} or fewer\."
+        with pytest.raises(MachineError, match=message):
+            local.processes(most + 1, "cpu", 0)
+
+
 def test_hidden_gpus_are_the_likely_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(MachineError, match=r"this machine has 2 GPUs that CUDA_VISIBLE_DEVICES=0,1 lets it see"):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rank_processes import ranks_of
 
+from surogate_core.errors import MachineError
 from surogate_core.launch import supervisor
 from surogate_core.mesh.lifeline import RankError
 from surogate_core.plugins.registry import load_plugins
@@ -174,6 +175,15 @@ def test_an_error_while_one_rank_compiles(
     assert raised.value.exit_code == 1
     assert "Traceback" in (tmp_path / "run/surogate.rank-1.log").read_text()
     # Rank 0 may have been anywhere. Its record is ended all the same.
+    assert records(tmp_path / "run", "run_end")[-1]["message"] == str(raised.value)
+
+
+def test_one_rank_is_out_of_memory(
+    install_plugin: Callable[..., Path], base: list[str], run_here: Callable[..., int], tmp_path: Path, records: Records
+) -> None:
+    install_plugin("picky", PICKY.replace('RuntimeError("cannot be compiled here")', 'MemoryError("no room")'))
+    with pytest.raises(MachineError, match=r"^rank 1: Out of host memory: no room\. .*Fix: ") as raised:
+        run_here(tmp_path / "run", *base, "gpus=2", "objective=picky", "max_steps=2", registry=load_plugins())
     assert records(tmp_path / "run", "run_end")[-1]["message"] == str(raised.value)
 
 

@@ -1,0 +1,91 @@
+"""Failures of ranks that no supervisor watches: rank 0 shows the first one, and all end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+from rank_world import World
+
+from surogate_core.errors import MachineError, UserError
+from surogate_core.mesh.lifeline import Lifeline, RankError
+from surogate_core.mesh.mesh import CalledOff, Mesh
+from surogate_core.plugins.registry import Registry
+from surogate_core.run import unwatched
+from surogate_core.run.unwatched import A_RANK_IS_GONE, RANK_0_IS_GONE, announce, cause_of, failure_of_another
+
+
+def meshes(count: int) -> list[Mesh]:
+    store = dist.HashStore()
+    return [Mesh(rank=rank, world=count, store=store) for rank in range(count)]
+
+
+def test_rank_0_shows_the_first_failure() -> None:
+    first, second, third = meshes(3)
+    announce(second, UserError("no such disk"))
+    announce(third, ValueError("later"))
+    with pytest.raises(CalledOff):
+        first.wait_for("data")
+    found = failure_of_another(first)
+    assert found is not None
+    assert (str(found), found.exit_code) == ("rank 1: no such disk", 2)
+    assert failure_of_another(third) is None, "one rank shows it"
+
+
+def test_a_run_that_a_signal_ended_has_no_failure() -> None:
+    first, second = meshes(2)
+    first.call_off()
+    with pytest.raises(CalledOff):
+        second.wait_for("data")
+    assert failure_of_another(first) is None
+
+
+def test_without_rank_0_there_is_no_store() -> None:
+    _, second = meshes(2)
+    assert str(cause_of(second, dist.DistNetworkError("Connection reset by peer"))) == RANK_0_IS_GONE
+
+
+def test_a_broken_collective_is_the_fault_of_the_rank_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = meshes(3)
+    for mesh in (first, second, third):
+        mesh.fabric = cast("Any", object())
+    broken = RuntimeError("[/w/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer.")
+    assert str(cause_of(second, broken)) == A_RANK_IS_GONE
+    monkeypatch.setattr(unwatched, "PATIENCE", 0.1)
+    assert str(cause_of(first, broken)) == A_RANK_IS_GONE, "a killed rank leaves no message"
+    announce(third, MachineError("out of memory"))
+    found = cause_of(first, broken)
+    assert (str(found), getattr(found, "exit_code", None)) == ("rank 2: out of memory", 3)
+    other = ValueError("own")
+    assert cause_of(first, other) is other
+
+
+def test_a_supervisor_hears_of_failures_itself() -> None:
+    first, second = meshes(2)
+    second.lifeline = type("Tied", (Lifeline,), {})()
+    announce(second, UserError("no such disk"))
+    assert first.store is not None
+    assert not first.store.check(["event the run is over"])
+    announce(Mesh(), UserError("one rank alone"))
+
+
+ELSEWHERE = """
+from pathlib import Path
+from typing import Any, cast
+
+exists = Path.exists
+Path.exists = lambda path, **keys: not path.name.startswith("checkpoint-") and exists(path, **keys)
+"""
+
+
+@pytest.mark.slow
+def test_a_machine_without_the_checkpoint_ends_all(tmp_path: Path, base: list[str], installed: Registry) -> None:
+    keys = [*base, "lora=true", "lora_rank=4", "gradient_accumulation_steps=2", "save_steps=2"]
+    with World(installed) as ranks:
+        ranks.run(2, tmp_path, *keys, "max_steps=2")
+        message = r"^rank 1: \S+checkpoint-2: this machine does not have the checkpoint.* Fix: keep output_dir"
+        with pytest.raises(RankError, match=message) as raised:
+            ranks.run(2, tmp_path, *keys, "max_steps=4", of_others=ELSEWHERE)
+    assert raised.value.exit_code == 2
