@@ -22,6 +22,7 @@ from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource
 from surogate_core.engine.sharding import Sharing
+from surogate_core.engine.stages import Stages
 from surogate_core.mesh.mesh import Mesh
 
 
@@ -143,7 +144,8 @@ def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[Micro
         borders=training.rows + 1,
     )
     total = training.total(mesh.world)
-    own = Sharing(mesh=mesh, level=training.zero_level, exact=training.is_exact).share(total).numbers
+    sharing = Sharing(mesh=mesh, stages=Stages(mesh), level=training.zero_level, exact=training.is_exact)
+    own = sharing.share(total).numbers
     # All have equal counts: every token is a label.
     counts = batch(seed=0).counts()
     return [batch(seed=step * total + j) if j in own else counts for j in range(total)]

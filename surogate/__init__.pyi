@@ -119,6 +119,7 @@ def sft(
     shard_weights: bool = ...,
     exact_reduction: Literal["auto"] | bool = ...,
     context_parallel_size: int = ...,
+    hierarchical_reduction: bool = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
@@ -290,6 +291,9 @@ def sft(
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
             exchange heads around attention. It divides `gpus` and `sequence_len`; `gradient_accumulation_steps`
             then counts micro-batches of such a group.
+        hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first
+            and then between machines, and gather in the other order, so that each sum leaves a machine once. false
+            treats all GPUs alike.
         fabric: How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that
             connects them.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its
@@ -448,6 +452,7 @@ def pt(
     shard_weights: bool = ...,
     exact_reduction: Literal["auto"] | bool = ...,
     context_parallel_size: int = ...,
+    hierarchical_reduction: bool = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
@@ -619,6 +624,9 @@ def pt(
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
             exchange heads around attention. It divides `gpus` and `sequence_len`; `gradient_accumulation_steps`
             then counts micro-batches of such a group.
+        hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first
+            and then between machines, and gather in the other order, so that each sum leaves a machine once. false
+            treats all GPUs alike.
         fabric: How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that
             connects them.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its

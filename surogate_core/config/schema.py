@@ -276,6 +276,10 @@ class RunConfig:
     """GPUs that share each row: every one has an equal part of its positions, and they exchange heads around attention.
     It divides `gpus` and `sequence_len`; `gradient_accumulation_steps` then counts micro-batches of such a group.
     """
+    hierarchical_reduction: bool = True
+    """On several machines with equally many GPUs, add gradients inside each machine first and then between machines,
+    and gather in the other order, so that each sum leaves a machine once. false treats all GPUs alike.
+    """
     fabric: Selection = field(default_factory=lambda: _default("fabric"))
     """How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that connects them."""
 

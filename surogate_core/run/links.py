@@ -37,6 +37,14 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
     mesh.choose(partial(spec.build, config.fabric.options), device, offers)
 
 
+def ranks_of_node(config: RunConfig, mesh: Mesh) -> int:
+    """`Mesh.node`: the ranks of each machine if sums have a stage inside it, otherwise 0. All ranks call it."""
+    counts = set(mesh.gather(mesh.local_world)) if mesh.world > 1 else {1}
+    count = min(counts)
+    staged = config.hierarchical_reduction and len(counts) == 1 and 1 < count < mesh.world
+    return count if staged and mesh.world % count == 0 else 0
+
+
 def slow_links(mesh: Mesh, device: torch.device) -> list[str]:
     """A note if GPUs of one machine cannot read each other's memory. All ranks call it."""
     return no_peer_access(mesh.gather(_unreachable(mesh, device)))

@@ -148,6 +148,10 @@ def test_another_order_of_sums_gets_a_note() -> None:
     assert reduction_of(settings(zero_level=1)) != exact
     assert reduction_of(settings(zero_level=1, exact=False, ranks=1)) == reduction_of(settings(exact=False, ranks=1))
     other = saved(reduction=reduction_of(settings(exact=False)))
+    flat = reduction_of(settings(exact=False, ranks=12))
+    assert reduction_of(settings(exact=False, ranks=8), (2, 4)) == reduction_of(settings(exact=False, ranks=8))
+    assert reduction_of(settings(exact=False, ranks=12), (4, 3)) != flat
+    assert reduction_of(settings(ranks=8), (2, 4)) == exact
     assert reduction_notes(settings(ranks=1), saved(reduction=exact), deterministic=True) == []
     assert reduction_notes(settings(ranks=1), saved(), deterministic=True) == []
     assert "another order than before" in reduction_notes(settings(ranks=1), other, deterministic=True)[0]
