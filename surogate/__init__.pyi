@@ -117,6 +117,7 @@ def sft(
     zero_level: Literal[0, 1, 2, 3] = ...,
     shard_gradients: bool = ...,
     shard_weights: bool = ...,
+    dp_shard_size: int = ...,
     exact_reduction: Literal["auto"] | bool = ...,
     context_parallel_size: int = ...,
     hierarchical_reduction: bool = ...,
@@ -286,6 +287,8 @@ def sft(
         shard_gradients: Share out the gradient sums, as `zero_level=2` does.
         shard_weights: Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in
             which it is kept.
+        dp_shard_size: Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and
+            `shard_weights` say. Each such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
@@ -450,6 +453,7 @@ def pt(
     zero_level: Literal[0, 1, 2, 3] = ...,
     shard_gradients: bool = ...,
     shard_weights: bool = ...,
+    dp_shard_size: int = ...,
     exact_reduction: Literal["auto"] | bool = ...,
     context_parallel_size: int = ...,
     hierarchical_reduction: bool = ...,
@@ -619,6 +623,8 @@ def pt(
         shard_gradients: Share out the gradient sums, as `zero_level=2` does.
         shard_weights: Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in
             which it is kept.
+        dp_shard_size: Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and
+            `shard_weights` say. Each such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they

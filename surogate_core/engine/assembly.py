@@ -67,6 +67,8 @@ class EngineSettings:
     """
     shard_weights: bool = False
     """Whether each rank keeps only its part of the weights between their uses, frozen ones included."""
+    shard_ranks: int = 0
+    """P, neighbouring ranks that share them out; each group of P ranks is a replica of the others. 0 is all ranks."""
     exact: bool = False
     """Whether gradients are added in an order that does not depend on the number of ranks."""
     router_losses: RouterLosses = field(default_factory=RouterLosses)

@@ -70,7 +70,7 @@ class Engine:
         assert self.mesh.world == self.settings.ranks, f"{self.mesh.world} ranks, planned for {self.settings.ranks}"
         self.sharing = Sharing(
             mesh=self.mesh,
-            stages=Stages(self.mesh),
+            stages=Stages(self.mesh, shard=self.settings.shard_ranks),
             level=self.settings.zero_level,
             exact=self.settings.exact,
             base=self.settings.shard_weights,

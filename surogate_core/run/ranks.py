@@ -134,6 +134,7 @@ def reduction_of(settings: EngineSettings, stages: Sequence[int] = ()) -> dict[s
         return (
             {"exact": False, "ranks": settings.ranks, "level": settings.zero_level if settings.ranks > 1 else 0}
             | ({"context": settings.context} if settings.context > 1 else {})
+            | ({"shard": settings.shard_ranks} if settings.shard_ranks and settings.zero_level else {})
             | ({"stages": list(stages)} if any(size & (size - 1) for size in stages) and len(stages) > 1 else {})
         )
     order = "interleaved" if settings.zero_level >= 2 else "neighbours"

@@ -172,6 +172,33 @@ def test_sums_in_two_stages_have_the_bits_of_one_rank(case: str, world: int, nod
     tiny.ensure_same_bits(other_state, state, f"{world} ranks, {node} on each machine")
 
 
+QUICK_REPLICAS = {("level 1", 4, 2, 2), ("level 2", 4, 2, 0), ("level 3", 8, 4, 2), ("lora on a sharded base", 4, 2, 2)}
+REPLICAS = [
+    pytest.param(case, *places, marks=[] if (case, *places) in QUICK_REPLICAS else pytest.mark.slow)
+    for case in (
+        "level 1",
+        "level 2",
+        "level 3",
+        "level 3, head not tied",
+        "lora on a sharded base",
+        "level 1 in 8 bits, bf16 masters",
+        "level 3 in 8 bits, bf16 masters",
+        "experts, level 3",
+        "experts in NF4, sharded",
+    )
+    for places in ((4, 2, 0), (4, 2, 2), (8, 2, 2), (8, 4, 4), (8, 2, 4), (8, 4, 2))
+]
+
+
+@pytest.mark.parametrize(("case", "world", "shard", "node"), REPLICAS)
+def test_replicas_that_share_out_have_the_bits_of_one_rank(case: str, world: int, shard: int, node: int) -> None:
+    """`shard`: ranks of a replica."""
+    figures, state = alone(case)
+    other_figures, other_state = trained(world, shard_ranks=shard, node=node, exact=True, **CASES[case])
+    assert other_figures == figures
+    tiny.ensure_same_bits(other_state, state, f"{world} ranks, replicas of {shard}, {node} on each machine")
+
+
 @pytest.mark.parametrize("levels", [(0, 1), (2, 3)])
 def test_levels_with_one_order_of_sums_train_the_same_bits(levels: tuple[int, int]) -> None:
     """At level 0 the norm has other sums than above, so steps that are clipped may differ."""
@@ -298,15 +325,45 @@ def test_a_checkpoint_serves_any_number_of_ranks(case: str) -> None:
         def work(fabric: VirtualFabric, step: int = step, state: Mapping[str, Tensor] = state) -> dict[str, Tensor]:
             engine = engine_of(fabric, micro_batches=8, exact=True, **CASES[case])
             if step:
-                files: dict[str, dict[str, Tensor]] = {}
-                for name, tensor in state.items():
-                    files.setdefault(name.split()[0], {})[name.split(" ", 1)[1]] = tensor
-                engine.load_state(files)
+                engine.load_state(_files(state))
             steps(engine, 1, micro_batches=8, start=step)
             return tiny.whole_state(engine)
 
         state = in_threads(world, work)[0]
     tiny.ensure_same_bits(state, expected, "after three resumes")
+
+
+@pytest.mark.slow_cases("level 1 in 8 bits, bf16 masters")
+@pytest.mark.parametrize("case", ["level 1 in 8 bits, bf16 masters", "level 3 in 8 bits, bf16 masters"])
+def test_a_checkpoint_serves_replicas_of_any_size(case: str) -> None:
+    """4 ranks as 2 replicas of 2 → one group of 4 → 1 → 4 replicas of 2 are as four steps of one rank."""
+    _, expected = alone(case, count=4)
+    state: Mapping[str, Tensor] = {}
+    for step, (world, shard, node) in enumerate(((4, 2, 2), (4, 0, 0), (1, 0, 0), (8, 2, 4))):
+
+        def work(
+            fabric: VirtualFabric,
+            step: int = step,
+            shard: int = shard,
+            node: int = node,
+            state: Mapping[str, Tensor] = state,
+        ) -> dict[str, Tensor]:
+            engine = engine_of(fabric, micro_batches=8, exact=True, shard_ranks=shard, node=node, **CASES[case])
+            if step:
+                engine.load_state(_files(state))
+            steps(engine, 1, micro_batches=8, start=step)
+            return tiny.whole_state(engine)
+
+        state = in_threads(world, work)[0]
+    tiny.ensure_same_bits(state, expected, "after three resumes")
+
+
+def _files(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of `tiny.whole_state` by file."""
+    files: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        files.setdefault(name.split()[0], {})[name.split(" ", 1)[1]] = tensor
+    return files
 
 
 def test_a_rank_holds_its_part_of_masters_and_state() -> None:

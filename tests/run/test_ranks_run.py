@@ -72,7 +72,17 @@ FULL = ("lora=false", "exact_reduction=true")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [LORA, (*FULL, "zero_level=1"), (*FULL, "zero_level=3")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        LORA,
+        (*FULL, "zero_level=1"),
+        (*FULL, "zero_level=3"),
+        (*FULL, "zero_level=2", "dp_shard_size=2"),
+        (*FULL, "zero_level=3", "dp_shard_size=2"),
+        (*LORA, "shard_weights=true", "dp_shard_size=2"),
+    ],
+)
 def test_two_machines_of_two_ranks_are_the_run_on_one(
     keys: tuple[str, ...],
     tmp_path: Path,
@@ -95,6 +105,11 @@ def test_two_machines_of_two_ranks_are_the_run_on_one(
     for step in (2, 4):
         assert digests(four / f"checkpoint-{step}") == digests(one / f"checkpoint-{step}")
     assert json.loads((four / "run.json").read_text())["reduction"]["exact"]
+    if "dp_shard_size=2" in keys:
+        for run, count in ((one, 1), (four, 2)):
+            more = ("dp_shard_size=0", "max_steps=6", f"gradient_accumulation_steps={4 // count}")
+            ranks.run(count, run, *base, *keys, *KEYS, *more)
+        assert digests(four / "checkpoint-6") == digests(one / "checkpoint-6"), "resumed with another group"
 
 
 @pytest.mark.slow
