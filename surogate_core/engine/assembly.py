@@ -112,6 +112,16 @@ class Assembly:
     """Whether the offloader's store of weights has the frozen experts, if it has not all frozen weights."""
 
     @property
+    def adds_replicas_once(self) -> bool:
+        """Whether the gradient sums of a rank's parts go to the other replicas once in a step, not in every micro-step.
+
+        Exact sums are over the ranks first, and no fabric sends sums that are in host memory.
+        """
+        settings = self.settings
+        parted = 0 < settings.shard_ranks < settings.ranks and settings.zero_level >= 2
+        return parted and not settings.exact and not self.offloader.moves("gradients")
+
+    @property
     def experts_apart(self) -> bool:
         """Whether frozen experts are elsewhere than the other weights."""
         return self.offload_experts and self.offloader.place != "device" and not self.offloader.moves("weights")

@@ -76,6 +76,7 @@ class Engine:
             base=self.settings.shard_weights,
             context=self.settings.context,
             varying=self.settings.varying,
+            replicas_once=assembly.adds_replicas_once,
         )
         self._shared_rows: SharedRows | None = None
         rows = Rows(self.mesh, self.settings.context)

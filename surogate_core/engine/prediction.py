@@ -198,6 +198,7 @@ class Counts:
             undecayed=self.undecayed,
             frozen=frozen,
             exchanged=self.exchanged,
+            replicas_once=assembly.adds_replicas_once,
         )
 
     def _state(self, assembly: Assembly, shares: Shares) -> list[Held]:

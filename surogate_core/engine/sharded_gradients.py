@@ -39,8 +39,11 @@ class ShardedGradients:
     reduced with it.
     """
 
-    def __init__(self, stages: Stages, device: torch.device, *, allocate: Allocate = plain_zeros):
-        """`allocate`: memory that the fabric writes to."""
+    def __init__(
+        self, stages: Stages, device: torch.device, *, allocate: Allocate = plain_zeros, everywhere: bool = True
+    ):
+        """`allocate`: memory that the fabric writes to. `everywhere`: whether sums are over all replicas."""
+        self._everywhere = everywhere
         self._stages, self._device, self._allocate = stages, device, allocate
         self._owned: dict[str, Owned] = {}
         self._members: dict[str, tuple[Tensor | Within, ...]] = {}
@@ -125,7 +128,8 @@ class ShardedGradients:
         assert staging is not None
         sums, (start, stop) = room.buffer[: owned.elements], owned.owners[self._stages.own]
         with self._side.after_compute():
-            self._stages.reduce(sums, owned.longest, staging, out=owned.shard if self._first else None)
+            out = owned.shard if self._first else None
+            self._stages.reduce(sums, owned.longest, staging, out=out, everywhere=self._everywhere)
             if not self._first:
                 owned.shard.add_(sums[start:stop])
         # The side stream fills the buffer with zeros for the next piece, so no event is needed.

@@ -88,6 +88,8 @@ class Sharing:
     """C, neighbouring ranks that share each micro-batch."""
     varying: bool = False
     """Whether steps have any number of micro-batches."""
+    replicas_once: bool = False
+    """`Assembly.adds_replicas_once`."""
 
     @property
     def row_ranks(self) -> int:

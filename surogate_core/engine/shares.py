@@ -53,6 +53,8 @@ class Shares:
     """Bytes of each piece's frozen weights as stored."""
     exchanged: tuple[int, ...] = ()
     """Bytes of each tensor that ranks which share rows exchange in a micro-step."""
+    replicas_once: bool = False
+    """`Assembly.adds_replicas_once`."""
 
     @property
     def ranks(self) -> int:
@@ -194,7 +196,9 @@ class Shares:
         pieces = max(self._received(n, self.parts) for n in self.decayed)
         if self.level == 0:
             return max(whole, self._received(sum(self.decayed), self.ranks))
-        return max(whole, pieces) if self.level == 1 else whole + pieces
+        if self.level == 1:
+            return max(whole, pieces)
+        return (max(whole, pieces) if self.replicas_once else whole) + pieces
 
     def _received(self, elements: int, parts: int) -> int:
         """Bytes that a rank receives before it adds them, of a range with this number of elements."""
@@ -265,9 +269,11 @@ class Shares:
         replicas = self.ranks // self.parts
         if replicas == 1:
             return ()
+        times = 1 if self.replicas_once else times
         nbytes = times * self._others(GRADIENT * sum(map(self._own, self.decayed)), replicas)
-        calls = times * sum(1 for n in self.decayed if n)
-        more: Any = {"beside": "backward", "micro_steps": times, "ranks": replicas, "stride": self.parts}
+        calls = 1 if self.replicas_once else times * sum(1 for n in self.decayed if n)
+        beside = "" if self.replicas_once else "backward"
+        more: Any = {"beside": beside, "micro_steps": times, "ranks": replicas, "stride": self.parts}
         return (
             Sent(what="sums of replicas, reduced", nbytes=nbytes, calls=calls, how="exchange", **more),
             Sent(what="sums of replicas, gathered", nbytes=nbytes, calls=calls, how="gather", **more),

@@ -135,8 +135,11 @@ class Stages:
         rest = max((size * min(VECTOR * size, longest) for size in self._sizes[self._parted :]), default=0)
         return max(staging_elements(longest, self.parts), rest)
 
-    def reduce(self, values: Tensor, each: int, staging: Tensor, *, out: Tensor | None = None) -> None:
-        """Set this rank's part of `values`, or `out`, to its sum over all ranks, in tree order.
+    def reduce(
+        self, values: Tensor, each: int, staging: Tensor, *, out: Tensor | None = None, everywhere: bool = True
+    ) -> None:
+        """Set this rank's part of `values`, or `out`, to its sum over all ranks, in tree order; over those of its
+        replica if not `everywhere`.
 
         `values`: 1-D, contiguous, fp32; its parts have `each` elements, the last ones may be shorter, or empty. Other
         elements than this rank's are overwritten too if there are several stages. `staging`: as for `reduce_parts`.
@@ -146,7 +149,7 @@ class Stages:
             ranks = range(self._mesh.world)
             reduce_parts(self._of_stage(0), [parts[self.part_of(rank)] for rank in ranks], staging, out=out)
             return
-        replicas = self._fabrics[self._parted :]
+        replicas = self._fabrics[self._parted :] if everywhere else []
         for number, (stride, size) in enumerate(zip(self._strides, self._sizes[: self._parted], strict=False)):
             fabric, last = self._of_stage(number), number + 1 == self._parted
             slices = cut(values, each * self.parts // (stride * size), size)
@@ -156,6 +159,11 @@ class Stages:
             _add_everywhere(replicas, values, staging)
         if out is not None and (replicas or not self._parted):
             out.copy_(values)
+
+    def add_replicas(self, values: Tensor, staging: Tensor) -> None:
+        """Set `values`, 1-D, contiguous, fp32, of this rank's parts, to their sum over the replicas, in tree order."""
+        if self._fabrics[self._parted :] and values.numel():
+            _add_everywhere(self._fabrics[self._parted :], values, staging)
 
     def gather(self, values: Tensor, each: int) -> None:
         """Fill all parts of `values` with what their owners have there: 1-D, contiguous, of any dtype."""

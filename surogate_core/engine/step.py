@@ -52,7 +52,7 @@ class StoreSet:
             weights = ShardedWeights(sharing.stages, device, inner=inner, allocate=sharing.mesh.zeros)
         mesh = sharing.mesh
         sums = (
-            ShardedGradients(sharing.stages, device, allocate=mesh.zeros)
+            ShardedGradients(sharing.stages, device, allocate=mesh.zeros, everywhere=not sharing.replicas_once)
             if sharing.shards_gradients
             else placement.gradients()
         )

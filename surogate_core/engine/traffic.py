@@ -52,7 +52,7 @@ class Traffic:
 
     def _staging_size(self) -> int:
         found = self._everyone.staging_elements(max((parts_NK.shape[1] for parts_NK in self._replicated), default=0))
-        if self._group is not None and self._sharing.level == 1:
+        if self._group is not None and (self._sharing.level == 1 or self._sharing.replicas_once):
             longest = max(part.longest for part in self._group.parts.values())
             found = max(found, self._sharing.stages.staging_elements(longest))
         return found
@@ -126,6 +126,8 @@ class Traffic:
         if self._alone or self._sums_of_micro_steps:
             return
         self._reduce_replicated()
+        if self._group is not None and self._sharing.replicas_once:
+            self._sharing.stages.add_replicas(self._group.sums, self._staging)
         if self._group is not None and self._sharing.level == 1 and not self.overlaps:
             for key in self._group.parts:
                 self._group.reduce(key, self._staging)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,11 @@ def test_replicas_keep_a_part_of_their_group_and_send_their_sums() -> None:
     assert sent["sums of replicas, gathered"].nbytes == sums.nbytes
     assert (sent["updated weights"].nbytes, sent["updated weights"].ranks) == (2 * 48 * UNIT // 2, 2)
     assert sent["gradients that all keep, reduced"].ranks == 0
+    settings = replace(SETTINGS, zero_level=2, ranks=4, shard_ranks=2, micro_batches=8)
+    keys: dict[str, Any] = {"settings": settings, "decayed": P, "undecayed": UNIT, "frozen": (0,)}
+    each, once = ({s.what: s for s in Shares(**keys, replicas_once=way).sent} for way in (False, True))
+    assert each["sums of replicas, reduced"].nbytes == 2 * once["sums of replicas, reduced"].nbytes
+    assert once["sums of replicas, reduced"].calls == 1
 
 
 def test_what_hides_it() -> None:

@@ -102,7 +102,7 @@ def test_groups_of_groups_have_the_right_ranks(monkeypatch: pytest.MonkeyPatch) 
     opened: dict[int, list[list[int]]] = {rank: [] for rank in range(8)}
     found: dict[int, list[tuple[list[int], int]]] = {}
     for rank in range(8):
-        monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, rank=rank: opened[rank].append(ranks) or object())
+        monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, rank=rank: opened[rank].append(ranks))
         monkeypatch.setattr(dist, "all_reduce", lambda values, op=None, group=None: None)
         fabric = GroupFabric(context(dist.HashStore(), rank, 8, CPU))
         groups = [fabric.within(2), fabric.within(4).across(2), fabric.within(8).across(4)]
