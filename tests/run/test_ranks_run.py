@@ -95,7 +95,12 @@ def test_two_machines_of_two_ranks_are_the_run_on_one(
     """Four processes over gloo, which take each other for two machines."""
     sizes: list[Sequence[int]] = []
     connect = Stages.connect
-    monkeypatch.setattr(Stages, "connect", lambda self: (sizes.append(self.sizes), connect(self))[1])
+
+    def watched(self: Stages) -> None:
+        sizes.append(self.sizes)
+        connect(self)
+
+    monkeypatch.setattr(Stages, "connect", watched)
     one, four = tmp_path / "one", tmp_path / "four"
     ranks.run(1, one, *base, *keys, *KEYS, "gradient_accumulation_steps=4")
     ended = ranks.run(4, four, *base, *keys, *KEYS, "gradient_accumulation_steps=1", local_world=2)
