@@ -271,11 +271,23 @@ QUICK_ON_CPU = {("lora", 2), ("level 3, head not tied", 2)}
 )
 def test_each_ranks_cpu_updates_its_part(case: str, world: int) -> None:
     """All that the optimizer reads and writes is in host memory. It runs the kernels of the device here, a CPU."""
+    _updated_on_cpu(case, world, shard_ranks=0)
+
+
+@pytest.mark.slow_cases("lora on a sharded base")
+@pytest.mark.parametrize("case", ["lora on a sharded base", "level 3, head not tied"])
+def test_each_ranks_cpu_updates_its_part_in_replicas(case: str) -> None:
+    _updated_on_cpu(case, 4, shard_ranks=2, node=2)
+
+
+def _updated_on_cpu(case: str, world: int, **keys: Any) -> None:
     kinds: frozenset[TensorKind] = frozenset({"weights", "gradients", "master", "optimizer"})
     host = OffloaderSpec(name="host", kinds=kinds, place="host", build=lambda *a: _HostStores(), allocates=True)
 
     def work(fabric: VirtualFabric) -> tuple[Any, dict[str, Tensor], int]:
-        engine = engine_of(fabric, micro_batches=8, exact=True, offloader=host, update_on_cpu=True, **CASES[case])
+        engine = engine_of(
+            fabric, micro_batches=8, exact=True, offloader=host, update_on_cpu=True, **keys, **CASES[case]
+        )
         figures, groups = steps(engine, 3, micro_batches=8), engine.update._groups
         stores = engine.assembly.stores
         assert isinstance(stores, _HostStores)
