@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mixture
@@ -330,19 +330,37 @@ def test_without_exactness_runs_repeat_and_are_close_to_one_rank(world: int, lev
 @pytest.mark.parametrize("case", ["lora", "level 1 in 8 bits, bf16 masters", "level 3 in 8 bits, bf16 masters"])
 def test_a_checkpoint_serves_any_number_of_ranks(case: str) -> None:
     """4 → 2 → 1 → 4 is as four on four ranks."""
-    _, expected = alone(case, count=4)
+    _resumed(case, (4, 0, 0), (2, 0, 0), (1, 0, 0), (4, 0, 0))
+
+
+@pytest.mark.slow_cases("level 1 in 8 bits, bf16 masters")
+@pytest.mark.parametrize("case", ["level 1 in 8 bits, bf16 masters", "level 3 in 8 bits, bf16 masters"])
+def test_a_checkpoint_serves_replicas_of_any_size(case: str) -> None:
+    """2 replicas of 2 ranks → one group of 4 → 1 → 4 replicas of 2 are as four steps of one rank."""
+    _resumed(case, (4, 2, 2), (4, 0, 0), (1, 0, 0), (8, 2, 4))
+
+
+def _resumed(case: str, *places: tuple[int, int, int]) -> None:
+    """A step on each world has the bits of one rank. `places`: ranks, those of a replica, those of a machine."""
+    _, expected = alone(case, count=len(places))
     state: Mapping[str, Tensor] = {}
-    for step, world in enumerate((4, 2, 1, 4)):
-
-        def work(fabric: VirtualFabric, step: int = step, state: Mapping[str, Tensor] = state) -> dict[str, Tensor]:
-            engine = engine_of(fabric, micro_batches=8, exact=True, **CASES[case])
-            if step:
-                engine.load_state(_files(state))
-            steps(engine, 1, micro_batches=8, start=step)
-            return tiny.whole_state(engine)
-
-        state = in_threads(world, work)[0]
+    for step, (world, shard, node) in enumerate(places):
+        keys: dict[str, Any] = {"exact": True, "shard_ranks": shard, "node": node, **CASES[case]}
+        state = in_threads(world, partial(_next_step, step=step, state=state, keys=keys))[0]
     tiny.ensure_same_bits(state, expected, "after three resumes")
+
+
+def _next_step(
+    fabric: VirtualFabric, *, step: int, state: Mapping[str, Tensor], keys: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    engine = engine_of(fabric, micro_batches=8, **keys)
+    if step:
+        files: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in state.items():
+            files.setdefault(name.split()[0], {})[name.split(" ", 1)[1]] = tensor
+        engine.load_state(files)
+    steps(engine, 1, micro_batches=8, start=step)
+    return tiny.whole_state(engine)
 
 
 @pytest.mark.parametrize(("level", "varying"), [(1, False), (2, False), (3, True)])
@@ -355,39 +373,6 @@ def test_replicas_without_exactness_repeat_and_are_close_to_one_rank(level: int,
     assert again == first
     tiny.ensure_same_bits(same, state, "a second run")
     torch.testing.assert_close(torch.tensor(first), torch.tensor(figures), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow_cases("level 1 in 8 bits, bf16 masters")
-@pytest.mark.parametrize("case", ["level 1 in 8 bits, bf16 masters", "level 3 in 8 bits, bf16 masters"])
-def test_a_checkpoint_serves_replicas_of_any_size(case: str) -> None:
-    """4 ranks as 2 replicas of 2 → one group of 4 → 1 → 4 replicas of 2 are as four steps of one rank."""
-    _, expected = alone(case, count=4)
-    state: Mapping[str, Tensor] = {}
-    for step, (world, shard, node) in enumerate(((4, 2, 2), (4, 0, 0), (1, 0, 0), (8, 2, 4))):
-
-        def work(
-            fabric: VirtualFabric,
-            step: int = step,
-            shard: int = shard,
-            node: int = node,
-            state: Mapping[str, Tensor] = state,
-        ) -> dict[str, Tensor]:
-            engine = engine_of(fabric, micro_batches=8, exact=True, shard_ranks=shard, node=node, **CASES[case])
-            if step:
-                engine.load_state(_files(state))
-            steps(engine, 1, micro_batches=8, start=step)
-            return tiny.whole_state(engine)
-
-        state = in_threads(world, work)[0]
-    tiny.ensure_same_bits(state, expected, "after three resumes")
-
-
-def _files(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of `tiny.whole_state` by file."""
-    files: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in state.items():
-        files.setdefault(name.split()[0], {})[name.split(" ", 1)[1]] = tensor
-    return files
 
 
 def test_a_rank_holds_its_part_of_masters_and_state() -> None:
