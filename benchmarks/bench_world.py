@@ -22,6 +22,7 @@ from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource
 from surogate_core.engine.sharding import Sharing
+from surogate_core.engine.stages import Stages
 from surogate_core.mesh.mesh import Mesh
 
 
@@ -153,7 +154,11 @@ def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[Micro
     )
     total = training.total(mesh.world)
     sharing = Sharing(
-        mesh=mesh, level=training.zero_level, exact=training.is_exact, context=training.context(mesh.world)
+        mesh=mesh,
+        stages=Stages(mesh),
+        level=training.zero_level,
+        exact=training.is_exact,
+        context=training.context(mesh.world),
     )
     own = sharing.share(total).numbers
     # All have equal counts: every token is a label.

@@ -117,8 +117,10 @@ def sft(
     zero_level: Literal[0, 1, 2, 3] = ...,
     shard_gradients: bool = ...,
     shard_weights: bool = ...,
+    dp_shard_size: int = ...,
     exact_reduction: Literal["auto"] | bool = ...,
     context_parallel_size: int = ...,
+    hierarchical_reduction: bool = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
@@ -285,11 +287,16 @@ def sft(
         shard_gradients: Share out the gradient sums, as `zero_level=2` does.
         shard_weights: Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in
             which it is kept.
+        dp_shard_size: Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and
+            `shard_weights` say. Each such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
             exchange heads around attention. It divides `gpus` and `sequence_len`; `gradient_accumulation_steps`
             then counts micro-batches of such a group.
+        hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first
+            and then between machines, and gather in the other order, so that each sum leaves a machine once. false
+            treats all GPUs alike.
         fabric: How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that
             connects them.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its
@@ -446,8 +453,10 @@ def pt(
     zero_level: Literal[0, 1, 2, 3] = ...,
     shard_gradients: bool = ...,
     shard_weights: bool = ...,
+    dp_shard_size: int = ...,
     exact_reduction: Literal["auto"] | bool = ...,
     context_parallel_size: int = ...,
+    hierarchical_reduction: bool = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
     validation_datasets: _Data = ...,
@@ -614,11 +623,16 @@ def pt(
         shard_gradients: Share out the gradient sums, as `zero_level=2` does.
         shard_weights: Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in
             which it is kept.
+        dp_shard_size: Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and
+            `shard_weights` say. Each such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
             exchange heads around attention. It divides `gpus` and `sequence_len`; `gradient_accumulation_steps`
             then counts micro-batches of such a group.
+        hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first
+            and then between machines, and gather in the other order, so that each sum leaves a machine once. false
+            treats all GPUs alike.
         fabric: How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that
             connects them.
         datasets: Training data: a path, a list of paths, or entries with `path`, `type` (auto if left out) and its

@@ -82,6 +82,15 @@ class Fabric:
         """
         raise NotImplementedError
 
+    def across(self, size: int) -> Fabric:
+        """The collectives among the ranks whose number is this one's modulo `size`: ranks 0, `size`, 2 · `size` … are a
+        group, and so on. `size` divides the ranks.
+
+        All ranks call it after `connect`, if `FabricSpec.across` is set; on a fabric of `within`, all ranks of all its
+        groups. Groups do not wait for each other. It lives as long as this fabric.
+        """
+        raise NotImplementedError
+
     def close(self) -> None:
         """End the communication, if `connect` opened it. All graphs that captured it are gone by now."""
 
@@ -131,5 +140,8 @@ class FabricSpec:
     10. None: only its name chooses it."""
     groups: bool = False
     """Whether its fabrics have `within`, which `context_parallel_size` needs."""
+    across: bool = False
+    """Whether its fabrics, and those of their `within`, have `across`. Without it, sums on several machines treat all
+    ranks alike, and `dp_shard_size` is refused."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""

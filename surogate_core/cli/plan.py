@@ -203,14 +203,15 @@ def _of_cluster(
         tokens=sharing.tokens_of_rank(config) * config.gradient_accumulation_steps,
         micro_steps=config.gradient_accumulation_steps,
         update=0.0 if gpu is None else update_seconds(config, registry, prediction, gpu),
-        shared=1 - 1 / cluster.ranks if sharing.level(config) else 0.0,
+        shared=1 - 1 / sharing.parts(config) if sharing.level(config) else 0.0,
     )
-    sent = prediction.sent
+    sent, fabric = prediction.sent, registry.get("fabric", config.fabric.name)
     return ClusterPlan(
         cluster=cluster,
         sent=sent,
         flat=plan_cluster.cost(cluster, sent, work),
         hierarchical=plan_cluster.cost(cluster, sent, work, plan_cluster.hierarchical),
+        staged=cluster.nodes > 1 and cluster.per_node > 1 and config.hierarchical_reduction and fabric.across,
         tokens=work.tokens * cluster.ranks,
         update_known=gpu is not None,
     )

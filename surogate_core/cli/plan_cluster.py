@@ -36,51 +36,68 @@ class Traffic:
 Model = Callable[[Cluster, "Sent"], Traffic]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spread:
+    """The ranks among which a tensor is sent, and where they are."""
+
+    members: int
+    here: int
+    """Members on each of their nodes."""
+    whole: float
+    """S: bytes of the tensors of which every member sends all but its own part."""
+
+    @classmethod
+    def of(cls, cluster: Cluster, sent: Sent) -> _Spread:
+        """Members are neighbours, or at equal distances."""
+        members = sent.ranks or cluster.ranks
+        near = math.gcd(members * sent.stride, cluster.per_node)
+        return cls(
+            members=members,
+            here=max(near // sent.stride, 1),
+            whole=sent.nbytes * members / (members - 1),
+        )
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the members."""
+        return self.members // self.here
+
+
 def flat(cluster: Cluster, sent: Sent) -> Traffic:
-    """As this version sends: to all ranks alike, wherever they are.
+    """To all ranks alike, wherever they are.
 
-    An exchange is all-to-all, and both wires work at the same time. A gather is a ring through all ranks, which enters
-    and leaves each node once (NCCL's all-gather).
+    An exchange is all-to-all, and both wires work at the same time. A gather is a ring through all members, which
+    enters and leaves each node once (NCCL's all-gather).
     """
-    ranks, nodes, group = cluster.ranks, cluster.nodes, cluster.per_node
+    of, group = _Spread.of(cluster, sent), cluster.per_node
     if sent.how == "exchange":
-        members = sent.ranks or ranks
-        here = math.gcd(members, group)  # members of one node
-        whole = _whole(sent, members)
-        inside, between = whole * (here - 1) / members, group * whole * (members - here) / members
-        each = _latency(cluster, inner=0, outer=min(members // here - 1, 1))
+        inside = of.whole * (of.here - 1) / of.members
+        between = group * of.whole * (of.members - of.here) / of.members
+        each = _latency(cluster, inner=0, outer=min(of.nodes - 1, 1))
     else:
-        inside, between = sent.nbytes * (group - 1) / group, float(sent.nbytes if nodes > 1 else 0)
-        each = _latency(cluster, inner=ranks - nodes, outer=nodes - 1)
-        if nodes == 1:
-            inside = float(sent.nbytes)
-    latency = sent.calls * each
+        inside = float(sent.nbytes) if of.nodes == 1 else sent.nbytes * (of.here - 1) / of.here
+        between = float(group // of.here * sent.nbytes) if of.nodes > 1 else 0.0
+        each = _latency(cluster, inner=of.members - of.nodes, outer=of.nodes - 1)
     inner, outer = _seconds(cluster, sent, inside, between)
-    return Traffic(inside=inside, between=between, seconds=max(inner, outer) + latency if cluster.timed else 0.0)
-
-
-def hierarchical(cluster: Cluster, sent: Sent) -> Traffic:
-    """In two stages, which this version does not have: inside each node, and between GPUs of the same number of each
-    node, so that each byte leaves a node once. A gather has the stages in the other order.
-    """
-    if sent.ranks:
-        return flat(cluster, sent)  # already among few
-    nodes, group = cluster.nodes, cluster.per_node
-    whole = _whole(sent, cluster.ranks)
-    inside, between = whole * (group - 1) / group, whole * (nodes - 1) / nodes
-    latency = 0.0
-    if group > 1:
-        latency += _latency(cluster, inner=group - 1, outer=0)
-    if nodes > 1:
-        latency += _latency(cluster, inner=0, outer=nodes - 1)
-    inner, outer = _seconds(cluster, sent, inside, between)
-    seconds = inner + outer + sent.calls * latency if cluster.timed else 0.0
+    seconds = max(inner, outer) + sent.calls * each if cluster.timed else 0.0
     return Traffic(inside=inside, between=between, seconds=seconds)
 
 
-def _whole(sent: Sent, ranks: int) -> float:
-    """S: bytes of the tensors of which every rank sends all but its own part."""
-    return sent.nbytes * ranks / (ranks - 1)
+def hierarchical(cluster: Cluster, sent: Sent) -> Traffic:
+    """In two stages: inside each node, and between the members of the same number of each node. Each byte leaves a node
+    once. A gather has the stages in the other order, and each of them is a ring.
+    """
+    of = _Spread.of(cluster, sent)
+    inside = of.whole * (of.here - 1) / of.here
+    between = cluster.per_node * of.whole / of.here * (of.nodes - 1) / of.nodes
+    ring, latency = sent.how == "gather", 0.0
+    if of.here > 1:
+        latency += _latency(cluster, inner=of.here - 1 if ring else 0, outer=0)
+    if of.nodes > 1:
+        latency += _latency(cluster, inner=0, outer=of.nodes - 1 if ring else 1)
+    inner, outer = _seconds(cluster, sent, inside, between)
+    seconds = inner + outer + sent.calls * latency if cluster.timed else 0.0
+    return Traffic(inside=inside, between=between, seconds=seconds)
 
 
 def _latency(cluster: Cluster, *, inner: int, outer: int) -> float:

@@ -23,23 +23,30 @@ class ClusterPlan:
     cluster: Cluster
     sent: Sequence[Sent]
     flat: Cost
-    """As this version sends."""
+    """With sums in one stage, which treats all GPUs alike."""
     hierarchical: Cost
-    """As it would with sums in two stages."""
+    """With sums in two stages: inside each node, and between nodes."""
+    staged: bool
+    """Whether the run has two stages."""
     tokens: int
     """Tokens of an optimizer step of all GPUs."""
     update_known: bool
     """Whether the time of the optimizer's update is known, which the GPUs share at `zero_level` 1 to 3."""
 
     @property
+    def cost(self) -> Cost:
+        """What the run sends."""
+        return self.hierarchical if self.staged else self.flat
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Tokens of a step over its time; None if it is not known."""
-        return None if self.flat.seconds is None else self.tokens / self.flat.seconds
+        return None if self.cost.seconds is None else self.tokens / self.cost.seconds
 
 
 def speed(plan: ClusterPlan) -> str:
     """The speed, and what is missing where it is not known."""
-    cluster, rate, seconds, share = plan.cluster, plan.tokens_per_second, plan.flat.seconds, plan.flat.efficiency
+    cluster, rate, seconds, share = plan.cluster, plan.tokens_per_second, plan.cost.seconds, plan.cost.efficiency
     if rate is None or seconds is None or share is None:
         missing = [HOW_TO_TIME] * (not cluster.timed) + [HOW_TO_MEASURE] * (cluster.tokens_per_second is None)
         return f"not known; {'; '.join(missing)}"
@@ -64,7 +71,7 @@ def as_text(plan: ClusterPlan) -> str:
         table.add_column("between nodes,\neach node sends", justify="right")
     table.add_column("time", justify="right")
     table.add_column("beside")
-    for sent, one in zip(plan.sent, plan.flat.each, strict=True):
+    for sent, one in zip(plan.sent, plan.cost.each, strict=True):
         beside = f"the {sent.beside}" if sent.beside in ("forward", "backward") else "both" if sent.beside else ""
         table.add_row(sent.what, f"{sent.calls:,}", *_cells(cluster, one), beside)
     buffer = io.StringIO()
@@ -73,15 +80,16 @@ def as_text(plan: ClusterPlan) -> str:
 
 
 def _totals(plan: ClusterPlan) -> str:
-    """The step as this version sends, and as sums in two stages would."""
+    """The step as the run sends, and with sums in the other number of stages."""
     cluster = plan.cluster
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("in all")
-    costs = {"as this version sends": plan.flat}
-    if cluster.nodes > 1:
-        costs["in two stages, which this version does not have"] = plan.hierarchical
+    costs = {"as this run sends": plan.cost}
+    if cluster.nodes > 1 and cluster.per_node > 1:
+        other, cost = ("one stage", plan.flat) if plan.staged else ("two stages", plan.hierarchical)
+        costs[f"in {other}, with hierarchical_reduction={str(not plan.staged).lower()}"] = cost
     heads = ["inside"] + ["between"] * (cluster.nodes > 1) + ["time"] * cluster.timed
-    heads += ["of it hidden", "a step", "efficiency"] * (plan.flat.seconds is not None)
+    heads += ["of it hidden", "a step", "efficiency"] * (plan.cost.seconds is not None)
     for head in heads:
         table.add_column(head, justify="right")
     for name, cost in costs.items():
@@ -132,16 +140,17 @@ def as_json(plan: ClusterPlan) -> dict[str, Any]:
     """Keys of the plan in JSON; some replace those of one machine."""
     return {
         "tokens_per_second": plan.tokens_per_second,
-        "seconds_per_step": plan.flat.seconds,
-        "efficiency": plan.flat.efficiency,
-        "sent_seconds": None if plan.flat.wire is None else plan.flat.wire.seconds,
-        "hidden_seconds": _hidden(plan.flat),
+        "seconds_per_step": plan.cost.seconds,
+        "efficiency": plan.cost.efficiency,
+        "sent_seconds": None if plan.cost.wire is None else plan.cost.wire.seconds,
+        "hidden_seconds": _hidden(plan.cost),
         "cluster": {
             "num_nodes": plan.cluster.nodes,
             "gpus_per_node": plan.cluster.per_node,
             "inside": None if plan.cluster.inside is None else str(plan.cluster.inside),
             "between": None if plan.cluster.between is None else str(plan.cluster.between),
             "given_tokens_per_second": plan.cluster.tokens_per_second,
+            "stages": 2 if plan.staged else 1,
             "flat": _cost(plan.flat),
             "hierarchical": _cost(plan.hierarchical),
         },

@@ -85,7 +85,7 @@ def speed(
     ranks, micro_steps, computing = prediction.ranks, config.gradient_accumulation_steps, tokens * each + idle
     rates = WireRates.of(gpu, bus=gpu.bus)
     wire = wire_of(prediction.sent, rates, computing=computing / micro_steps, micro_steps=micro_steps)
-    own = update / ranks if sharing.level(config) else update
+    own = update / sharing.parts(config) if sharing.level(config) else update
     seconds = computing + own + more + wire.exposed
     return Speed(
         seconds=seconds,

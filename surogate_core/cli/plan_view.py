@@ -108,7 +108,7 @@ class Plan:
     def step_seconds(self) -> float | None:
         """The time of an optimizer step; None if it is not known."""
         if self.cluster is not None:
-            return self.cluster.flat.seconds
+            return self.cluster.cost.seconds
         return None if self.speed is None else self.speed.seconds
 
 

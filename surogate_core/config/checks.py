@@ -158,6 +158,29 @@ SEVERAL: tuple[Rule, ...] = (
         for key, level in (("shard_gradients", 2), ("shard_weights", 3))
     ),
     Rule(
+        name="groups_that_share_out",
+        key="dp_shard_size",
+        wrong=lambda v: several(v) and v["dp_shard_size"] > 0 and v["gpus"] % v["dp_shard_size"] > 0,
+        message="does not divide `gpus`, the GPUs of the run, into groups that share out the model.",
+        fix="gpus: a multiple of it, or dp_shard_size: 0",
+    ),
+    Rule(
+        name="groups_of_one",
+        key="dp_shard_size",
+        wrong=lambda v: several(v) and v["dp_shard_size"] == 1,
+        message="is 1, with which no GPU shares out anything.",
+        fix="zero_level: 0 with shard_weights: false, or dp_shard_size: 0 or at least 2",
+    ),
+    Rule(
+        name="groups_without_level",
+        key="dp_shard_size",
+        wrong=lambda v: (
+            several(v) and v["dp_shard_size"] > 1 and v["zero_level"] == 0 and not (v["lora"] or v["cpu_training"])
+        ),
+        message="is set while `zero_level` is 0, which shares out nothing.",
+        fix="zero_level: 1, or dp_shard_size: 0",
+    ),
+    Rule(
         name="shared_experts_offloaded",
         key=offload.EXPERTS,
         wrong=lambda v: v[offload.EXPERTS] and several(v) and (v["shard_weights"] or v["zero_level"] == 3),

@@ -270,11 +270,19 @@ class RunConfig:
     """Share out the gradient sums, as `zero_level=2` does."""
     shard_weights: bool = False
     """Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in which it is kept."""
+    dp_shard_size: Annotated[int, Interval(ge=0, le=1024)] = 0
+    """Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and `shard_weights` say. Each
+    such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
+    """
     exact_reduction: Literal["auto"] | bool = "auto"
     """Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with `lora`."""
     context_parallel_size: Annotated[int, Interval(ge=1, le=1024)] = 1
     """GPUs that share each row: every one has an equal part of its positions, and they exchange heads around attention.
     It divides `gpus` and `sequence_len`; `gradient_accumulation_steps` then counts micro-batches of such a group.
+    """
+    hierarchical_reduction: bool = True
+    """On several machines with equally many GPUs, add gradients inside each machine first and then between machines,
+    and gather in the other order, so that each sum leaves a machine once. false treats all GPUs alike.
     """
     fabric: Selection = field(default_factory=lambda: _default("fabric"))
     """How several GPUs exchange data: copy_engines, nccl or, on CPUs, gloo; auto is the fastest that connects them."""

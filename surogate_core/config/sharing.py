@@ -28,6 +28,16 @@ def shards_weights(config: RunConfig) -> bool:
     return config.shard_weights or 3 in (config.zero_level, level(config))
 
 
+def replicates(config: RunConfig) -> bool:
+    """Whether groups of GPUs that share out the model are replicas of each other."""
+    return 0 < config.dp_shard_size < config.gpus
+
+
+def parts(config: RunConfig) -> int:
+    """GPUs among which the model is shared out."""
+    return config.dp_shard_size if replicates(config) else max(config.gpus, 1)
+
+
 def tokens_of_rank(config: RunConfig) -> int:
     """Tokens of a micro-batch that one rank computes: ranks that share rows have a part of each."""
     return config.per_device_train_batch_size * config.sequence_len // config.context_parallel_size
@@ -122,11 +132,13 @@ def notes(config: RunConfig) -> list[str]:
     shards = [key for key in ("shard_gradients", "shard_weights") if getattr(config, key)]
     if config.gpus == 1:
         shards = [f"zero_level={config.zero_level}"] * (config.zero_level > 1) + shards
+        shards += [f"dp_shard_size={config.dp_shard_size}"] * (config.dp_shard_size > 0)
         if shards:
             found.append(f"{', '.join(shards)}: no effect with gpus=1, nothing is shared out.")
     elif config.lora:
         whole = [f"zero_level={config.zero_level}"] * (config.zero_level == 2)
         whole += ["shard_gradients"] * config.shard_gradients
+        whole += [f"dp_shard_size={config.dp_shard_size}"] * (config.dp_shard_size > 0 and not shards_weights(config))
         if whole:
             found.append(
                 f"{', '.join(whole)}: no effect with lora, every GPU keeps the adapters and their optimizer state. "

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from surogate_core.bundles.fabrics import FabricSpec
 from surogate_core.bundles.options import field_types, flat_marks, flat_values
 from surogate_core.bundles.tasks import TaskSpec
 from surogate_core.config import offload, peers, sharing
@@ -387,11 +388,15 @@ class _Validator:
                 self._problem(key, message, f"{key}: false, or offload: {offloader_of_keys()}")
 
     def fabric(self, built: Mapping[str, Any]) -> None:
-        """GPUs that share rows need a fabric that connects groups."""
+        """GPUs that share rows, and replicas, need a fabric that connects groups."""
         chosen, shared = built["fabric"], built["context_parallel_size"]
-        if chosen is None or not isinstance(shared, int) or shared == 1:
+        if chosen is None:
             return
-        if not self.registry.bundles("fabric")[chosen.name].bundle.groups:
+        spec: FabricSpec = self.registry.bundles("fabric")[chosen.name].bundle
+        if built["dp_shard_size"] not in (None, 0, built["gpus"]) and not spec.across:
+            message = f"{chosen.name} connects all GPUs alone, and `dp_shard_size` needs groups of them."
+            self._problem("fabric", message, "fabric: auto, or dp_shard_size: 0")
+        if isinstance(shared, int) and shared > 1 and not spec.groups:
             message = f"{chosen.name} connects all GPUs alone, and `context_parallel_size` needs groups of them."
             self._problem("fabric", message, "fabric: auto, or context_parallel_size: 1")
 

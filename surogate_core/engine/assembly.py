@@ -67,6 +67,8 @@ class EngineSettings:
     """
     shard_weights: bool = False
     """Whether each rank keeps only its part of the weights between their uses, frozen ones included."""
+    shard_ranks: int = 0
+    """P, neighbouring ranks that share them out; each group of P ranks is a replica of the others. 0 is all ranks."""
     exact: bool = False
     """Whether gradients are added in an order that does not depend on the number of ranks."""
     router_losses: RouterLosses = field(default_factory=RouterLosses)
@@ -108,6 +110,16 @@ class Assembly:
 
     offload_experts: bool = False
     """Whether the offloader's store of weights has the frozen experts, if it has not all frozen weights."""
+
+    @property
+    def adds_replicas_once(self) -> bool:
+        """Whether the gradient sums of a rank's parts go to the other replicas once in a step, not in every micro-step.
+
+        Exact sums are over the ranks first, and no fabric sends sums that are in host memory.
+        """
+        settings = self.settings
+        parted = 0 < settings.shard_ranks < settings.ranks and settings.zero_level >= 2
+        return parted and not settings.exact and not self.offloader.moves("gradients")
 
     @property
     def experts_apart(self) -> bool:

@@ -36,6 +36,7 @@ from surogate_core.engine.sharded_state import ShardedState
 from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.sides import SideSums
+from surogate_core.engine.stages import Stages
 from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, StoreSet
 from surogate_core.engine.stopwatch import Stopwatch
 from surogate_core.engine.traffic import Traffic
@@ -69,11 +70,13 @@ class Engine:
         assert self.mesh.world == self.settings.ranks, f"{self.mesh.world} ranks, planned for {self.settings.ranks}"
         self.sharing = Sharing(
             mesh=self.mesh,
+            stages=Stages(self.mesh, shard=self.settings.shard_ranks),
             level=self.settings.zero_level,
             exact=self.settings.exact,
             base=self.settings.shard_weights,
             context=self.settings.context,
             varying=self.settings.varying,
+            replicas_once=assembly.adds_replicas_once,
         )
         self._shared_rows: SharedRows | None = None
         rows = Rows(self.mesh, self.settings.context)
@@ -106,6 +109,7 @@ class Engine:
         with self.mesh.first("compiled"):
             self._compile()
         self.mesh.connect(self.settings.device)
+        self.sharing.stages.connect()
         if self._shared_rows is not None:
             rows.connect()
         self._prepare_orders()
@@ -211,7 +215,9 @@ class Engine:
         if self.sharing.shards_weights:
             self.parameters.before_fetch = self._gather_order()
         if group is not None:
-            self._sharded_state = ShardedState(group, self.optimizer.state(), self.mesh, self.orders)
+            self._sharded_state = ShardedState(
+                group, self.optimizer.state(), self.mesh, self.sharing.stages, self.orders
+            )
             self.parameters.deferred = group.deferred(self.orders)
 
     def _gather_order(self) -> Callable[[str], None]:

@@ -13,8 +13,8 @@ class Owned:
     """A piece's contiguous range of a flat group, one part of which each rank owns."""
 
     owners: Sequence[tuple[int, int]]
-    """(start, stop) of each rank's part, in elements from the start of the range. The parts follow each other; those of
-    the last ranks may be shorter, or empty.
+    """(start, stop) of each part, in elements from the start of the range. The parts follow each other; the last ones
+    may be shorter, or empty.
     """
     shard: Tensor
     """This rank's part: live, 1-D."""

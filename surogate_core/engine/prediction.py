@@ -198,6 +198,7 @@ class Counts:
             undecayed=self.undecayed,
             frozen=frozen,
             exchanged=self.exchanged,
+            replicas_once=assembly.adds_replicas_once,
         )
 
     def _state(self, assembly: Assembly, shares: Shares) -> list[Held]:
@@ -220,12 +221,12 @@ class Counts:
         per = f"{optimizer.state_bytes_per_parameter:g} bytes a parameter"
 
         def of(shared: bool) -> str:
-            return f", 1/{shares.ranks} of them" if shared else ""
+            return f", 1/{shares.parts} of them" if shared else ""
 
         shared = shares.level >= 1
         base = shares.base(self.frozen)
-        layers = f", 1/{shares.ranks} of each layer's" if shares.shards_base else ""
-        of_layers = f", 1/{shares.ranks} of each layer's" if shares.level == 3 else ""
+        layers = f", 1/{shares.parts} of each layer's" if shares.shards_base else ""
+        of_layers = f", 1/{shares.parts} of each layer's" if shares.level == 3 else ""
         masters = shares.masters * settings.master_dtype.itemsize
         apart = shares.whole_copies if copies != "device" else 0
         # Beside a shared base, blocks do not compute with masters that are off the device.

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import GradientStore
-from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.owned import Owned, Within
-from surogate_core.engine.reduce import Allocate, plain_zeros, reduce_parts, staging_elements
+from surogate_core.engine.reduce import Allocate, plain_zeros
 from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.engine.side_streams import FIRST, SideStream
+from surogate_core.engine.stages import Stages
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +44,17 @@ class ShardedGradients:
     """
 
     def __init__(
-        self, fabric: Fabric, device: torch.device, *, allocate: Allocate = plain_zeros, written: bool = False
+        self,
+        stages: Stages,
+        device: torch.device,
+        *,
+        allocate: Allocate = plain_zeros,
+        everywhere: bool = True,
+        written: bool = False,
     ):
-        """`allocate`: memory that the fabric writes to."""
-        self._written = written
-        self._fabric, self._device, self._allocate = fabric, device, allocate
+        """`allocate`: memory that the fabric writes to. `everywhere`: whether sums are over all replicas."""
+        self._everywhere, self._written = everywhere, written
+        self._stages, self._device, self._allocate = stages, device, allocate
         self._owned: dict[str, Owned] = {}
         self._members: dict[str, tuple[Tensor | Within, ...]] = {}
         self._side = SideStream(device, priority=FIRST)
@@ -115,7 +121,7 @@ class ShardedGradients:
                 buffers = [torch.empty(max(sizes, default=0), device=self._device) for _ in range(count)]
                 self._rooms[layers] = [_Room(buffer) for buffer in buffers]
             longest = max(owned.longest for owned in self._owned.values())
-            self._staging = self._allocate(staging_elements(longest, self._fabric.world), torch.float32, self._device)
+            self._staging = self._allocate(self._stages.staging_elements(longest), torch.float32, self._device)
         return self._rooms[_is_layer(piece)]
 
     def _enter(self, piece: str) -> tuple[_Room, int]:
@@ -145,11 +151,12 @@ class ShardedGradients:
             return
         owned, staging = self._owned[key], self._staging
         assert staging is not None
-        parts = [room.buffer[start:stop] for start, stop in owned.owners]
+        sums, (start, stop) = room.buffer[: owned.elements], owned.owners[self._stages.own]
         with self._side.after_compute():
-            reduce_parts(self._fabric, parts, staging, out=owned.shard if self._first else None)
+            out = owned.shard if self._first else None
+            self._stages.reduce(sums, owned.longest, staging, out=out, everywhere=self._everywhere)
             if not self._first:
-                owned.shard.add_(parts[self._fabric.rank])
+                owned.shard.add_(sums[start:stop])
         # The side stream fills the buffer with zeros for the next piece, so no event is needed.
         room.piece = None
         self._reduced = self._side.done()

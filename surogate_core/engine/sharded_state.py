@@ -12,6 +12,7 @@ from torch import Tensor
 
 from surogate_core.engine.orders import Orders
 from surogate_core.engine.sharding import Range, ShardedGroup, chunks, gathered_range
+from surogate_core.engine.stages import Stages
 from surogate_core.errors import PluginError
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.kernels.rounding import PERIOD
@@ -42,8 +43,8 @@ class ShardedState:
     piece by piece and rank by rank.
     """
 
-    def __init__(self, group: ShardedGroup, state: Mapping[str, Tensor], mesh: Mesh, orders: Orders):
-        self._mesh = mesh
+    def __init__(self, group: ShardedGroup, state: Mapping[str, Tensor], mesh: Mesh, stages: Stages, orders: Orders):
+        self._mesh, self._stages = mesh, stages
         names = {g.name for g in group.groups}
         # The numbers of a part's groups are those of the periods in which they are.
         places = [
@@ -71,16 +72,16 @@ class ShardedState:
             | {"": [str(next(iter(own.values())).dtype)]}
             for name, own in self._own.items()
         }
-        by_rank = self._mesh.gather(told)
-        self._suffixes = sorted({name for told in by_rank for name in told})
+        by_part = self._stages.by_part(self._mesh.gather(told))
+        self._suffixes = sorted({name for told in by_part for name in told})
         self._rows: dict[str, list[list[int]]] = {}
-        """Name → for each part's group, the rows of each rank."""
+        """Name → for each part's group, the rows of each owner."""
         self._tails: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name in self._suffixes:
-            some = next(told[name] for told in by_rank if name in told)
+            some = next(told[name] for told in by_part if name in told)
             place = next(key for key in some if key)
             self._tails[name] = (tuple(some[place][1:]), getattr(torch, some[""][0].removeprefix("torch.")))
-            self._rows[name] = [[told.get(name, {}).get(place, [0])[0] for told in by_rank] for place in self._places]
+            self._rows[name] = [[told.get(name, {}).get(place, [0])[0] for told in by_part] for place in self._places]
 
     def _defer(self, name: str, orders: Orders) -> Deferred:
         tail, dtype = self._tails[name]
@@ -100,8 +101,8 @@ class ShardedState:
         width, counts = math.prod(tail), self._rows[name][number]
         borders = list(accumulate((count * width for count in counts), initial=0))
         like = torch.empty(0, dtype=dtype, device=self._device)
-        own = self._own[name][self._places[number]].view(-1) if counts[self._mesh.rank] else like
-        return gathered_range(self._mesh.fabric, own, list(pairwise(borders)), span, rank=self._mesh.rank, like=like)
+        own = self._own[name][self._places[number]].view(-1) if counts[self._stages.own] else like
+        return gathered_range(self._stages, own, list(pairwise(borders)), span, like=like)
 
     def tensors(self) -> dict[str, Tensor | Deferred]:
         """All state by the names that it has on one rank."""
@@ -111,14 +112,14 @@ class ShardedState:
         """Read this rank's state from a checkpoint."""
         for name, tensor in self._replicated.items():
             tensor.copy_(file[name])
-        rank = self._mesh.rank
+        own = self._stages.own
         for name in self._suffixes:
             at, tail = 0, math.prod(self._tails[name][0])
             for place, counts in zip(self._places, self._rows[name], strict=True):
-                if counts[rank]:
-                    first, target = at + sum(counts[:rank]), self._own[name][place]
+                if counts[own]:
+                    first, target = at + sum(counts[:own]), self._own[name][place]
                     if isinstance(file, TensorFile):
                         file.read_part(name, first * tail, target)
                     else:
-                        target.copy_(file[name][first : first + counts[rank]])
+                        target.copy_(file[name][first : first + counts[own]])
                 at += sum(counts)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Store
-from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.reduce import Allocate, plain_zeros
 from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.engine.side_streams import FIRST, SideStream, flat_bytes, is_dense
+from surogate_core.engine.stages import Stages
 from surogate_core.engine.stores import DeviceStore
 
 ALIGNMENT = 256
@@ -73,7 +73,7 @@ class _Slot:
 
 
 class ShardedWeights:
-    """Weights of which each rank keeps 1/N, gathered piece by piece into one of two static buffers.
+    """Weights of which each rank keeps a part, gathered piece by piece into one of two static buffers.
 
     `inner` keeps the shares elsewhere than on the device. `whole`: keys of which every rank keeps everything, in
     `inner` or on the device. A tied tensor belongs to them: sharded keys share nothing.
@@ -85,7 +85,7 @@ class ShardedWeights:
 
     def __init__(
         self,
-        fabric: Fabric,
+        stages: Stages,
         device: torch.device,
         *,
         inner: Store | None = None,
@@ -94,7 +94,7 @@ class ShardedWeights:
     ):
         """`allocate`: memory that the fabric writes to."""
         self._allocate = allocate
-        self._fabric, self._device, self._inner = fabric, device, inner
+        self._stages, self._device, self._inner = stages, device, inner
         self._whole: Store = inner or DeviceStore("weights")
         self._whole_keys = frozenset(whole)
         self._kept: dict[str, _Kept] = {}
@@ -114,9 +114,9 @@ class ShardedWeights:
         for t in dense:
             views.append(_View(total, t.nbytes, t.dtype, tuple(t.shape), tuple(t.stride())))
             total += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
-        share = -(-total // (ALIGNMENT * self._fabric.world)) * ALIGNMENT
+        share = -(-total // (ALIGNMENT * self._stages.parts)) * ALIGNMENT
         shard = torch.zeros(share, dtype=torch.uint8, device=self._device)
-        mine = self._fabric.rank * share
+        mine = self._stages.own * share
         for t, view in zip(dense, views, strict=True):
             start, stop = max(view.offset, mine), min(view.offset + view.nbytes, mine + share)
             if start < stop:
@@ -180,7 +180,7 @@ class ShardedWeights:
     def _free_slot(self) -> _Slot:
         """The slot, out of use, that was released first."""
         if not self._slots:
-            size = max(kept.share for kept in self._kept.values()) * self._fabric.world
+            size = max(kept.share for kept in self._kept.values()) * self._stages.parts
             self._slots = [_Slot(self._allocate(size, torch.uint8, self._device)) for _ in range(2)]
         free = [slot for slot in self._slots if not slot.held]
         assert free, "weights of two pieces are in use; release one before the next is fetched"
@@ -195,15 +195,15 @@ class ShardedWeights:
     def _gather(self, slot: _Slot) -> None:
         key = slot.key
         assert key is not None
-        kept, rank = self._kept[key], self._fabric.rank
-        parts = slot.buffer[: kept.share * self._fabric.world].split(kept.share)
+        kept, at = self._kept[key], self._stages.own
+        gathered = slot.buffer[: kept.share * self._stages.parts]
         with self._side.after(slot.start):
             shard = kept.shard
             if shard is None:
                 assert self._inner is not None
                 (shard,) = self._inner.fetch(key)
-            parts[rank][: shard.nbytes].copy_(flat_bytes(shard))
-            self._fabric.gather(parts)
+            gathered[at * kept.share :][: shard.nbytes].copy_(flat_bytes(shard))
+            self._stages.gather(gathered, kept.share)
             if kept.shard is None and self._inner is not None:
                 self._inner.release(key)
         slot.filled = self._side.done()

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
-from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.lanes import Share
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD
+from surogate_core.engine.stages import Stages
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.kernels.rounding import PERIOD
 from surogate_core.mesh.mesh import Mesh
@@ -76,6 +76,8 @@ class Sharing:
     """What the ranks of a run share out."""
 
     mesh: Mesh
+    stages: Stages
+    """Who owns which part, and the collectives."""
     level: int = 0
     """`EngineSettings.zero_level`: 0 nothing, 1 masters and optimizer state, 2 also gradients, 3 also weights."""
     exact: bool = False
@@ -86,6 +88,8 @@ class Sharing:
     """C, neighbouring ranks that share each micro-batch."""
     varying: bool = False
     """Whether steps have any number of micro-batches."""
+    replicas_once: bool = False
+    """`Assembly.adds_replicas_once`."""
 
     @property
     def row_ranks(self) -> int:
@@ -149,7 +153,7 @@ class Part:
 
     key: str
     owners: tuple[Range, ...]
-    """Every rank's elements in the flat group, by rank."""
+    """The elements of every part in the flat group."""
     own: Range
     """This rank's elements in the flat group."""
     at: int
@@ -162,7 +166,7 @@ class Part:
 
     @property
     def longest(self) -> int:
-        """Elements of the first rank, whose part is the longest."""
+        """Elements of the first part, which is the longest."""
         return self.owners[0][1] - self.owners[0][0]
 
     @property
@@ -181,22 +185,18 @@ def chunks(start: int, stop: int) -> list[Range]:
     return list(pairwise(cuts))
 
 
-def gathered_range(
-    fabric: Fabric | None, own: Tensor, owners: Sequence[Range], wanted: Range, *, rank: int, like: Tensor
-) -> Tensor:
-    """The elements `wanted` of a flat tensor of which each rank has those that `owners` says; all ranks take part.
+def gathered_range(stages: Stages, own: Tensor, owners: Sequence[Range], wanted: Range, *, like: Tensor) -> Tensor:
+    """The elements `wanted` of a flat tensor whose parts have the elements that `owners` says; all ranks take part.
 
     `own`: this rank's, flat. `like`: gives the dtype and the device of the result.
     """
-    assert fabric is not None
     start, stop = wanted
     found = like.new_empty(stop - start)
     cut = [(max(a, start), max(min(b, stop), max(a, start))) for a, b in owners]
-    low, high = cut[rank]
+    low, high = cut[stages.own]
     if low < high:
-        found[low - start : high - start].copy_(own[low - owners[rank][0] : high - owners[rank][0]])
-    parts = [found[min(a, stop) - start : min(b, stop) - start] for a, b in cut]
-    fabric.gather(parts)
+        found[low - start : high - start].copy_(own[low - owners[stages.own][0] : high - owners[stages.own][0]])
+    stages.gather_apart([found[min(a, stop) - start : min(b, stop) - start] for a, b in cut])
     return found
 
 
@@ -220,13 +220,13 @@ class ShardedGroup:
         master_dtype: torch.dtype,
     ):
         """`whole`: the group of one rank, on the meta device. `dtype`: that of the copies."""
-        mesh = sharing.mesh
+        stages = self._stages = sharing.stages
         self.name, self.shapes, self.elements = whole.name, whole.shapes, whole.master.numel()
-        self._mesh, self.device = mesh, placement.device
+        self._mesh, self.device = sharing.mesh, placement.device
         parts, at = [], 0
         for key, span in piece_ranges(pieces, whole.shapes).items():
-            by_rank = owners(span, mesh.world)
-            part = Part(key=key, owners=tuple(by_rank), own=by_rank[mesh.rank], at=at)
+            by_part = owners(span, stages.parts)
+            part = Part(key=key, owners=tuple(by_part), own=by_part[stages.own], at=at)
             parts.append(part)
             at += part.count
         self.parts = {part.key: part for part in parts}
@@ -250,7 +250,7 @@ class ShardedGroup:
         for key in self.whole_pieces:
             # All parts have the length of the longest one, so that one all-gather fills them in place. Broadcasts would
             # gather unequal parts, one from every rank.
-            elements = self.parts[key].longest * self._mesh.world
+            elements = self.parts[key].longest * self._stages.parts
             self._copies[key] = self._mesh.zeros(elements, dtype, placement.device)
         cut = {key: part.count for key, part in self.parts.items() if key not in self.whole_pieces}
         if cut:
@@ -326,19 +326,20 @@ class ShardedGroup:
         start = part.owners[0][0]
         return self._copies[key][part.own[0] - start : part.own[1] - start]
 
-    def sums_by_rank(self, key: str) -> list[Tensor]:
-        """At level 1: the gradients of a piece, cut by owner."""
-        return [self.sums[a:b] for a, b in self.parts[key].owners]
+    def reduce(self, key: str, staging: Tensor) -> None:
+        """At level 1: add the gradients of a piece over the ranks, into those of this rank's part."""
+        part = self.parts[key]
+        self._stages.reduce(self.sums[part.owners[0][0] : part.owners[-1][1]], part.longest, staging)
+
+    def gather(self, key: str) -> None:
+        """Gather the compute copies of a whole piece: parts of equal lengths, with zeros after the last element."""
+        self._stages.gather(self._copies[key], self.parts[key].longest)
 
     def sums_by_name(self) -> dict[str, Tensor]:
         """At level 1: name → the gradient of each tensor; else nothing."""
         if not self._whole_sums:
             return {}
         return {name: self.sums[at : at + math.prod(shape)].view(shape) for name, (at, shape) in self.shapes.items()}
-
-    def copies_by_rank(self, key: str) -> list[Tensor]:
-        """The compute copies of a whole piece, cut by owner into equal lengths; zeros follow the last element."""
-        return list(self._copies[key].split(self.parts[key].longest))
 
     def copies_by_name(self, key: str) -> dict[str, Tensor]:
         """Name → compute copy of each tensor of a whole piece."""
@@ -396,11 +397,10 @@ class ShardedGroup:
     def _range(self, part: Part, start: int, stop: int) -> Tensor:
         """Masters of a piece, whoever owns them; all ranks take part."""
         return gathered_range(
-            self._mesh.fabric,
+            self._stages,
             self.master[part.local],
             part.owners,
             (start, stop),
-            rank=self._mesh.rank,
             like=torch.empty(0, dtype=self.master.dtype, device=self.device),
         )
 

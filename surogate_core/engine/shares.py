@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.engine.assembly import EngineSettings
@@ -35,7 +35,9 @@ class Sent:
     micro_steps: int = 1
     """Micro-steps of a step in which it runs."""
     ranks: int = 0
-    """Neighbouring ranks among which it is sent; 0 is all."""
+    """Ranks among which it is sent; 0 is all."""
+    stride: int = 1
+    """Their distance from each other: 1 are neighbours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +53,23 @@ class Shares:
     """Bytes of each piece's frozen weights as stored."""
     exchanged: tuple[int, ...] = ()
     """Bytes of each tensor that ranks which share rows exchange in a micro-step."""
+    replicas_once: bool = False
+    """`Assembly.adds_replicas_once`."""
 
     @property
     def ranks(self) -> int:
         """N, the number of ranks."""
         return self.settings.ranks
+
+    @property
+    def parts(self) -> int:
+        """P, the number of ranks that share out a tensor."""
+        return self.settings.shard_ranks or self.ranks
+
+    @property
+    def _among(self) -> int:
+        """`Sent.ranks` of what they send each other."""
+        return self.parts if self.parts < self.ranks else 0
 
     @property
     def level(self) -> int:
@@ -74,11 +88,15 @@ class Shares:
 
     def _own(self, elements: int) -> int:
         """The longest part of a piece."""
-        return longest_part(elements, self.ranks)
+        return longest_part(elements, self.parts)
 
     def _even(self, elements: int) -> int:
         """Elements of a piece with all parts as long as the longest one, as it is gathered."""
-        return self._own(elements) * self.ranks
+        return self._own(elements) * self.parts
+
+    def _even_of_all(self, elements: int) -> int:
+        """Elements of a group that every rank keeps, with equal parts for all ranks."""
+        return longest_part(elements, self.ranks) * self.ranks
 
     # ------------------------------------------------------------------------- what is kept
 
@@ -100,7 +118,7 @@ class Shares:
     @property
     def sums(self) -> int:
         """Elements of the gradient sums of a rank, with the padding of those that every rank keeps."""
-        return self._summed + sum(self._even(n) - n for n in self._kept_by_all)
+        return self._summed + sum(self._even_of_all(n) - n for n in self._kept_by_all)
 
     @property
     def partial_sums(self) -> int:
@@ -144,7 +162,7 @@ class Shares:
 
     def _part(self, nbytes: int) -> int:
         """Bytes of a rank's part of a layer's frozen weights."""
-        return -(-nbytes // (FLAT_ALIGNMENT * self.ranks)) * FLAT_ALIGNMENT
+        return -(-nbytes // (FLAT_ALIGNMENT * self.parts)) * FLAT_ALIGNMENT
 
     # --------------------------------------------------------------------- what passes through
 
@@ -158,7 +176,7 @@ class Shares:
             largest = max(self.decayed[1:-1], default=0) if self.level == 3 else 0
             part = self._own(largest) * self.settings.dtype.itemsize
         # All parts are as long as the longest one. One is on its way from the host.
-        return (2 * self.ranks + from_host) * part
+        return (2 * self.parts + from_host) * part
 
     @property
     def whole_sums(self) -> int:
@@ -174,15 +192,17 @@ class Shares:
         """Bytes of what a rank receives from the others before it adds it."""
         if self.ranks == 1:
             return 0
-        whole = self._received(self.undecayed)
-        pieces = max(map(self._received, self.decayed))
+        whole = self._received(self.undecayed, self.ranks)
+        pieces = max(self._received(n, self.parts) for n in self.decayed)
         if self.level == 0:
-            return max(whole, self._received(sum(self.decayed)))
-        return max(whole, pieces) if self.level == 1 else whole + pieces
+            return max(whole, self._received(sum(self.decayed), self.ranks))
+        if self.level == 1:
+            return max(whole, pieces)
+        return (max(whole, pieces) if self.replicas_once else whole) + pieces
 
-    def _received(self, elements: int) -> int:
+    def _received(self, elements: int, parts: int) -> int:
         """Bytes that a rank receives before it adds them, of a range with this number of elements."""
-        return GRADIENT * staging_elements(self._own(elements), self.ranks)
+        return GRADIENT * staging_elements(longest_part(elements, parts), parts)
 
     # ------------------------------------------------------------------------- what is sent
 
@@ -195,9 +215,10 @@ class Shares:
         found = [*self._gradients(steps), *self._weights(steps), *self._base(steps), self._heads(steps)]
         return tuple(sent for sent in found if sent.nbytes)
 
-    def _others(self, nbytes: int) -> int:
-        """Bytes that a rank sends, or receives, when all ranks' parts of `nbytes` change hands."""
-        return nbytes * (self.ranks - 1) // self.ranks
+    def _others(self, nbytes: int, ranks: int = 0) -> int:
+        """Bytes that a rank sends, or receives, when the parts of `nbytes` of all ranks, or of P, change hands."""
+        ranks = ranks or self.parts
+        return nbytes * (ranks - 1) // ranks
 
     def _heads(self, steps: int) -> Sent:
         """Queries, keys, values and their gradients, of which a rank keeps one part; the computation waits for them."""
@@ -213,7 +234,7 @@ class Shares:
 
     def _gradients(self, steps: int) -> Sequence[Sent]:
         groups = self._kept_by_all
-        nbytes = self._others(GRADIENT * sum(map(self._even, groups)))
+        nbytes = self._others(GRADIENT * sum(map(self._even_of_all, groups)), self.ranks)
         found = [
             Sent(what="gradients that all keep, reduced", nbytes=nbytes, calls=len(groups), how="exchange"),
             Sent(what="gradients that all keep, gathered", nbytes=nbytes, calls=len(groups), how="gather"),
@@ -230,15 +251,33 @@ class Shares:
                     how="exchange",
                     beside="backward",
                     micro_steps=times,
+                    ranks=self._among,
                 ),
                 Sent(
                     what="gradients of the embedding",
                     nbytes=times * self._others(GRADIENT * self.decayed[0]),
                     calls=times,
                     how="exchange",
+                    ranks=self._among,
                 ),
+                *self._replicas(times),
             ]
         return found
+
+    def _replicas(self, times: int) -> Sequence[Sent]:
+        """The sums of a rank's parts over the replicas: exchanged, added, gathered."""
+        replicas = self.ranks // self.parts
+        if replicas == 1:
+            return ()
+        times = 1 if self.replicas_once else times
+        nbytes = times * self._others(GRADIENT * sum(map(self._own, self.decayed)), replicas)
+        calls = 1 if self.replicas_once else times * sum(1 for n in self.decayed if n)
+        beside = "" if self.replicas_once else "backward"
+        more: Any = {"beside": beside, "micro_steps": times, "ranks": replicas, "stride": self.parts}
+        return (
+            Sent(what="sums of replicas, reduced", nbytes=nbytes, calls=calls, how="exchange", **more),
+            Sent(what="sums of replicas, gathered", nbytes=nbytes, calls=calls, how="gather", **more),
+        )
 
     def _weights(self, steps: int) -> Sequence[Sent]:
         """The compute copies of trained weights."""
@@ -253,6 +292,7 @@ class Shares:
                 calls=sum(1 for n in once if n),
                 how="gather",
                 beside="forward",
+                ranks=self._among,
             )
         ]
         if self.level == 3:
@@ -262,7 +302,7 @@ class Shares:
     def _base(self, steps: int) -> Sequence[Sent]:
         if not self.shards_base:
             return ()
-        layers = [self._part(nbytes) * self.ranks for nbytes in self.frozen[1:-1]]
+        layers = [self._part(nbytes) * self.parts for nbytes in self.frozen[1:-1]]
         return (self._twice("frozen weights of layers", layers, steps),)
 
     def _twice(self, what: str, layers: Sequence[int], steps: int) -> Sent:
@@ -278,4 +318,5 @@ class Shares:
             how="gather",
             beside="both",
             micro_steps=steps,
+            ranks=self._among,
         )

@@ -28,7 +28,6 @@ from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.sides import SideSums
 from surogate_core.engine.traffic import Traffic
-from surogate_core.mesh.mesh import Later
 
 PENDING_BYTES = 32 * 2**20
 """Gradients of several layers are collected up to this number of bytes, and are then added in one launch."""
@@ -52,10 +51,16 @@ class StoreSet:
         weights, device = placement.store("weights"), placement.device
         if sharing.shards_weights:
             inner = weights if placement.moves("weights") else None
-            weights = ShardedWeights(Later(sharing.mesh), device, inner=inner, allocate=sharing.mesh.zeros)
+            weights = ShardedWeights(sharing.stages, device, inner=inner, allocate=sharing.mesh.zeros)
         mesh = sharing.mesh
         sums = (
-            ShardedGradients(Later(mesh), device, allocate=mesh.zeros, written=not sharing.exact)
+            ShardedGradients(
+                sharing.stages,
+                device,
+                allocate=mesh.zeros,
+                everywhere=not sharing.replicas_once,
+                written=not sharing.exact,
+            )
             if sharing.shards_gradients
             else placement.gradients()
         )

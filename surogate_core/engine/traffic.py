@@ -11,7 +11,6 @@ from torch import Tensor
 
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.parameters import Parameters
-from surogate_core.engine.reduce import reduce_parts, staging_elements
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.side_streams import FIRST, SideStream
 from surogate_core.mesh.sums import lanes_of
@@ -24,8 +23,8 @@ class Traffic:
         """`micro_batches`: M, of a step of all ranks."""
         ranks = sharing.mesh.world
         self._sharing, self._group = sharing, parameters.sharded
-        self._replicated = [list(parts_NK.unbind()) for parts_NK in parameters.flat.kept_by_all]
-        """For each replicated group, its gradients cut into a part for each rank."""
+        self._replicated, self._everyone = parameters.flat.kept_by_all, sharing.stages.everyone()
+        """The gradients of each replicated group, [N, K]: a part for each rank."""
         self._alone = ranks == 1
         self._in_order = lanes_of(micro_batches) % ranks == 0 and sharing.exact
         # Where the number of micro-batches varies, a rank may have no micro-step at all.
@@ -52,10 +51,11 @@ class Traffic:
         self._staging = sharing.mesh.zeros(0 if self._alone else self._staging_size(), torch.float32, device)
 
     def _staging_size(self) -> int:
-        longest = max((parts[0].numel() for parts in self._replicated), default=0)
-        if self._group is not None and self._sharing.level == 1:
-            longest = max(longest, *(b - a for part in self._group.parts.values() for a, b in part.owners))
-        return staging_elements(longest, self._sharing.mesh.world)
+        found = self._everyone.staging_elements(max((parts_NK.shape[1] for parts_NK in self._replicated), default=0))
+        if self._group is not None and (self._sharing.level == 1 or self._sharing.replicas_once):
+            longest = max(part.longest for part in self._group.parts.values())
+            found = max(found, self._sharing.stages.staging_elements(longest))
+        return found
 
     @property
     def _fabric(self) -> Fabric:
@@ -84,7 +84,7 @@ class Traffic:
         """The gradients of a piece are complete on this rank for this micro-step."""
         if self.reducing and self._group is not None and key in self._group.parts:
             with self._side.after_compute():
-                reduce_parts(self._fabric, self._group.sums_by_rank(key), self._staging)
+                self._group.reduce(key, self._staging)
             self._last = self._side.done()
 
     def finish(self) -> None:
@@ -104,7 +104,7 @@ class Traffic:
         assert self._group is not None
         for key in self._group.whole_pieces:
             with self._side.after_compute():
-                self._fabric.gather(self._group.copies_by_rank(key))
+                self._group.gather(key)
             self._coming[key] = self._last = self._side.done()
 
     def freshen(self) -> None:
@@ -126,14 +126,17 @@ class Traffic:
         if self._alone or self._sums_of_micro_steps:
             return
         self._reduce_replicated()
+        if self._group is not None and self._sharing.replicas_once:
+            self._sharing.stages.add_replicas(self._group.sums, self._staging)
         if self._group is not None and self._sharing.level == 1 and not self.overlaps:
             for key in self._group.parts:
-                reduce_parts(self._fabric, self._group.sums_by_rank(key), self._staging)
+                self._group.reduce(key, self._staging)
 
     def _reduce_replicated(self) -> None:
-        for parts in self._replicated:
-            reduce_parts(self._fabric, parts, self._staging)
-            self._fabric.gather(parts)
+        for parts_NK in self._replicated:
+            values, each = parts_NK.view(-1), parts_NK.shape[1]
+            self._everyone.reduce(values, each, self._staging)
+            self._everyone.gather(values, each)
 
     def add(self, values: Tensor) -> None:
         """`Fabric.add`."""

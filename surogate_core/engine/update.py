@@ -90,8 +90,9 @@ def norm_of(
 
 def _segment_norm(parameters: Parameters, sharing: Sharing, traffic: Traffic) -> FlatNorm:
     """The norm by the segments that do not depend on the number of ranks; of other numbers, by their parts."""
-    ranks, rank, sharded = sharing.mesh.world, sharing.mesh.rank, parameters.sharded
-    cuts = LANES if LANES % ranks == 0 else ranks
+    stages, sharded = sharing.stages, parameters.sharded
+    parts = stages.parts
+    cuts = LANES if LANES % parts == 0 else parts
     found: list[tuple[int, Tensor]] = []
     if sharded is not None:
         whole = [g for g in parameters.groups if not any(g is other for other in sharded.groups)]
@@ -102,7 +103,8 @@ def _segment_norm(parameters: Parameters, sharing: Sharing, traffic: Traffic) ->
         spans = piece_ranges(parameters.pieces, decayed.shapes)
     for number, (key, span) in enumerate(spans.items()):
         for cut, (a, b) in enumerate(owners(span, cuts)):
-            if a == b or cut * ranks // cuts != rank:
+            # One replica gives the sums of its parts to all.
+            if a == b or cut * parts // cuts != stages.own or stages.replica:
                 continue
             if sharded is None:
                 part = decayed.grad[a:b]

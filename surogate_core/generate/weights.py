@@ -20,6 +20,7 @@ from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.sharding import Sharing
+from surogate_core.engine.stages import Stages
 from surogate_core.engine.step import RecipeRows, StoreSet
 from surogate_core.mesh.mesh import Mesh
 
@@ -60,7 +61,8 @@ class Weights:
         placement = Placement(
             offloader=assembly.offloader, stores=assembly.stores, device=settings.device, updates_on_cpu=False
         )
-        sharing = Sharing(mesh=Mesh(), level=0, exact=False, base=False)
+        mesh = Mesh()
+        sharing = Sharing(mesh=mesh, stages=Stages(mesh), level=0, exact=False, base=False)
         store = StoreSet.of(placement, sharing).weights
         parameters = Parameters(
             plan.pieces,

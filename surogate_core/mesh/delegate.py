@@ -41,6 +41,10 @@ class Delegate(Fabric):
         """As `Fabric.within`."""
         return self._now().within(size)
 
+    def across(self, size: int) -> Fabric:
+        """As `Fabric.across`."""
+        return self._now().across(size)
+
     def close(self) -> None:
         """As `Fabric.close`."""
         self._now().close()

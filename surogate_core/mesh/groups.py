@@ -25,8 +25,10 @@ class GroupFabric(Fabric):
         self._open = False
         self._group: dist.ProcessGroup | None = None
         """Its ranks; None is all ranks of the run."""
-        self._first = 0
-        """Rank in the run of the group's first one."""
+        self._family = [list(range(self.world))]
+        """The ranks in the run of this group, and of all that were opened with it."""
+        self._ranks = self._family[0]
+        """The ranks in the run of this group."""
 
     def connect(self) -> None:
         """As `Fabric.connect`: gloo for tensors of the CPU, and NCCL for those of the GPU."""
@@ -63,7 +65,7 @@ class GroupFabric(Fabric):
         # gloo cannot gather unequal lengths, and NCCL gathers them by broadcasts too.
         for rank, part in enumerate(parts):
             if part.numel():
-                dist.broadcast(part, src=self._first + rank, group=self._group)
+                dist.broadcast(part, src=self._ranks[rank], group=self._group)
 
     def add(self, values: Tensor) -> None:
         """As `Fabric.add`."""
@@ -82,15 +84,24 @@ class GroupFabric(Fabric):
 
     def within(self, size: int) -> Fabric:
         """As `Fabric.within`, by a process group. What was opened ends with the default group."""
-        if size == self.world:
+        return self._divided([ranks[at : at + size] for ranks in self._family for at in range(0, self.world, size)])
+
+    def across(self, size: int) -> Fabric:
+        """As `Fabric.across`, by a process group."""
+        return self._divided([ranks[number::size] for ranks in self._family for number in range(size)])
+
+    def _divided(self, family: list[list[int]]) -> Fabric:
+        """The group of this rank among those into which all ranks of the run are divided."""
+        if family == self._family:
             return self
-        found = GroupFabric(self._context)
-        for first in range(0, self.world, size):
+        found, own = GroupFabric(self._context), self._context.rank
+        found._family = family
+        for ranks in family:
             # All ranks take part in making every group.
-            group = dist.new_group(list(range(first, first + size)), timeout=PATIENCE)
-            if first <= self.rank < first + size:
-                found._group, found._first = group, first
-                found.rank, found.world = self.rank - first, size
+            group = dist.new_group(ranks, timeout=PATIENCE)
+            if own in ranks:
+                found._group, found._ranks = group, ranks
+                found.rank, found.world = ranks.index(own), len(ranks)
         # The first collective of a group opens its links, which no CUDA graph can capture.
         found.largest([0.0])
         if self._device.type == "cuda":

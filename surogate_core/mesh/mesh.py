@@ -31,18 +31,6 @@ class CalledOff(Exception):  # noqa: N818
     """Rank 0 has ended the run before its first step."""
 
 
-class Later(Delegate):
-    """The fabric of a mesh that will be connected before it is used."""
-
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
-        self.rank, self.world = mesh.rank, mesh.world
-
-    def _now(self) -> Fabric:
-        assert self._mesh.fabric is not None, "the ranks are connected before the first collective"
-        return self._mesh.fabric
-
-
 class Rows(Delegate):
     """The fabric of the neighbouring ranks that share rows, of a mesh that will be connected before it is used."""
 
@@ -78,6 +66,8 @@ class Mesh:
     """Collectives on tensors of the compute device; None before `connect`, and where there is one rank."""
     local_world: int = 1
     """Ranks on this machine."""
+    node: int = 0
+    """Ranks of each machine, if what goes between machines has a stage of its own; 0 treats all ranks alike."""
     swap: Callable[[Any], list[Any]] | None = field(default=None, repr=False)
     """`gather` of ranks that have no store, because they are threads of one process."""
     turn: AbstractContextManager[Any] = field(default_factory=nullcontext, repr=False)

@@ -44,8 +44,15 @@ def _gloo(device_type: str, one_machine: bool) -> bool:
 
 
 FABRICS = (
-    FabricSpec(name="auto", build=auto, groups=True),
-    FabricSpec(name="copy_engines", build=copy_engines, supports=_nccl_on_one_machine, priority=20, groups=True),
-    FabricSpec(name="nccl", build=groups, supports=_nccl, priority=10, groups=True),
-    FabricSpec(name="gloo", build=groups, supports=_gloo, priority=10, groups=True),
+    FabricSpec(name="auto", build=auto, groups=True, across=True),
+    FabricSpec(
+        name="copy_engines",
+        build=copy_engines,
+        supports=_nccl_on_one_machine,
+        priority=20,
+        groups=True,
+        across=True,
+    ),
+    FabricSpec(name="nccl", build=groups, supports=_nccl, priority=10, groups=True, across=True),
+    FabricSpec(name="gloo", build=groups, supports=_gloo, priority=10, groups=True, across=True),
 )

@@ -24,7 +24,7 @@ class VirtualRanks:
         self.barrier = threading.Barrier(world)
         self.slots: list[Any] = [None] * world
         self.turn = threading.Lock()
-        self._groups: dict[int, list[VirtualRanks]] = {}
+        self._groups: dict[tuple[str, int], list[VirtualRanks]] = {}
 
     def swap(self, rank: int, value: T) -> list[T]:
         """The values of all ranks, by rank."""
@@ -40,10 +40,10 @@ class VirtualRanks:
         for group in (g for groups in self._groups.values() for g in groups):
             group.abort()
 
-    def groups(self, size: int) -> list[VirtualRanks]:
-        """What each group of `size` neighbouring ranks shares."""
+    def groups(self, which: str, size: int) -> list[VirtualRanks]:
+        """What each group of `size` ranks shares. `which`: names the division into groups."""
         with self.turn:
-            return self._groups.setdefault(size, [VirtualRanks(size) for _ in range(self.world // size)])
+            return self._groups.setdefault((which, size), [VirtualRanks(size) for _ in range(self.world // size)])
 
 
 class VirtualFabric(Fabric):
@@ -82,13 +82,19 @@ class VirtualFabric(Fabric):
     def within(self, size: int) -> Fabric:
         """As `Fabric.within`."""
         group, rank = divmod(self.rank, size)
-        return VirtualFabric(self._ranks.groups(size)[group], rank)
+        return VirtualFabric(self._ranks.groups("within", size)[group], rank)
 
-    def mesh(self) -> Mesh:
-        """The rank as an engine takes it."""
+    def across(self, size: int) -> Fabric:
+        """As `Fabric.across`."""
+        rank, group = divmod(self.rank, size)
+        return VirtualFabric(self._ranks.groups("across", self.world // size)[group], rank)
+
+    def mesh(self, node: int = 0) -> Mesh:
+        """The rank as an engine takes it. `node`: `Mesh.node`."""
         return Mesh(
             rank=self.rank,
             world=self.world,
+            node=node,
             fabric=self,
             swap=lambda value: self._ranks.swap(self.rank, value),
             turn=self._ranks.turn,

@@ -348,6 +348,7 @@ def engine_settings(
         ranks=max(config.gpus, 1),
         zero_level=sharing.level(config),
         shard_weights=sharing.shards_weights(config),
+        shard_ranks=config.dp_shard_size if sharing.replicates(config) else 0,
         exact=sharing.exact(config, moves_gradients=moves_gradients),
         context=config.context_parallel_size,
         micro_batches=lanes_for(max(config.gpus, 1)) if varying else micro_batches_of(config),

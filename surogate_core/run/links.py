@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from surogate_core.config.sharing import replicates
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.run.assemble import resolve_device
 
@@ -33,8 +34,20 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
         where = "" if one_machine else " of several machines"
         message = f"{spec.name} cannot connect {what}{where} here."
         raise ConfigError([Problem(key="fabric", message=message, fix="fabric: auto")])
-    offers = [other for other in specs.values() if other.groups or config.context_parallel_size == 1]
+    offers = [
+        other
+        for other in specs.values()
+        if (other.groups or config.context_parallel_size == 1) and (other.across or not replicates(config))
+    ]
     mesh.choose(partial(spec.build, config.fabric.options), device, offers)
+
+
+def ranks_of_node(config: RunConfig, mesh: Mesh) -> int:
+    """`Mesh.node`: the ranks of each machine if sums have a stage inside it, otherwise 0. All ranks call it."""
+    counts = set(mesh.gather(mesh.local_world)) if mesh.world > 1 else {1}
+    count = min(counts)
+    staged = config.hierarchical_reduction and len(counts) == 1 and 1 < count < mesh.world
+    return count if staged and mesh.world % count == 0 else 0
 
 
 def slow_links(mesh: Mesh, device: torch.device) -> list[str]:

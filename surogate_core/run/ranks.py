@@ -124,23 +124,32 @@ def _by_rank(values: Sequence[Any]) -> str:
     return "; ".join(f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items())
 
 
-def reduction_of(settings: EngineSettings) -> dict[str, Any]:
+def reduction_of(settings: EngineSettings, stages: Sequence[int] = ()) -> dict[str, Any]:
     """The order of the sums over gradients, as a checkpoint records it: runs of one order have equal bits.
 
-    At level 0 every rank sums all squares for the norm; above, the norm has one sum for each part of a layer.
+    `stages`: `Stages.sizes`; those of powers of two have the order of one stage. At level 0 every rank sums all squares
+    for the norm; above, the norm has one sum for each part of a layer.
     """
     if not settings.exact:
-        return {"exact": False, "ranks": settings.ranks, "level": settings.zero_level if settings.ranks > 1 else 0} | (
-            {"context": settings.context} if settings.context > 1 else {}
+        return (
+            {"exact": False, "ranks": settings.ranks, "level": settings.zero_level if settings.ranks > 1 else 0}
+            | ({"context": settings.context} if settings.context > 1 else {})
+            | ({"shard": settings.shard_ranks} if settings.shard_ranks and settings.zero_level else {})
+            | ({"stages": list(stages)} if any(size & (size - 1) for size in stages) and len(stages) > 1 else {})
         )
     order = "interleaved" if settings.zero_level >= 2 else "neighbours"
     norm = "parts" if settings.zero_level else "whole"
     return {"exact": True, "lanes": lanes_of(settings.micro_batches), "order": order, "norm": norm}
 
 
-def reduction_notes(settings: EngineSettings, checkpoint: Checkpoint | None, *, deterministic: bool) -> list[str]:
-    """Which equal bits the run promises on several GPUs, and whether it continues those of the checkpoint."""
-    notes, now = [], reduction_of(settings)
+def reduction_notes(
+    settings: EngineSettings, checkpoint: Checkpoint | None, *, deterministic: bool, stages: Sequence[int] = ()
+) -> list[str]:
+    """Which equal bits the run promises on several GPUs, and whether it continues those of the checkpoint.
+
+    `stages`: `Stages.sizes`.
+    """
+    notes, now = [], reduction_of(settings, stages)
     if settings.ranks > 1:
         equal = [n for n in EXACT_RANKS if now["exact"] and n <= now["lanes"]]
         if not deterministic:

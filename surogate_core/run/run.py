@@ -30,7 +30,7 @@ from surogate_core.run.experts import idle_parameters, product_notes
 from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
-from surogate_core.run.links import choose_fabric, slow_links
+from surogate_core.run.links import choose_fabric, ranks_of_node, slow_links
 from surogate_core.run.next_commands import next_commands
 from surogate_core.run.outputs import Outputs
 from surogate_core.run.prepare import (
@@ -177,7 +177,7 @@ class _Run:
             "base_files": base.files(self._show),
             "gpus": self.mesh.world,
             "micro_batches": None if engine.settings.varying else engine.settings.micro_batches,
-            "reduction": reduction_of(engine.settings),
+            "reduction": reduction_of(engine.settings, engine.sharing.stages.sizes),
         }
         self.notes += adapter_notes(self.config, base.resolved, identity["base_files"])
         loop = self.loop = Loop(
@@ -244,9 +244,10 @@ class _Run:
         return replace(base, config=replace(config, gradient_accumulation_steps=accumulation)), checkpoint
 
     def _compare(self, base: Base, material: Material, checkpoint: Checkpoint | None) -> None:
-        """Raise `UserError` if the ranks would not train the same model on the same rows."""
+        """Raise `UserError` if the ranks would not train the same model on the same rows. Find the machines."""
         if self.mesh.world == 1:
             return
+        self.mesh.node = ranks_of_node(self.config, self.mesh)
         check_equal(self.mesh.gather(facts_of(base, material, self.registry, checkpoint)))
         self.notes += unequal_devices(self.mesh.gather(_in_words(base.device)))
 
@@ -283,7 +284,12 @@ class _Run:
             notes=self.notes,
             mesh=self.mesh,
         )
-        self.notes += reduction_notes(engine.settings, checkpoint, deterministic=self.config.deterministic)
+        self.notes += reduction_notes(
+            engine.settings,
+            checkpoint,
+            deterministic=self.config.deterministic,
+            stages=engine.sharing.stages.sizes,
+        )
         self.notes += slow_links(self.mesh, base.device) or ([self.mesh.note] if self.mesh.note else [])
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.chosen.items()})
         self.notes += product_notes(engine.programs.kernels.chosen, engine.model, base.device)

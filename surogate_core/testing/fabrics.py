@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -152,7 +152,7 @@ def _of_all(fabric: Fabric, device: torch.device, zeros: Zeros) -> dict[str, Any
     return {"sizes": sizes, "place": place, "largest": _largest(fabric, fabric.rank)}
 
 
-def _of_groups(mesh: Mesh, device: torch.device) -> dict[str, Any]:
+def _of_groups(mesh: Mesh, device: torch.device, *, across: bool = True) -> dict[str, Any]:
     """The places of this rank in its groups, and what the collectives in each give; then those among all ranks again.
 
     Groups of the wrong ranks would hang, so that they have places only.
@@ -162,27 +162,40 @@ def _of_groups(mesh: Mesh, device: torch.device) -> dict[str, Any]:
     ensure(type(fabric).within is not Fabric.within, "it has no `within`, and its spec says groups=True")
     places: dict[str, str] = {}
     results: dict[str, Any] = {}
-    for ranks in (n for n in GROUPS if n <= mesh.world):
-        group, name = fabric.within(ranks), f"its group of {ranks}"
+    for name, group, members in _groups_of(mesh, fabric, across=across):
         last, first = group.largest([rank, -rank])
         places[name] = _place(group.rank, group.world, int(-first), int(last))
-        if mesh.gather(places[name]) != [_place_among(ranks, other) for other in range(mesh.world)]:
+        every = [members(other) for other in range(mesh.world)]
+        right = [_place(of.index(other), len(of), of[0], of[-1]) for other, of in enumerate(every)]
+        if mesh.gather(places[name]) != right:
             return {"places": places}
         # Groups do not wait for each other, so every other one goes through the sizes from the end.
-        order = SIZES if rank // ranks % 2 == 0 else SIZES[::-1]
+        order = SIZES if sorted({of[0] for of in every}).index(every[rank][0]) % 2 == 0 else SIZES[::-1]
         sizes = {str(size): _of_turns(size, group, device, zeros, drawn_by=rank) for size in order}
         results[name] = {"sizes": sizes, "largest": _largest(group, rank)}
     return {"places": places, "results": results | {"all, after its groups": _of_all(fabric, device, zeros)}}
 
 
+Members = Callable[[int], Sequence[int]]
+"""A rank → the ranks of its group, in order."""
+
+
+def _groups_of(mesh: Mesh, fabric: Fabric, *, across: bool) -> Iterator[tuple[str, Fabric, Members]]:
+    """(name, this rank's group, the groups of all ranks), one after the other. `across`: also of distant ranks."""
+
+    def neighbours(rank: int, ranks: int) -> range:
+        return range(rank - rank % ranks, rank - rank % ranks + ranks)
+
+    for ranks in (n for n in GROUPS if n <= mesh.world):
+        yield f"its group of {ranks}", fabric.within(ranks), partial(neighbours, ranks=ranks)
+    if across:
+        ensure(type(fabric).across is not Fabric.across, "it has no `across`, and its spec says across=True")
+        half, everyone = mesh.world // 2, range(mesh.world)
+        yield f"its group across {half}", fabric.across(half), lambda rank: everyone[rank % half :: half]
+
+
 def _place(number: int, world: int, first: int, last: int) -> str:
     return f"number {number} of {world}, which are ranks {first} to {last}"
-
-
-def _place_among(ranks: int, rank: int) -> str:
-    """The right place of a rank in a group of so many."""
-    first = rank - rank % ranks
-    return _place(rank - first, ranks, first, first + ranks - 1)
 
 
 def _plain_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -223,7 +236,7 @@ def _rank(given: Mapping[str, Any], rank: int) -> dict[str, Any]:
     mesh.connect(device)
     assert mesh.fabric is not None
     if given["groups"]:
-        found = _of_groups(mesh, device)
+        found = _of_groups(mesh, device, across=given["across"])
     else:
         found = _of_all(mesh.fabric, device, partial(mesh.zeros, device=device))
         for results in found["sizes"].values():
@@ -262,13 +275,13 @@ def _of(spec: FabricSpec, world: int = WORLD, *, groups: bool = False) -> Sequen
     """What ranks in processes of their own write, by rank."""
     device = _device(spec, world)
     build, options = _path_of(spec.build, "build"), _path_of(spec.options, "options")
-    found = _processes(build, options, device, world, groups)
+    found = _processes(build, options, device, world, groups, spec.across)
     ensure(not found.failure, found.failure)
     return found.ranks
 
 
 @cache
-def _processes(build: str, options: str, device: str, world: int, groups: bool) -> _Found:
+def _processes(build: str, options: str, device: str, world: int, groups: bool, across: bool) -> _Found:
     """One pair of processes serves all checks of a fabric but that of its groups."""
     gpus = visible(os.environ) if device == "cuda" else []
     with tempfile.TemporaryDirectory() as directory:
@@ -279,6 +292,7 @@ def _processes(build: str, options: str, device: str, world: int, groups: bool) 
             "device": device,
             "world": world,
             "groups": groups,
+            "across": across,
             "path": sys.path,
             "store": f"{place}/store",
         }
@@ -381,7 +395,7 @@ def finds_the_largest_on_the_host(fabric: FabricSpec) -> None:
 
 def connects_groups_of_neighbouring_ranks(fabric: FabricSpec) -> None:
     """`within`, which a spec with `groups` has: its fabrics are of neighbouring ranks, each group works by itself, and
-    all ranks work on.
+    all ranks work on. A spec with `across` has groups of distant ranks too.
     """
     if not fabric.groups:
         raise NotApplicable("its spec does not say groups=True, so ranks cannot share rows through it")
@@ -393,7 +407,7 @@ def connects_groups_of_neighbouring_ranks(fabric: FabricSpec) -> None:
             right = expected["places"][where]
             ensure(place == right, f"in {where}, rank {rank} of {world} is {place}, not {right}")
     for rank, (found, expected) in by_rank:
-        for where, right in expected["results"].items():
+        for where, right in ((where, expected["results"][where]) for where in found["results"]):
             ours, who = found["results"][where], f"in {where}, rank {rank} of {world}"
             largest = ours["largest"]
             ensure(largest == right["largest"], f"{who} finds the largest {largest}, not {right['largest']}")

@@ -36,9 +36,9 @@ def cluster(nodes: int, per_node: int, wires: str = "nvlink4,8xib400", speed: fl
     return Cluster(nodes=nodes, per_node=per_node, inside=inside, between=between, tokens_per_second=speed)
 
 
-def sent(whole: float, ranks: int, *, how: Any = "exchange", calls: int = 1, **more: Any) -> Sent:
+def sent(whole: float, members: int, *, how: Any = "exchange", calls: int = 1, **more: Any) -> Sent:
     """Transfers of `whole` bytes in all."""
-    return Sent(what="", nbytes=round(whole * (ranks - 1) / ranks), calls=calls, how=how, **more)
+    return Sent(what="", nbytes=round(whole * (members - 1) / members), calls=calls, how=how, **more)
 
 
 def test_an_exchange_sends_to_all_ranks_alike() -> None:
@@ -63,11 +63,29 @@ def test_two_stages_send_each_byte_out_of_a_node_once() -> None:
     exchange, gather = (hierarchical(spread, sent(32e9, 32, how=how)) for how in ("exchange", "gather"))
     assert exchange.inside == gather.inside == pytest.approx(28e9)
     assert exchange.between == gather.between == pytest.approx(24e9)
+    assert exchange.seconds == pytest.approx(28e9 / (0.51 * 450e9) + 24e9 / (8 * 46e9) + 2 * CALL)
     latency = CALL + max(CALL, BASE + 3 * 14e-6)
-    assert exchange.seconds == pytest.approx(28e9 / (0.51 * 450e9) + 24e9 / (8 * 46e9) + latency)
+    assert gather.seconds == pytest.approx(28e9 / (0.65 * 450e9) + 24e9 / (8 * 46e9) + latency)
     assert exchange.between < flat(spread, sent(32e9, 32)).between / 7
     alone = hierarchical(cluster(4, 1), sent(32e9, 4))
     assert alone.inside == 0
+
+
+@pytest.mark.parametrize("model", [flat, hierarchical])
+def test_replicas_send_their_parts_between_nodes_only(model: Any) -> None:
+    """Shards on each of 4 nodes of 8: a rank has an eighth."""
+    shard = model(cluster(4, 8), sent(32e9, 8, how="gather", ranks=8))
+    assert (shard.inside, shard.between) == (pytest.approx(28e9), 0)
+    replicas = model(cluster(4, 8), sent(4e9, 4, ranks=4, stride=8))
+    assert (replicas.inside, replicas.between) == (0, pytest.approx(8 * 3e9))
+
+
+def test_replicas_of_one_node_add_first() -> None:
+    """Shards of 2 on 4 nodes of 8: four replicas on each node."""
+    one = sent(16e9, 16, ranks=16, stride=2)
+    assert hierarchical(cluster(4, 8), one).inside == pytest.approx(12e9)
+    assert hierarchical(cluster(4, 8), one).between == pytest.approx(8 * 4e9 * 3 / 4)
+    assert flat(cluster(4, 8), one).between == pytest.approx(8 * 12e9)
 
 
 def test_a_step_is_what_one_gpu_computes_and_what_is_not_hidden() -> None:
@@ -129,13 +147,18 @@ def test_for_people(capsys: Any) -> None:
     assert main(["plan", *words, "interconnect=nvlink4,8xib400", "tokens_per_second=1e4"]) == 0
     out = capsys.readouterr().out
     assert "of the speed of 32 single GPUs (from the given 10,000 tokens/s of one)" in out
-    assert "in two stages, which this version does not have" in out
+    assert "in one stage, with hierarchical_reduction=false" in out
     assert "no run on several machines has been measured" in out
     assert main(["plan", *words, "interconnect=nvlink4,8xib400", "tokens_per_second=1e4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["gpus"] == 32
-    assert 0 < found["efficiency"] < found["cluster"]["hierarchical"]["efficiency"] < 1
+    staged, alike = (found["cluster"][name]["efficiency"] for name in ("hierarchical", "flat"))
+    assert 1 > found["efficiency"] == staged > alike > 0
+    assert found["cluster"]["stages"] == 2
     assert found["tokens_per_second"] == pytest.approx(32e4 * found["efficiency"])
+    keys = ["interconnect=nvlink4,8xib400", "tokens_per_second=1e4", "hierarchical_reduction=false"]
+    assert main(["plan", *words, *keys]) == 0
+    assert "in two stages, with hierarchical_reduction=true" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("context", [1, 2])

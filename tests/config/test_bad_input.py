@@ -301,6 +301,9 @@ CONTRADICTIONS = {
     "shard_weights_without_level": ["gpus=2", "lora=false", "zero_level=0", "shard_weights=true"],
     "exact_sums_of_other_numbers": ["gpus=3", "exact_reduction=true"],
     "exact_sums_off_the_device": ["exact_reduction=true", "offload_grads=true"],
+    "groups_that_share_out": ["gpus=4", "lora=false", "dp_shard_size=3"],
+    "groups_of_one": ["gpus=4", "lora=false", "dp_shard_size=1"],
+    "groups_without_level": ["gpus=4", "lora=false", "zero_level=0", "dp_shard_size=2"],
     "groups_of_gpus": ["gpus=3", "context_parallel_size=2"],
     "parts_of_rows": ["gpus=3", "context_parallel_size=3", "sequence_len=1024"],
     "zero_level_with_shared_rows": [*SHARED_ROWS, "zero_level=2"],
@@ -492,6 +495,18 @@ def test_a_fabric_without_groups_is_refused_where_gpus_share_rows(
     assert "run.yaml:2" in problem.where
     assert problem.message == "gloo connects all GPUs alone, and `context_parallel_size` needs groups of them."
     assert problem.fix == "fabric: auto, or context_parallel_size: 1"
+
+
+def test_a_fabric_without_distant_groups_is_refused_where_gpus_are_replicas(
+    problems: Problems, load: Any, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Any = registry.bundles("fabric")
+    monkeypatch.setitem(found, "gloo", replace(found["gloo"], bundle=replace(found["gloo"].bundle, across=False)))
+    (problem,) = problems(file="gpus: 4\nfabric: gloo\ndp_shard_size: 2\n")
+    assert problem.key == "fabric"
+    assert problem.message == "gloo connects all GPUs alone, and `dp_shard_size` needs groups of them."
+    assert problem.fix == "fabric: auto, or dp_shard_size: 0"
+    assert load(file="gpus: 4\nfabric: gloo\ndp_shard_size: 4\n").dp_shard_size == 4
 
 
 # --------------------------------------------------------------------------- the contract

@@ -39,6 +39,13 @@ def test_levels(load: Load, keys: list[str], level: int, weights: bool) -> None:
         assert (sharing.level(config), sharing.shards_weights(config)) == (level, weights)
 
 
+def test_replicas(load: Load) -> None:
+    found = [load("model=qwen3-0.6b", f"gpus={gpus}", "dp_shard_size=4") for gpus in (1, 4, 8)]
+    assert [sharing.replicates(config) for config in found] == [False, False, True]
+    assert [sharing.parts(config) for config in found] == [1, 4, 4]
+    assert sharing.parts(load("model=qwen3-0.6b", "gpus=6")) == 6
+
+
 def test_exact_sums_are_for_lora_unless_they_are_asked_for(load: Load) -> None:
     def exact(*keys: str, moves: bool = False) -> bool:
         return sharing.exact(load("model=qwen3-0.6b", *keys), moves_gradients=moves)
@@ -102,6 +109,10 @@ def test_a_number_of_ranks_that_the_environment_sets_is_checked(load: Load, regi
     [
         (["gpus=1"], None),
         (["gpus=1", "zero_level=3", "shard_weights=true"], "zero_level=3, shard_weights: no effect with gpus=1"),
+        (["gpus=1", "dp_shard_size=8"], "dp_shard_size=8: no effect with gpus=1"),
+        (["gpus=4", "zero_level=3", "dp_shard_size=2"], None),
+        (["gpus=4", "lora=true", "dp_shard_size=2"], "dp_shard_size=2: no effect with lora"),
+        (["gpus=4", "lora=true", "shard_weights=true", "dp_shard_size=2"], None),
         (["gpus=2", "zero_level=3"], None),
         (["gpus=2", "cpu_training=true"], "as zero_level=3 does"),
         (["gpus=2", "cpu_training=true", "zero_level=3"], None),

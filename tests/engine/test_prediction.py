@@ -103,6 +103,10 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
             "master_dtype": torch.bfloat16,
         },
     ),
+    "replicas, level 1": (False, 4, {"zero_level": 1, "exact": True, "shard_ranks": 2}),
+    "replicas, level 3": (False, 4, {"zero_level": 3, "shard_weights": True, "shard_ranks": 2}),
+    "replicas, level 2, exact": (False, 4, {"zero_level": 2, "exact": True, "shard_ranks": 2}),
+    "shared base of replicas": (True, 4, {"shard_weights": True, "shard_ranks": 2}),
     "shared base on the host": (True, 4, {"shard_weights": True, "offloader": HOST}),
 }
 

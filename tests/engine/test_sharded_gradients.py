@@ -14,6 +14,7 @@ from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key, training_schedule
 from surogate_core.engine.sharded_gradients import ShardedGradients, is_written
 from surogate_core.engine.sharding import owners
+from surogate_core.engine.stages import Stages
 from surogate_core.mesh.sums import tree_sum
 from surogate_core.mesh.virtual import in_threads
 
@@ -29,7 +30,7 @@ class _Sums:
     """The store of one rank with its shards, for a model whose head is tied or has its own weight."""
 
     def __init__(self, fabric: Fabric, *, tied: bool, written: bool = False):
-        self.store = ShardedGradients(fabric, CPU, written=written)
+        self.store = ShardedGradients(Stages.over(fabric), CPU, written=written)
         assert isinstance(self.store, GradientStore)
         self.norms = {key: torch.zeros(SHAPES["norm"]) for key in [*RANGES, HEAD]}
         self.shards = {}

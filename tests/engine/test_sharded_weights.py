@@ -20,6 +20,7 @@ from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD, evaluation_schedule, layer_key, training_schedule
 from surogate_core.engine.sharded_weights import ALIGNMENT, ShardedWeights
 from surogate_core.engine.sharding import owners
+from surogate_core.engine.stages import Stages
 from surogate_core.mesh.virtual import in_threads
 from surogate_core.testing import tiny
 
@@ -87,7 +88,7 @@ def test_every_rank_fetches_what_was_put(world: int, inside: bool) -> None:
 
     def work(fabric: Fabric) -> dict[str, int]:
         inner = StrictStore("weights") if inside else None
-        store = ShardedWeights(fabric, CPU, inner=inner)
+        store = ShardedWeights(Stages.over(fabric), CPU, inner=inner)
         for key, tensors in pieces.items():
             store.put(key, tensors)
         held = dict(store.nbytes())
@@ -106,7 +107,7 @@ def test_every_rank_fetches_what_was_put(world: int, inside: bool) -> None:
 
 def test_strides_of_dense_tensors_are_kept() -> None:
     def work(fabric: Fabric) -> list[tuple[int, ...]]:
-        store = ShardedWeights(fabric, CPU)
+        store = ShardedWeights(Stages.over(fabric), CPU)
         store.put("layer 0", _layer(0))
         return [t.stride() for t in store.fetch("layer 0")]
 
@@ -115,7 +116,7 @@ def test_strides_of_dense_tensors_are_kept() -> None:
 
 def test_a_piece_is_put_again() -> None:
     def work(fabric: Fabric) -> None:
-        store = ShardedWeights(fabric, CPU)
+        store = ShardedWeights(Stages.over(fabric), CPU)
         for tensors in (_layer(1), _layer(1), _layer(3)):
             store.put("layer 0", tensors)
             assert _same(store.fetch("layer 0"), tensors)
@@ -126,10 +127,10 @@ def test_a_piece_is_put_again() -> None:
 
 def test_the_turn_gathers_nothing_again() -> None:
     """Two buffers: the last two layers of the forward are the first two of the backward."""
-    log: list[str] = []
 
     def work(fabric: Fabric) -> None:
-        store = ShardedWeights(CountingFabric(fabric, log), CPU)  # type: ignore[arg-type]
+        log: list[str] = []
+        store = ShardedWeights(Stages.over(CountingFabric(fabric, log)), CPU)  # type: ignore[arg-type]
         for i in range(LAYERS):
             store.put(layer_key(i), _layer(i))
         store.put(EMBED, [])
@@ -139,12 +140,12 @@ def test_the_turn_gathers_nothing_again() -> None:
             _pass(store, lambda key: _layer(int(key[6:])) if key.startswith("layer") else [], training=True)
             assert len(log) == 2 * LAYERS - 2
 
-    in_threads(1, work)
+    in_threads(2, work)
 
 
 def test_three_pieces_do_not_fit() -> None:
     def work(fabric: Fabric) -> None:
-        store = ShardedWeights(fabric, CPU)
+        store = ShardedWeights(Stages.over(fabric), CPU)
         for i in range(3):
             store.put(layer_key(i), _layer(i))
         store.fetch("layer 0")
@@ -162,7 +163,7 @@ def test_an_inner_store_is_read_beside_the_computation() -> None:
 
     def work(fabric: Fabric) -> list[tuple[str, str]]:
         inner = StrictStore("weights")
-        store = ShardedWeights(fabric, CPU, inner=inner)
+        store = ShardedWeights(Stages.over(fabric), CPU, inner=inner)
         for i in range(3):
             store.put(layer_key(i), _layer(i))
         inner.log.clear()
@@ -203,7 +204,7 @@ def test_trained_weights_are_gathered_as_they_are_now(world: int, inside: str, t
         return [flat[at : at + torch.Size(shape).numel()].view(shape) for at, shape in shapes.items()]
 
     def work(fabric: Fabric) -> None:
-        store = ShardedWeights(fabric, CPU, inner=_in_memory(inside, str(tmp_path)))
+        store = ShardedWeights(Stages.over(fabric), CPU, inner=_in_memory(inside, str(tmp_path)))
         start, stop = owners((0, elements), world)[fabric.rank]
         shards = {layer_key(i): torch.zeros(stop - start, dtype=torch.bfloat16) for i in range(LAYERS)}
         for key, shard in shards.items():
@@ -227,7 +228,7 @@ def test_uneven_parts_in_front_are_refused() -> None:
     def work(fabric: Fabric) -> None:
         owned = Owned(owners=[(0, 256), (256, 1024)], shard=torch.zeros(256))
         with pytest.raises(AssertionError, match="only the last parts"):
-            ShardedWeights(fabric, CPU).put_trained("layer 0", owned, [])
+            ShardedWeights(Stages.over(fabric), CPU).put_trained("layer 0", owned, [])
 
     in_threads(1, work)
 
@@ -247,7 +248,7 @@ class _ShardedStores(Stores):
         self.fabric = fabric
 
     def store(self, kind: TensorKind) -> ShardedWeights:
-        return ShardedWeights(self.fabric, CPU)
+        return ShardedWeights(Stages.over(self.fabric), CPU)
 
 
 def _sharded_engine(fabric: Fabric, **settings: Any) -> Engine:

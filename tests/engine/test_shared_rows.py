@@ -50,6 +50,7 @@ def grouped(kv_heads: int) -> dict[str, Any]:
 
 def made(fabric: VirtualFabric, context: int, *, micro_batches: int, **changes: Any) -> Engine:
     changes = {"config": tiny.CONFIG, "optimizer": tiny.ADAMW, "max_seqlen": tiny.TOKENS, **changes}
+    changes |= {"shard_ranks": 0} if fabric.world == 1 else {}
     ranks = {"ranks": fabric.world, "context": context, "tokens": tiny.TOKENS // context}
     assembly = tiny.assembly(changes.pop("config"), micro_batches=micro_batches, **ranks, **changes)
     return Engine(assembly, tiny.random_source(), mesh=fabric.mesh() if fabric.world > 1 else None)
@@ -104,6 +105,8 @@ def close_to_one_rank(world: int, context: int, **changes: Any) -> None:
         pytest.param(2, 2, {"zero_level": 0, **grouped(1)}, id="fewer heads of keys than ranks"),
         pytest.param(4, 4, {"zero_level": 0, **grouped(2)}, id="four ranks, two heads of keys"),
         pytest.param(4, 2, {"zero_level": 1, "micro_batches": 4}, id="two groups of two ranks"),
+        pytest.param(4, 2, {"zero_level": 1, "micro_batches": 4, "shard_ranks": 2}, id="two groups, two replicas"),
+        pytest.param(4, 4, {"zero_level": 1, "shard_ranks": 2}, id="one group, two replicas"),
     ],
 )
 def test_ranks_that_share_rows_train_like_one(world: int, context: int, changes: dict[str, Any]) -> None:

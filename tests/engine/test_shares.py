@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,25 @@ def test_bytes_on_the_wire(ranks: int) -> None:
     assert sent(2) == small + steps * others(4 * elements) + others(2 * elements)
     layers = steps * others(2 * 32 * UNIT)  # two layers, which the backward finds in the buffers
     assert sent(3) == small + steps * others(4 * elements) + others(2 * 16 * UNIT) + layers
+
+
+def test_replicas_keep_a_part_of_their_group_and_send_their_sums() -> None:
+    for level in (1, 2, 3):
+        eight, two = shares(level, 8, shard_ranks=2), shares(level, 2)
+        assert (eight.masters, eight.copies(0), eight.whole_sums) == (two.masters, two.copies(0), two.whole_sums)
+        assert eight.gathered(from_host=True) == two.gathered(from_host=True)
+    sent = {one.what: one for one in shares(2, 8, shard_ranks=2).sent}
+    gradients, sums = sent["gradients of layers and head"], sent["sums of replicas, reduced"]
+    assert (gradients.nbytes, gradients.ranks, gradients.stride) == (4 * 40 * UNIT // 2, 2, 1)
+    assert (sums.nbytes, sums.ranks, sums.stride, sums.calls) == (4 * 24 * UNIT * 3 // 4, 4, 2, 4)
+    assert sent["sums of replicas, gathered"].nbytes == sums.nbytes
+    assert (sent["updated weights"].nbytes, sent["updated weights"].ranks) == (2 * 48 * UNIT // 2, 2)
+    assert sent["gradients that all keep, reduced"].ranks == 0
+    settings = replace(SETTINGS, zero_level=2, ranks=4, shard_ranks=2, micro_batches=8)
+    keys: dict[str, Any] = {"settings": settings, "decayed": P, "undecayed": UNIT, "frozen": (0,)}
+    each, once = ({s.what: s for s in Shares(**keys, replicas_once=way).sent} for way in (False, True))
+    assert each["sums of replicas, reduced"].nbytes == 2 * once["sums of replicas, reduced"].nbytes
+    assert once["sums of replicas, reduced"].calls == 1
 
 
 def test_what_hides_it() -> None:

@@ -17,6 +17,7 @@ from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.reduce import reduce_parts
 from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharded_weights import ShardedWeights
+from surogate_core.engine.stages import Stages
 from surogate_core.mesh import groups
 from surogate_core.mesh.groups import GroupFabric
 from surogate_core.mesh.virtual import in_threads
@@ -53,12 +54,12 @@ def _collectives(fabric: Fabric) -> list[Tensor]:
 
 def _stores(fabric: Fabric) -> list[Tensor]:
     """What the stores of shares hand out and keep."""
-    frozen, trained = ShardedWeights(fabric, CPU), torch.Generator().manual_seed(7)
+    frozen, trained = ShardedWeights(Stages.over(fabric), CPU), torch.Generator().manual_seed(7)
     weights = [torch.randn(30, 30, generator=trained).bfloat16(), torch.randn(9, generator=trained)]
     frozen.put("layer 0", weights)
     found = [t.clone() for t in frozen.fetch("layer 0")]
     assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
-    sums = ShardedGradients(fabric, CPU)
+    sums = ShardedGradients(Stages.over(fabric), CPU)
     owners = [(0, 512), (512, 768), (768, 768)]
     shard = torch.empty(owners[fabric.rank][1] - owners[fabric.rank][0])
     sums.put_owned("layer 0", Owned(owners=owners, shard=shard))
@@ -94,6 +95,23 @@ def test_nccl_registers_no_buffers_of_graphs(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
         GroupFabric(context(dist.HashStore(), 0, 2, torch.device(device))).connect()
     assert seen == [None, "0", "1"]
+
+
+def test_groups_of_groups_have_the_right_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 ranks: 2 machines of 4, in which 2 ranks share out tensors. All ranks open the same groups in one order."""
+    opened: dict[int, list[list[int]]] = {rank: [] for rank in range(8)}
+    found: dict[int, list[tuple[list[int], int]]] = {}
+    for rank in range(8):
+        monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, rank=rank: opened[rank].append(ranks))
+        monkeypatch.setattr(dist, "all_reduce", lambda values, op=None, group=None: None)
+        fabric = GroupFabric(context(dist.HashStore(), rank, 8, CPU))
+        groups = [fabric.within(2), fabric.within(4).across(2), fabric.within(8).across(4)]
+        assert fabric.within(8) is fabric.across(1) is fabric
+        found[rank] = [(group._ranks, group.rank) for group in groups if isinstance(group, GroupFabric)]
+        assert [group.world for group in groups] == [2, 2, 2]
+    assert found[6] == [([6, 7], 0), ([4, 6], 1), ([2, 6], 1)]
+    assert found[1] == [([0, 1], 1), ([1, 3], 0), ([1, 5], 0)]
+    assert all(opened[rank] == opened[0] for rank in range(8))
 
 
 @pytest.mark.slow

@@ -55,8 +55,26 @@ def test_groups_that_break_a_rule_are_named(build: Any, said: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (
+            odd_fabrics.Near,
+            "in its group across 2, rank 0 of 4 is number 0 of 2, .* 0 to 1, not number 0 of 2, .* 0 to 2",
+        ),
+        (odd_fabrics.Bounded, "AssertionError: it has no `across`, and its spec says across=True"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_groups_of_distant_ranks_that_break_a_rule_are_named(build: Any, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        GROUPS(bundles.FabricSpec(name="x", build=build, groups=True, across=True))
+
+
+@pytest.mark.slow
 def test_groups_conform_and_need_not_be_there() -> None:
     GROUPS(bundles.FabricSpec(name="x", build=odd_fabrics.Sound, groups=True))
+    GROUPS(bundles.FabricSpec(name="x", build=odd_fabrics.Sound, groups=True, across=True))
     with pytest.raises(NotApplicable, match="its spec does not say groups=True"):
         GROUPS(bundles.FabricSpec(name="x", build=odd_fabrics.Strided))
 

@@ -14,7 +14,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.errors import ConfigError
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.links import choose_fabric, no_peer_access, slow_links
+from surogate_core.run.links import choose_fabric, no_peer_access, ranks_of_node, slow_links
 
 
 def test_the_named_fabric_is_built_with_its_options(installed: Registry) -> None:
@@ -45,6 +45,26 @@ def test_auto_takes_a_fabric_with_groups_where_gpus_share_rows(
         mesh: Any = Mesh(rank=0, world=2, local_world=2, store=dist.HashStore())
         choose_fabric(configured(installed, f"context_parallel_size={size}"), installed, mesh)
         assert mesh._built._chosen.name == chosen
+
+
+@pytest.mark.parametrize(
+    ("counts", "keys", "node"),
+    [
+        ([2, 2, 2, 2], [], 2),
+        ([4, 4, 4, 4], [], 0),
+        ([1, 1, 1, 1], [], 0),
+        ([3, 3, 3, 1], [], 0),
+        ([2, 2, 2, 2], ["hierarchical_reduction=false"], 0),
+    ],
+)
+def test_machines_are_known_if_they_have_equally_many_ranks(
+    counts: list[int], keys: list[str], node: int, installed: Registry
+) -> None:
+    config = configured(installed, *keys)
+    for rank, count in enumerate(counts):
+        mesh = Mesh(rank=rank, world=4, local_world=count, swap=lambda value: counts)
+        assert ranks_of_node(config, mesh) == node
+    assert ranks_of_node(config, Mesh()) == 0
 
 
 def test_one_rank_asks_for_no_fabric(installed: Registry) -> None:

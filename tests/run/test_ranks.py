@@ -114,7 +114,7 @@ def test_unequal_devices_get_a_note() -> None:
 
 def settings(**values: Any) -> Any:
     default = {"ranks": 2, "zero_level": 0, "exact": True, "micro_batches": 8, "update_on_cpu": False, "context": 1}
-    return SimpleNamespace(**{**default, **values})
+    return SimpleNamespace(**{**default, "shard_ranks": 0, **values})
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,12 @@ def test_another_order_of_sums_gets_a_note() -> None:
     assert reduction_of(settings(zero_level=1)) != exact
     assert reduction_of(settings(zero_level=1, exact=False, ranks=1)) == reduction_of(settings(exact=False, ranks=1))
     other = saved(reduction=reduction_of(settings(exact=False)))
+    flat = reduction_of(settings(exact=False, ranks=12))
+    assert reduction_of(settings(exact=False, ranks=8), (2, 4)) == reduction_of(settings(exact=False, ranks=8))
+    assert reduction_of(settings(exact=False, ranks=12), (4, 3)) != flat
+    assert reduction_of(settings(ranks=8), (2, 4)) == reduction_of(settings(ranks=8, shard_ranks=2)) == exact
+    second = [reduction_of(settings(exact=False, ranks=8, zero_level=2, shard_ranks=parts)) for parts in (0, 2, 4)]
+    assert len({str(order) for order in second}) == 3
     assert reduction_notes(settings(ranks=1), saved(reduction=exact), deterministic=True) == []
     assert reduction_notes(settings(ranks=1), saved(), deterministic=True) == []
     assert "another order than before" in reduction_notes(settings(ranks=1), other, deterministic=True)[0]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_world import World, of_step
 
+from surogate_core.engine.stages import Stages
 from surogate_core.errors import MachineError, UserError
 from surogate_core.plugins.registry import Registry
 
@@ -65,6 +66,55 @@ def test_a_run_on_two_ranks_is_the_run_on_one(
     assert "gradient_accumulation_steps is 4 instead of 2: with gpus=1, a step keeps the 4" in notes(records, resumed)
     assert history(resumed) == history(one)
     assert digests(resumed / "checkpoint-4") == digests(one / "checkpoint-4")
+
+
+FULL = ("lora=false", "exact_reduction=true")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        LORA,
+        (*FULL, "zero_level=1"),
+        (*FULL, "zero_level=3"),
+        (*FULL, "zero_level=2", "dp_shard_size=2"),
+        (*FULL, "zero_level=3", "dp_shard_size=2"),
+        (*LORA, "shard_weights=true", "dp_shard_size=2"),
+    ],
+)
+def test_two_machines_of_two_ranks_are_the_run_on_one(
+    keys: tuple[str, ...],
+    tmp_path: Path,
+    base: list[str],
+    ranks: World,
+    history: History,
+    digests: Digests,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four processes over gloo, which take each other for two machines."""
+    sizes: list[Sequence[int]] = []
+    connect = Stages.connect
+
+    def watched(self: Stages) -> None:
+        sizes.append(self.sizes)
+        connect(self)
+
+    monkeypatch.setattr(Stages, "connect", watched)
+    one, four = tmp_path / "one", tmp_path / "four"
+    ranks.run(1, one, *base, *keys, *KEYS, "gradient_accumulation_steps=4")
+    ended = ranks.run(4, four, *base, *keys, *KEYS, "gradient_accumulation_steps=1", local_world=2)
+    assert ended == (0, [0, 0, 0])
+    assert sizes == [(), (2, 2)]
+    assert history(four) == history(one)
+    for step in (2, 4):
+        assert digests(four / f"checkpoint-{step}") == digests(one / f"checkpoint-{step}")
+    assert json.loads((four / "run.json").read_text())["reduction"]["exact"]
+    if "dp_shard_size=2" in keys:
+        for run, count in ((one, 1), (four, 2)):
+            more = ("dp_shard_size=0", "max_steps=6", f"gradient_accumulation_steps={4 // count}")
+            ranks.run(count, run, *base, *keys, *KEYS, *more)
+        assert digests(four / "checkpoint-6") == digests(one / "checkpoint-6"), "resumed with another group"
 
 
 @pytest.mark.slow

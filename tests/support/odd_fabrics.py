@@ -82,7 +82,7 @@ class Mixed(Sound):
         for ranks in ([0, 3], [2, 1]):
             group = dist.new_group(ranks)
             if self.rank in ranks:
-                found._group, found._first = group, ranks[0]
+                found._group, found._ranks = group, ranks
                 found.rank, found.world = self.rank % 2, size
         return found
 
@@ -132,6 +132,31 @@ class _InStep(_Group):
         if self._all_ranks.largest([most, -most]) != [most, -most]:
             raise RuntimeError("another group gathers another size")
         super().gather(parts)
+
+
+class Bounded(Delegate):
+    """Has no `across`, whatever its spec says."""
+
+    across = Fabric.across
+
+    def __init__(self, options: NoOptions, context: FabricContext):
+        self._sound = Sound(options, context)
+        self.rank, self.world = context.rank, context.world
+
+    def _now(self) -> Fabric:
+        return self._sound
+
+    def connect(self) -> None:
+        """As the sound one."""
+        self._sound.connect()
+
+
+class Near(Sound):
+    """What should be across is within."""
+
+    def across(self, size: int) -> Fabric:
+        """The wrong ranks."""
+        return self.within(self.world // size)
 
 
 class Promising(Fabric):

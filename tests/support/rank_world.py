@@ -23,11 +23,11 @@ from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry, load_plugins
 
 
-def mesh_of(file: Path, rank: int, world: int) -> Mesh:
-    """The mesh of a rank whose store is in a file."""
+def mesh_of(file: Path, rank: int, world: int, local_world: int = 0) -> Mesh:
+    """The mesh of a rank whose store is in a file. `local_world`: ranks that are said to be on each machine; 0: all."""
     from torch.distributed import FileStore
 
-    return Mesh(rank=rank, world=world, store=FileStore(str(file), world), local_world=world)
+    return Mesh(rank=rank, world=world, store=FileStore(str(file), world), local_world=local_world or world)
 
 
 def run_rank(registry: Registry, overrides: list[str], mesh: Mesh) -> int:
@@ -81,9 +81,10 @@ class World:
         *overrides: str,
         of_rank: Callable[[int], list[str]] = lambda rank: [],
         of_others: str = "",
+        local_world: int = 0,
     ) -> tuple[int, list[Any]]:
         """(exit code of rank 0, how the others end: an exit code or an error); `of_rank` gives more overrides, and the
-        other processes execute the source `of_others` first.
+        other processes execute the source `of_others` first. `local_world`: as for `mesh_of`.
 
         An error of rank 0 is raised; `ends` then has the exit codes and errors of the others.
         """
@@ -97,12 +98,11 @@ class World:
             for rank, process in enumerate(self._others[: world - 1], start=1):
                 keys = [*overrides, f"output_dir={output}", *of_rank(rank)]
                 assert process.stdin is not None
-                process.stdin.write(json.dumps([str(store), rank, world, keys, of_others]) + "\n")
+                process.stdin.write(json.dumps([str(store), rank, world, local_world, keys, of_others]) + "\n")
                 process.stdin.flush()
             try:
-                code = run_rank(
-                    self._registry, [*overrides, f"output_dir={output}", *of_rank(0)], mesh_of(store, 0, world)
-                )
+                mesh = mesh_of(store, 0, world, local_world)
+                code = run_rank(self._registry, [*overrides, f"output_dir={output}", *of_rank(0)], mesh)
             except BaseException:
                 self.ends = [self._answer(process) for process in self._others[: world - 1]]
                 raise
@@ -126,10 +126,10 @@ def _serve() -> None:
     registry = load_plugins()
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        store, rank, world, overrides, source = json.loads(line)
+        store, rank, world, local_world, overrides, source = json.loads(line)
         exec(source, {})
         try:
-            result: Any = run_rank(registry, overrides, mesh_of(Path(store), rank, world))
+            result: Any = run_rank(registry, overrides, mesh_of(Path(store), rank, world, local_world))
         except BaseException as error:
             traceback.print_exc()
             result = f"{type(error).__name__}: {error}"
