@@ -17,9 +17,10 @@ HELD_OUT = "held-out rows"
 
 
 def add_to_reports(models: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> None:
-    """Add the figures of each model that is a run, or a part of one, to that run, and write its report anew."""
+    """Add the figures of each model that is a run, or a part of one, to that run, and write its report anew, once."""
     from surogate_core.report.write import write_report
 
+    runs: list[Path] = []
     for model in models:
         config = config_of_run(model)
         if config is None:
@@ -28,6 +29,8 @@ def add_to_reports(models: Sequence[str], figures: Sequence[Mapping[str, Any]]) 
         run, path = config.absolute().parent, run_directory(model).absolute()
         part = "the run" if path == run else path.name
         add_evaluations(run, [row for one in figures if one["model"] == model for row in _rows(part, one)])
+        runs.append(run)
+    for run in dict.fromkeys(runs):
         if (run / METRICS).is_file():
             for file in write_report([run]):
                 print(f"Written: {_shown(file)}", file=sys.stderr)

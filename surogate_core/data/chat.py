@@ -181,7 +181,10 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_to
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Chat:
-    """The tokenizer with the chat template that serves these tools. Raises `UserError` when it has none."""
+    """The tokenizer with the chat template that serves these tools.
+
+    Raises `UserError` when it has none, or one that is not Jinja.
+    """
     if not tokenizer.chat_template:
         raise UserError(
             f"The tokenizer {tokenizer.name_or_path} has no chat template, which conversations need. "
@@ -194,8 +197,26 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Chat:
     chats = _CHATS.setdefault(tokenizer, {})
     found = chats.get(template)
     if found is None:
-        found = chats[template] = Chat(tokenizer, template)
+        found = Chat(tokenizer, template)
+        _require_jinja(tokenizer, found)
+        chats[template] = found
     return found
+
+
+def _require_jinja(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
+    """Raise `UserError` for a template with a mistake of syntax, which no conversation is to blame for."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        chat.render([{"role": "user", "content": _ASKED}])
+    except RowError as error:
+        if isinstance(cause := error.__cause__, TemplateSyntaxError):
+            reason = printable((cause.message or "a mistake")[:LONGEST_REASON]).rstrip(".")
+            raise UserError(
+                f"The chat template of the tokenizer {tokenizer.name_or_path}: line {cause.lineno}: {reason}. "
+                f"Fix: correct it there, or set `template` to one that fits the tokenizer's special tokens (chatml, "
+                f"llama3, … or a .jinja file)."
+            ) from error
 
 
 @cache

@@ -18,6 +18,7 @@ from surogate_core.bundles.environments import EnvironmentTask, Fault, Rewards, 
 from surogate_core.bundles.tasks import Stopped
 from surogate_core.config.resolve import plain
 from surogate_core.config.schema import Selection
+from surogate_core.environments.guardian import Guardian
 from surogate_core.environments.process import REFUSED, WorkerProcess
 from surogate_core.errors import UserError
 from surogate_core.plugins.registry import Registry
@@ -82,11 +83,12 @@ class EnvironmentPool:
                 "locks": [asdict(rule) for rule in policy.locks],
             },
         }
-        self._workers = [WorkerProcess(given, timeout) for _ in range(max(1, workers))]
+        self._guardian = Guardian()
+        self._workers = [WorkerProcess(given, timeout, self._guardian.mark) for _ in range(max(1, workers))]
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="environment")
         self._episodes: dict[Key, _Episode] = {}
         self._started = 0
-        weakref.finalize(self, _close_all, self._workers)
+        weakref.finalize(self, _close_all, self._workers, self._guardian)
         facts = self._workers[0].build()
         if isinstance(facts, Fault):
             self.close()
@@ -109,7 +111,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill the workers."""
-        _close_all(self._workers)
+        _close_all(self._workers, self._guardian)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ----------------------------------------------------------------------------- tasks
@@ -242,6 +244,7 @@ class EnvironmentPool:
         return [results[place] for place in range(len(items))]
 
 
-def _close_all(workers: Sequence[WorkerProcess]) -> None:
+def _close_all(workers: Sequence[WorkerProcess], guardian: Guardian) -> None:
     for worker in workers:
         worker.close()
+    guardian.close()

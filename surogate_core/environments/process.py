@@ -18,9 +18,8 @@ from typing import Any, cast
 from surogate_core.bundles.environments import Fault, FaultReason
 from surogate_core.environments import worker
 from surogate_core.environments.frames import GoneError, LateError, Pipe, TooLargeError, packed
+from surogate_core.environments.guardian import TOKEN, marked
 
-TOKEN = "SUROGATE_ENVIRONMENT_WORKER"
-"""Variable that marks a worker and every process that it starts."""
 _BUILD_SECONDS = 300.0
 """Longest time to import a plugin and to build its environment, which may read a file."""
 _ROUNDS = 50
@@ -35,9 +34,9 @@ REFUSED = "refused"
 class WorkerProcess:
     """A process of `worker.py`."""
 
-    def __init__(self, given: Mapping[str, Any], timeout: float) -> None:
-        """`given`: what the worker reads first. `timeout`: seconds of each request."""
-        self._given, self._timeout = given, timeout
+    def __init__(self, given: Mapping[str, Any], timeout: float, mark: str) -> None:
+        """`given`: what the worker reads first. `timeout`: seconds of each request. `mark`: the guardian's."""
+        self._given, self._timeout, self._mark = given, timeout, mark
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Pipe
         self._token = ""
@@ -99,7 +98,7 @@ class WorkerProcess:
         return None
 
     def _start(self) -> None:
-        self._token = uuid.uuid4().hex
+        self._token = f"{self._mark}-{uuid.uuid4().hex}"
         self._directory = Path(tempfile.mkdtemp(prefix="surogate-environment-"))
         self._said = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed in `close`
         to_read, answers = os.pipe()
@@ -178,7 +177,7 @@ def _kill(process: subprocess.Popen[bytes], token: str) -> None:
     for _ in range(_ROUNDS):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        found = _marked(token)
+        found = marked(token)
         for one in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(one, signal.SIGKILL)
@@ -186,14 +185,3 @@ def _kill(process: subprocess.Popen[bytes], token: str) -> None:
             break
         time.sleep(0.002)
     process.kill()
-
-
-def _marked(token: str) -> list[int]:
-    """The living processes with the token in their environment; empty where that cannot be read."""
-    mark, found = f"{TOKEN}={token}".encode(), []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # A process that has ended and was not waited for has no environment.
-            if mark in (process / "environ").read_bytes():
-                found.append(int(process.name))
-    return found

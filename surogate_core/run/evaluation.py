@@ -71,11 +71,11 @@ def evaluate(
         group=spec.group,
         progress=progress,
     )
-    if data.eval is None:
-        raise UserError("surogate eval: nothing is held out. Fix: name the rows to evaluate, datasets=FILE.jsonl")
     task = spec.task_of(config, data) if spec.objective is not None else None
     if task is not None:
         refuse_references(task, spec.name)
+    if data.eval is None:
+        raise UserError("surogate eval: nothing is held out. Fix: name the rows to evaluate, datasets=FILE.jsonl")
     weights = prepared.load(
         registry, progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total))
     )

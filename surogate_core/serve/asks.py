@@ -185,6 +185,8 @@ class _Fields:
             if name not in known:
                 near = get_close_matches(name, known, n=1)
                 fix = f" Fix: {near[0]}" if near else ""
+                if name in OWN[not self.chat]:
+                    fix = f" Fix: send it to {'/v1/completions' if self.chat else '/v1/chat/completions'}"
                 raise RequestError(
                     f"{name[:100]}: there is no such field.{fix}", param=name[:100], code="unknown_parameter"
                 )

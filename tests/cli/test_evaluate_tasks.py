@@ -101,8 +101,10 @@ def test_figures_are_added_to_the_report_of_a_run(
     (run / "config.yaml").write_text(json.dumps({"lora": False}))
     (run / "metrics.jsonl").write_text('{"event": "run_start"}\n')
     words = ["--tasks", str(task), "--max-new-tokens", "2", "device=cpu", "--report"]
-    assert main(["eval", str(run / "model"), str(hf_dir), *words]) == 0
-    assert f"note: {hf_dir} is no run" in capsys.readouterr().err
+    assert main(["eval", str(run), str(run / "model"), str(hf_dir), *words]) == 0
+    said = capsys.readouterr().err
+    assert f"note: {hf_dir} is no run" in said
+    assert said.count("report.md") == 1, "two models of one run write its report once"
     report = (run / "report.md").read_text()
     assert "## Evaluations" in report
     assert "| model | mixed | accuracy |" in report

@@ -121,7 +121,6 @@ def test_a_tokenizer_without_offsets_encodes_part_by_part(templated: Callable[..
     [
         ("{{ raise_exception('pairs only') }}", "refuses the conversation: pairs only"),
         ("{{ messages[0].nothing.at.all }}", "refuses the conversation"),
-        ("{% for m in messages %}{{ m.role }}", "refuses the conversation"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "drops message 2"),
         ("{% for m in messages | reverse %}{{ m.role + m.content }};{% endfor %}", "does not show where"),
     ],
@@ -135,6 +134,25 @@ def test_a_template_that_cannot_be_used_is_a_reason(
         tokenizer.chat_template = template
         with pytest.raises(RowError, match=expected):
             tokenize_conversation(tokenizer, MULTI_TURN)
+    finally:
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}\n{{ m.content }", "line 2: unexpected '}'"),
+        ("{{ messages | joined }}", "line 1: No filter named 'joined'"),
+    ],
+)
+def test_a_template_that_is_no_jinja_ends_the_run(templated: Callable[..., Any], template: str, reason: str) -> None:
+    """No row is to blame: before, each was a bad row, and a prompt's message named the prompt."""
+    tokenizer, _ = templated("chatml")
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        for _ in range(2):
+            with pytest.raises(UserError, match=rf"chat template of the tokenizer .*: {reason}\. Fix: correct it"):
+                tokenize_conversation(tokenizer, MULTI_TURN)
     finally:
         tokenizer.chat_template = before
 

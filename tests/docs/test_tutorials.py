@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from page_commands import commands_of
 from pages import Shell, blocks
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from surogate_core.cli.main import main
 from surogate_core.plugins.new import new_plugin
 from surogate_core.testing.parity import TINY, TOLERANCE, Pair
 
@@ -34,6 +37,28 @@ def test_an_optimizer_and_a_family_from_nothing_to_wheels_that_train(shell: Shel
     for run in ("ademamix-run", "olmo2-run", "olmo2-lora"):
         metrics = (shell.work / run / "metrics.jsonl").read_text(encoding="utf-8")
         assert '"reason": "finished", "step": 2' in metrics
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_rewards_alone_teach_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of the tutorial on reinforcement learning as it is, up to its run `copy`: two CPU minutes."""
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(DOCS / "tutorials" / "reinforcement-learning.md"):
+        if block.language == "yaml":
+            (tmp_path / block.text.split()[1]).write_text(block.text, encoding="utf-8")
+        elif block.language == "sh":
+            for command in commands_of(block):
+                assert main(command.words[1:]) == 0, str(command)
+        if (tmp_path / "runs" / "copy").exists():
+            break
+    lines = (tmp_path / "runs" / "copy" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines]
+    means = [event["reward"]["mean"] for event in events if event["event"] == "rollouts"]
+    held_out = [event["reward"]["mean"] for event in events if event["event"] == "rollout_eval"]
+    assert means[0] < 0.2
+    assert sum(means[-6:]) / 6 > 0.8
+    assert held_out[0] < 0.5 < 0.9 < held_out[-1]
 
 
 PACKAGES = [("optimizer", "ademamix"), ("model", "olmo2")]

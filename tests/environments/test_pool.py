@@ -14,8 +14,9 @@ import pytest
 
 from surogate_core.bundles import EnvironmentTask, Fault, Stopped, Turn
 from surogate_core.config.schema import Selection
-from surogate_core.environments import limits, process
+from surogate_core.environments import limits
 from surogate_core.environments.frames import LARGEST
+from surogate_core.environments.guardian import kill_marked, marked
 from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import UserError
 from surogate_core.plugins import Registry, import_policy, load_plugins
@@ -207,7 +208,7 @@ def opened(install_plugin: Any) -> Iterator[Opener]:
 
 
 def leftovers(pool: EnvironmentPool) -> list[int]:
-    return [pid for worker in pool._workers for pid in process._marked(worker._token)]
+    return [pid for worker in pool._workers for pid in marked(worker._token)]
 
 
 def test_tasks_and_facts(opened: Opener) -> None:
@@ -317,7 +318,7 @@ def test_a_fork_bomb_stays_within_its_limit(opened: Opener) -> None:
     worker = pool._workers[0]
     answered = pool._threads.submit(pool.reply, [("bad", "fork")])
     while not answered.done():
-        counts.append(len(process._marked(worker._token)))
+        counts.append(len(marked(worker._token)))
         time.sleep(0.05)
     (turn,) = answered.result()
     assert isinstance(turn, Fault)
@@ -458,30 +459,39 @@ def test_a_worker_that_ended_between_two_requests_is_started_again(opened: Opene
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the machine has no /proc")
-def test_workers_die_with_the_run(install_plugin: Any) -> None:
-    """Even if the run is killed, which cannot clean up."""
+def test_workers_and_what_they_started_die_with_the_run(install_plugin: Any) -> None:
+    """Even if the run is killed, which cannot clean up. Before, a fork bomb went on for ever."""
     site = install_plugin("hostile", SOURCE)
     code = f"""
-import sys, time
+import sys, threading, time
 sys.path.insert(0, {str(site)!r})
+from surogate_core.bundles import EnvironmentTask
 from surogate_core.config.schema import Selection
+from surogate_core.environments.guardian import marked
 from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.plugins import import_policy, load_plugins
 registry = load_plugins(import_policy())
-pool = EnvironmentPool(Selection(name="hostile", options=registry.get("environment", "hostile").options()), registry)
-print(pool._workers[0]._process.pid, flush=True)
+chosen = Selection(name="hostile", options=registry.get("environment", "hostile").options())
+pool = EnvironmentPool(chosen, registry, workers=2, timeout=60, processes=8)
+task = EnvironmentTask(messages=({{"role": "user", "content": "go"}},))
+pool.start([(1, task), (2, task)])
+threading.Thread(target=pool.reply, args=([(1, "fork"), (2, "children")],), daemon=True).start()
+while len(marked(pool._guardian.mark)) < 9:
+    time.sleep(0.05)
+print(pool._workers[0]._process.pid, pool._guardian.mark, flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
-        worker = int(run.stdout.readline())
-        os.kill(worker, 0)
+        worker, mark = run.stdout.readline().split()
+        assert is_running(int(worker))
         run.kill()
     for _ in range(600):
-        if not is_running(worker):
+        if not is_running(int(worker)) and not marked(mark):
             return
         time.sleep(0.05)
-    pytest.fail("the worker is still there")
+    kill_marked(mark)
+    pytest.fail("the worker, or what it has started, is still there")
 
 
 def is_running(pid: int) -> bool:

@@ -44,10 +44,12 @@ def test_eval_has_no_reference_to_compare_with(
 ) -> None:
     from surogate_core.cli.main import main
 
-    keys = (*base, "task=kto", judged, "validation_datasets=[]", "validation_split_ratio=0.2", "max_steps=1")
-    run_here(tmp_path / "run", *keys, "lora=false")
-    assert main(["eval", str(tmp_path / "run")]) == 2
-    assert "compares with the model from before its first step" in capsys.readouterr().err
+    keys = (*base, "task=kto", judged, "validation_datasets=[]", "max_steps=1", "lora=false")
+    for number, share in enumerate(("0.2", "0")):  # nothing is held out: naming rows would only lead to this message
+        run = tmp_path / f"run-{number}"
+        run_here(run, *keys, f"validation_split_ratio={share}")
+        assert main(["eval", str(run)]) == 2
+        assert "compares with the model from before its first step" in capsys.readouterr().err
 
 
 @pytest.mark.slow

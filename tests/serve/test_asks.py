@@ -73,7 +73,7 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         ({"stream": 1}, "stream", "true or false"),
         ({"stream_options": []}, "stream_options", "an object"),
         ({"model": 3}, "model", "text"),
-        ({"messages": HELLO}, "messages", "there is no such field"),
+        ({"messages": HELLO}, "messages", "no such field. Fix: send it to /v1/chat/completions"),
         ({"prompt": []}, "prompt", "a list of token ids"),
         ({"prompt": [1, "a"]}, "prompt", "a list of token ids"),
         ({"prompt": [True]}, "prompt", "a list of token ids"),
@@ -92,6 +92,7 @@ def test_what_a_completion_refuses(fields: dict[str, Any], param: str, message: 
     ("fields", "param", "message"),
     [
         ({"messages": []}, "messages", "at least one message"),
+        ({"prompt": "x"}, "prompt", "no such field. Fix: send it to /v1/completions"),
         ({"messages": ["Hello"]}, "messages[0]", '"role" and "content"'),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -17,6 +18,7 @@ def renderer_of() -> Callable[..., Renderer]:
     def make(name: str, *, template: str | None = None, stops: Sequence[str] = ()) -> Renderer:
         tokenizer, end = chat_templates.templated(name)
         if template is not None:
+            tokenizer = copy.deepcopy(tokenizer)  # other tests share it
             tokenizer.chat_template = template
         ids = {tokenizer.convert_tokens_to_ids(token) for token in (end, *stops)}
         return Renderer(tokenizer, templated=True, system=None, stop_ids=frozenset(ids))

@@ -147,6 +147,17 @@ def test_room_of_completion_sequence_and_turns(renderer_of):
     assert (one.reason, one.length) == ("length", 7)
     (one,), _ = play(renderer, LocalArena(), lambda request: "x", sequence=prompt)
     assert (one.reason, one.fault, one.reward) == ("prompt_too_long", True, None)
+    assert one.detail == f"{prompt} tokens, and a row has {prompt}"
+
+
+@pytest.mark.parametrize(("turn", "message"), [(0, "Say"), (1, "Go on")])
+def test_a_template_that_refuses_the_messages_is_a_fault_with_its_reason(renderer_of, turn, message):
+    refusing = "{%- if messages[-1].content.startswith('MARK') %}{{ raise_exception('not that') }}{% endif -%}" + CHATML
+    renderer = renderer_of("chatml-short", template=refusing.replace("MARK", message))
+    arena = LocalArena(answer=lambda replies: MORE)
+    (one,), _ = play(renderer, arena, lambda request: f"ok{END}")
+    assert (one.reason, one.fault, one.reward, len(one.replies)) == ("template", True, None, turn)
+    assert one.detail == "the chat template refuses the conversation: not that"
 
 
 @pytest.mark.parametrize("where", ["answer", "judge"])

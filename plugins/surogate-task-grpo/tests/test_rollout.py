@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -91,6 +92,17 @@ def test_generations_without_any_signal_are_repeated_and_then_an_error():
         collect(lambda number: (None, None), figures={"reason": "timeout"})
     with pytest.raises(UserError, match=r"has a reward: exception 90, the first: ValueError: broken\. Fix: "):
         collect(lambda number: (None, None), figures={"reason": "exception", "detail": "ValueError: broken"})
+
+
+def test_a_step_without_any_reward_says_what_to_change():
+    for figures, words in {
+        ("prompt_too_long", "90 tokens, and a row has 64"): "the first: 90 tokens, and a row has 64. Fix: a larger seq",
+        ("template", "no system"): "the first: no system. Fix: a `template` that takes the messages",
+        ("reward_model", "the score is nan"): "the first: the score is nan. Fix: a reward model whose",
+        ("exit", ""): "exit 90. Fix: see what the environment does with `surogate env check`.",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(words)):
+            collect(lambda number: (None, None), figures=dict(zip(("reason", "detail"), figures, strict=True)))
 
 
 def test_a_completion_without_a_reward_has_no_advantage_and_no_part():

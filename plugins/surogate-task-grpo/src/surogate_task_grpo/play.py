@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """(number of the prompt in the run, number of the completion)."""
+TEMPLATE = "template"
+"""Reason of an episode whose messages the chat template refuses."""
+TOO_LONG = "prompt_too_long"
+"""Reason of an episode whose prompt leaves no room in a row for a completion."""
 TURN = 2**32
 """Added to a completion's number in the key of its random choices for each turn before."""
 
@@ -157,12 +161,14 @@ class Player:
         one.task = task
         try:
             prompt = self.renderer.prompt(task)
-        except RowError:
-            one.fail("template")
+        except RowError as error:
+            one.fail(TEMPLATE, str(error))
             return False
         one.samples, one.messages = [Sample.of(prompt)], self.renderer.messages(task)
-        if not prompt or self._room(one) < 1:
-            one.fail("prompt_too_long" if prompt else "empty_prompt")
+        if not prompt:
+            one.fail("empty_prompt")
+        elif self._room(one) < 1:
+            one.fail(TOO_LONG, f"{len(prompt):,} tokens, and a row has {self.limits.sequence:,}")
         return not one.fault
 
     def _start(self, going: Sequence[Played]) -> None:
@@ -226,8 +232,8 @@ class Player:
         sample, reply = one.samples[-1], one.replies[-1]
         try:
             found = self.renderer.follow(one.task, sample.ids, one.messages, reply, answer.messages)
-        except RowError:
-            one.fail("template")
+        except RowError as error:
+            one.fail(TEMPLATE, str(error))
             return False
         one.messages += [{"role": "assistant", "content": reply}, *answer.messages]
         # What the environment said counts, also where a template has rewritten what was before it.

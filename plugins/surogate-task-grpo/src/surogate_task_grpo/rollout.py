@@ -18,7 +18,7 @@ from surogate_core.bundles.advantages import advantages
 from surogate_core.errors import UserError
 from surogate_core.events import Rollouts, RolloutSample, RolloutSamples, Spread
 from surogate_task_grpo.options import GRPOOptions, truncation
-from surogate_task_grpo.play import Played
+from surogate_task_grpo.play import TEMPLATE, TOO_LONG, Played
 from surogate_task_grpo.reward_model import FAULT
 
 Prompts = Sequence[tuple[int, Any]]
@@ -29,6 +29,14 @@ PENALTY = "length_penalty"
 """Name of the reward that `truncated_completions=penalty` adds."""
 DIVERGENCE = "kl_penalty"
 """Name of the reward that the loss type rloo adds if beta is not 0."""
+FIX = "see what the environment does with `surogate env check`"
+"""If no completion has a reward."""
+FIXES = {
+    TOO_LONG: "a larger sequence_len, or shorter prompts",
+    TEMPLATE: "a `template` that takes the messages of the environment",
+    FAULT: "a reward model whose scores are numbers; `surogate eval` measures it",
+}
+"""The same by the reason of the fault."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,13 +144,8 @@ class Collector:
         if faults and not rewards:
             listed = ", ".join(f"{reason} {number:,}" for reason, number in sorted(faults.items()))
             detail = next((f", the first: {one.detail}" for one in played if one.fault and one.detail), "")
-            fix = (
-                "`surogate env check` shows what the environment does; a prompt that is too long needs a larger "
-                "sequence_len"
-            )
-            if faults.keys() == {FAULT}:
-                fix = "a reward model whose scores are numbers; `surogate eval` measures it"
-            return f"None of {count} has a reward: {listed}{detail}. Fix: {fix}."
+            fix = "; ".join(sorted({FIXES.get(reason, FIX) for reason in faults}))
+            return f"None of {count} has a reward: {listed}{detail.rstrip('.')}. Fix: {fix}."
         shown = f"every reward is {rewards[0]:g}" if len(rewards) == 1 else "the rewards within each group are equal"
         return (
             f"Reinforcement learning has no signal: in {count}, {shown}. Fix: train on examples of good answers first "
