@@ -118,7 +118,7 @@ class Engine:
     def _allocate(self, placement: Placement) -> None:
         """The stores, the inputs, the recipe's state and the parameters."""
         settings = self.settings
-        self.stores = StoreSet.of(placement, self.sharing)
+        self.stores = StoreSet.of(placement, self.sharing, self.assembly.kernels)
         self.inputs = Inputs.allocate(
             settings, len(self.plan.layers), reads_real=REAL in self.plan.tables, part=self.sharing.part
         )

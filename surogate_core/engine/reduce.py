@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.bundles.fabrics import Fabric
-from surogate_core.mesh.sums import tree_sum
+from surogate_core.kernels.sums import add_tree_sum, tree_sum
 
 CHUNK = 2**26
 """Most elements that a rank receives before it adds them."""
@@ -32,8 +32,11 @@ def staging_elements(longest: int, world: int) -> int:
     return min(longest * world, CHUNK)
 
 
-def reduce_parts(fabric: Fabric, parts: Sequence[Tensor], staging: Tensor, *, out: Tensor | None = None) -> None:
-    """Set `out` to the sum of this rank's part over the ranks, in tree order; `out` is that part unless given.
+def reduce_parts(
+    fabric: Fabric, parts: Sequence[Tensor], staging: Tensor, *, out: Tensor | None = None, onto: bool = False
+) -> None:
+    """Set `out` to the sum of this rank's part over the ranks, in tree order; `out` is that part unless given. `onto`:
+    add the sum to `out` instead.
 
     `parts[r]`, 1-D and contiguous, are this rank's values of what rank r owns; their lengths may differ, and may be 0.
     The own part is overwritten even if `out` is another tensor. `staging`, 1-D, holds what is received. Its length does
@@ -41,7 +44,9 @@ def reduce_parts(fabric: Fabric, parts: Sequence[Tensor], staging: Tensor, *, ou
     """
     out = parts[fabric.rank] if out is None else out
     if fabric.world == 1:
-        if out is not parts[0]:
+        if onto:
+            out.add_(parts[0])
+        elif out is not parts[0]:
             out.copy_(parts[0])
         return
     longest = max(parts, key=lambda part: part.numel())
@@ -53,7 +58,10 @@ def reduce_parts(fabric: Fabric, parts: Sequence[Tensor], staging: Tensor, *, ou
         if parts[fabric.rank].numel() >= stop:
             values = list(received_NK.unbind())
             values[fabric.rank] = parts[fabric.rank][start:stop]
-            tree_sum(values, out[start:stop])
+            if onto:
+                add_tree_sum(out[start:stop], values)
+            else:
+                tree_sum(values, out[start:stop])
 
 
 def _chunks(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:

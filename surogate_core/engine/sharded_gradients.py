@@ -21,6 +21,7 @@ from surogate_core.engine.reduce import Allocate, plain_zeros
 from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.engine.side_streams import FIRST, SideStream
 from surogate_core.engine.stages import Stages
+from surogate_core.kernels.registry import KernelTable, using
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +52,13 @@ class ShardedGradients:
         allocate: Allocate = plain_zeros,
         everywhere: bool = True,
         written: bool = False,
+        kernels: KernelTable | None = None,
     ):
-        """`allocate`: memory that the fabric writes to. `everywhere`: whether sums are over all replicas."""
+        """`allocate`: memory that the fabric writes to. `everywhere`: whether sums are over all replicas. `kernels`:
+        those of the run.
+        """
         self._everywhere, self._written = everywhere, written
+        self._kernels = kernels or KernelTable(device=device)
         self._stages, self._device, self._allocate = stages, device, allocate
         self._owned: dict[str, Owned] = {}
         self._members: dict[str, tuple[Tensor | Within, ...]] = {}
@@ -151,13 +156,16 @@ class ShardedGradients:
             return
         owned, staging = self._owned[key], self._staging
         assert staging is not None
-        sums, (start, stop) = room.buffer[: owned.elements], owned.owners[self._stages.own]
-        with self._side.after_compute():
-            out = owned.shard if self._first else None
-            self._stages.reduce(sums, owned.longest, staging, out=out, everywhere=self._everywhere)
-            if not self._first:
-                owned.shard.add_(sums[start:stop])
-        # The side stream fills the buffer with zeros for the next piece, so no event is needed.
+        with self._side.after_compute(), using(self._kernels):
+            self._stages.reduce(
+                room.buffer[: owned.elements],
+                owned.longest,
+                staging,
+                out=owned.shard,
+                onto=not self._first,
+                everywhere=self._everywhere,
+            )
+        # The next piece's backward waits for the side stream, so no event is needed.
         room.piece = None
         self._reduced = self._side.done()
 

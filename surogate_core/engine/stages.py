@@ -17,8 +17,8 @@ from torch import Tensor
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.reduce import reduce_parts, staging_elements
 from surogate_core.errors import MachineError
+from surogate_core.kernels.sums import tree_sum
 from surogate_core.mesh.mesh import Mesh
-from surogate_core.mesh.sums import tree_sum
 
 T = TypeVar("T")
 
@@ -136,10 +136,17 @@ class Stages:
         return max(staging_elements(longest, self.parts), rest)
 
     def reduce(
-        self, values: Tensor, each: int, staging: Tensor, *, out: Tensor | None = None, everywhere: bool = True
+        self,
+        values: Tensor,
+        each: int,
+        staging: Tensor,
+        *,
+        out: Tensor | None = None,
+        onto: bool = False,
+        everywhere: bool = True,
     ) -> None:
         """Set this rank's part of `values`, or `out`, to its sum over all ranks, in tree order; over those of its
-        replica if not `everywhere`.
+        replica if not `everywhere`. `onto`: add the sum to `out` instead.
 
         `values`: 1-D, contiguous, fp32; its parts have `each` elements, the last ones may be shorter, or empty. Other
         elements than this rank's are overwritten too if there are several stages. `staging`: as for `reduce_parts`.
@@ -147,18 +154,19 @@ class Stages:
         if self._in_one:
             parts = cut(values, each, self.parts)
             ranks = range(self._mesh.world)
-            reduce_parts(self._of_stage(0), [parts[self.part_of(rank)] for rank in ranks], staging, out=out)
+            by_rank = [parts[self.part_of(rank)] for rank in ranks]
+            reduce_parts(self._of_stage(0), by_rank, staging, out=out, onto=onto)
             return
         replicas = self._fabrics[self._parted :] if everywhere else []
         for number, (stride, size) in enumerate(zip(self._strides, self._sizes[: self._parted], strict=False)):
-            fabric, last = self._of_stage(number), number + 1 == self._parted
+            fabric, ends = self._of_stage(number), number + 1 == self._parted and not replicas
             slices = cut(values, each * self.parts // (stride * size), size)
-            reduce_parts(fabric, slices, staging, out=out if last and not replicas else None)
+            reduce_parts(fabric, slices, staging, out=out if ends else None, onto=onto and ends)
             values = slices[fabric.rank]
         if replicas:
             _add_everywhere(replicas, values, staging)
         if out is not None and (replicas or not self._parted):
-            out.copy_(values)
+            out.add_(values) if onto else out.copy_(values)
 
     def add_replicas(self, values: Tensor, staging: Tensor) -> None:
         """Set `values`, 1-D, contiguous, fp32, of this rank's parts, to their sum over the replicas, in tree order."""

@@ -28,6 +28,7 @@ from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.sides import SideSums
 from surogate_core.engine.traffic import Traffic
+from surogate_core.kernels.registry import KernelTable
 
 PENDING_BYTES = 32 * 2**20
 """Gradients of several layers are collected up to this number of bytes, and are then added in one launch."""
@@ -46,7 +47,7 @@ class StoreSet:
     """Whether the gradient sums of a piece are on the device only while its backward runs."""
 
     @classmethod
-    def of(cls, placement: Placement, sharing: Sharing) -> StoreSet:
+    def of(cls, placement: Placement, sharing: Sharing, kernels: KernelTable | None = None) -> StoreSet:
         """The stores of a placement; those of the kinds that ranks share out keep this rank's part."""
         weights, device = placement.store("weights"), placement.device
         if sharing.shards_weights:
@@ -60,6 +61,7 @@ class StoreSet:
                 allocate=mesh.zeros,
                 everywhere=not sharing.replicas_once,
                 written=not sharing.exact,
+                kernels=kernels,
             )
             if sharing.shards_gradients
             else placement.gradients()

@@ -31,7 +31,7 @@ references: dict[str, Kernel] = {}
 
 
 OP_MODULES = (
-    *("kernels.ops", "kernels.experts", "kernels.updates", "kernels.decoding"),
+    *("kernels.ops", "kernels.experts", "kernels.updates", "kernels.decoding", "kernels.sums"),
     *("formats.fp8", "formats.nvfp4", "formats.adamw_8bit"),
 )
 """Modules of the core that define ops; importing them makes `references` complete."""

@@ -283,6 +283,7 @@ WITHOUT_CASES = frozenset(
     {
         "adamw_8bit_update",
         "adamw_update",
+        "add_tree_sum",
         "choose_tokens",
         "matrix_momentum",
         "matrix_update",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.lanes import Lanes, Share
-from surogate_core.mesh.sums import tree_sum
+from surogate_core.kernels.sums import tree_sum
 from surogate_core.mesh.virtual import in_threads
 
 

@@ -15,7 +15,7 @@ from surogate_core.engine.schedule import EMBED, HEAD, layer_key, training_sched
 from surogate_core.engine.sharded_gradients import ShardedGradients, is_written
 from surogate_core.engine.sharding import owners
 from surogate_core.engine.stages import Stages
-from surogate_core.mesh.sums import tree_sum
+from surogate_core.kernels.sums import tree_sum
 from surogate_core.mesh.virtual import in_threads
 
 CPU = torch.device("cpu")

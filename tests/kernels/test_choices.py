@@ -44,6 +44,7 @@ print(json.dumps(found))
 """
 
 WIDE = {
+    "add_tree_sum": "triton",
     "adamw_8bit_update": "cuda",
     "adamw_update": "triton",
     "choose_tokens": "triton",

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles.fabrics import Fabric
-from surogate_core.mesh.sums import lanes_of, tree_sum
+from surogate_core.kernels.sums import tree_sum
+from surogate_core.mesh.sums import lanes_of
 from surogate_core.mesh.virtual import in_threads
 
 

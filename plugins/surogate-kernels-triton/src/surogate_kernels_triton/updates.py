@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -103,18 +103,41 @@ def matrix_update(
     )
 
 
+MOST_PARTS = 8
+"""Parts of a sum that one launch adds."""
+
+
+def add_tree_sum(total_K: Tensor, parts: Sequence[Tensor]) -> None:
+    """`sums.add_tree_sum`; the parts are only read."""
+    length, count = total_K.numel(), len(parts)
+    if length:
+        places = [*parts, *parts[:1] * (MOST_PARTS - count)]
+        programs.add_tree_sum[(triton.cdiv(length, BLOCK),)](total_K, *places, length, N=count, C=BLOCK, num_warps=8)
+
+
+def _adds(total_K: Tensor, parts: Sequence[Tensor]) -> bool:
+    dense = all(t.is_contiguous() and t.dtype == total_K.dtype for t in (total_K, *parts))
+    return dense and 1 < len(parts) <= MOST_PARTS
+
+
 def _of(*dtypes: torch.dtype) -> Callable[[torch.device, torch.dtype], bool]:
     return lambda device, dtype: device.type == "cuda" and dtype in dtypes
 
 
 def kernels() -> tuple[Kernel, ...]:
     """The kernels."""
+    adds = Kernel(
+        op="add_tree_sum", name="triton", function=add_tree_sum, supports=_of(torch.float32), takes=_adds, priority=10
+    )
     offered: dict[str, tuple[Callable[..., None], Callable[[torch.device, torch.dtype], bool]]] = {
         "adamw_update": (adamw_update, _of(torch.float32)),
         "matrix_momentum": (matrix_momentum, _of(torch.float32)),
         "matrix_update": (matrix_update, _of(torch.float32, torch.bfloat16)),
     }
-    return tuple(
-        Kernel(op=name, name="triton", function=function, supports=supports, priority=10)
-        for name, (function, supports) in offered.items()
+    return (
+        adds,
+        *(
+            Kernel(op=name, name="triton", function=function, supports=supports, priority=10)
+            for name, (function, supports) in offered.items()
+        ),
     )

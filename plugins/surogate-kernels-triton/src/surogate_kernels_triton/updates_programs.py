@@ -135,3 +135,28 @@ def matrix_update(
         tl.store(mine, _stochastic_bf16(w, counter, key), mask=inside)
     else:
         tl.store(mine, w, mask=inside)
+
+
+@triton.jit
+def add_tree_sum(total, p0, p1, p2, p3, p4, p5, p6, p7, length, N: tl.constexpr, C: tl.constexpr):
+    """Add the sum of the first N parts: a binary tree if N is a power of two, else one after another."""
+    place = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
+    inside = place < length
+    x = tl.load(p0 + place, mask=inside, other=0.0) + tl.load(p1 + place, mask=inside, other=0.0)
+    if N == 4 or N == 8:
+        x += tl.load(p2 + place, mask=inside, other=0.0) + tl.load(p3 + place, mask=inside, other=0.0)
+    elif N > 2:
+        x += tl.load(p2 + place, mask=inside, other=0.0)
+        if N > 3:
+            x += tl.load(p3 + place, mask=inside, other=0.0)
+        if N > 4:
+            x += tl.load(p4 + place, mask=inside, other=0.0)
+        if N > 5:
+            x += tl.load(p5 + place, mask=inside, other=0.0)
+        if N > 6:
+            x += tl.load(p6 + place, mask=inside, other=0.0)
+    if N == 8:
+        y = tl.load(p4 + place, mask=inside, other=0.0) + tl.load(p5 + place, mask=inside, other=0.0)
+        y += tl.load(p6 + place, mask=inside, other=0.0) + tl.load(p7 + place, mask=inside, other=0.0)
+        x += y
+    tl.store(total + place, tl.load(total + place, mask=inside, other=0.0) + x, mask=inside)
