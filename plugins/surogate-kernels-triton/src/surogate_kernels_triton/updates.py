@@ -111,7 +111,7 @@ def add_tree_sum(total_K: Tensor, parts: Sequence[Tensor]) -> None:
     """`sums.add_tree_sum`; the parts are only read."""
     length, count = total_K.numel(), len(parts)
     if length:
-        places = [*parts, *parts[:1] * (MOST_PARTS - count)]
+        places = [*parts, *[parts[0]] * (MOST_PARTS - count)]
         programs.add_tree_sum[(triton.cdiv(length, BLOCK),)](total_K, *places, length, N=count, C=BLOCK, num_warps=8)
 
 
