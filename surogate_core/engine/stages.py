@@ -106,7 +106,7 @@ class Stages:
             for stride, size in zip(self._strides, self._sizes, strict=False):
                 near = fabric if stride * size == self._mesh.world else fabric.within(stride * size)
                 self._fabrics.append(near if stride == 1 else near.across(stride))
-                if 1 < stride and stride * size == self.parts < self._mesh.world:
+                if stride > 1 and stride * size == self.parts < self._mesh.world:
                     self._group = near
         except NotImplementedError:
             self._fabrics.clear()
