@@ -106,6 +106,8 @@ class Stages:
             for stride, size in zip(self._strides, self._sizes, strict=False):
                 near = fabric if stride * size == self._mesh.world else fabric.within(stride * size)
                 self._fabrics.append(near if stride == 1 else near.across(stride))
+                if stride > 1 and stride * size == self.parts < self._mesh.world:
+                    self._group = near
         except NotImplementedError:
             self._fabrics.clear()
             if self.parts < self._mesh.world:
@@ -113,8 +115,6 @@ class Stages:
                     "this fabric connects all GPUs alone, and dp_shard_size needs groups of them. Fix: fabric=auto, or "
                     "dp_shard_size=0"
                 ) from None
-        if 1 < self._parted < len(self._sizes):
-            self._group = fabric.within(self.parts)
 
     def _of_stage(self, number: int) -> Fabric:
         if self._fabrics:

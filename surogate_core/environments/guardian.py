@@ -42,6 +42,9 @@ class Guardian:
         """Have it kill what is left, and end."""
         if self._process is not None:
             assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                # A fork of this process may hold the pipe open, so its end alone would not be seen.
+                os.write(self._process.stdin.fileno(), b"\n")
             self._process.stdin.close()
             self._process.wait()
             self._process = None

@@ -10,9 +10,9 @@ import json
 import time
 from contextlib import suppress
 
-from torch.distributed import DistError
+from torch.distributed import DistBackendError, DistError
 
-from surogate_core.errors import SurogateError
+from surogate_core.errors import SurogateError, printable
 from surogate_core.mesh.lifeline import Lifeline, RankError
 from surogate_core.mesh.mesh import Mesh
 
@@ -52,17 +52,28 @@ def cause_of(mesh: Mesh, error: BaseException) -> BaseException:
     """The error to show for an error of this rank: that of another rank if it broke an exchange between them."""
     if not _alone(mesh) or not _of_an_exchange(error):
         return error
+    gone = RankError(A_RANK_IS_GONE)
+    if isinstance(error, DistBackendError):
+        # NCCL's own faults, such as too little memory, have the same type as the end of another rank.
+        gone = RankError(f"{A_RANK_IS_GONE} The error of NCCL on rank {mesh.rank}: {_last_line(error)}")
+    elif not mesh.leads and mesh.fabric is None:
+        gone = RankError(RANK_0_IS_GONE)
     if not mesh.leads:
-        return RankError(A_RANK_IS_GONE if mesh.fabric is not None else RANK_0_IS_GONE)
+        return gone
     end = time.monotonic() + PATIENCE
     while (found := failure_of_another(mesh)) is None and time.monotonic() < end:
         time.sleep(0.05)
-    return found or RankError(A_RANK_IS_GONE)
+    return found or gone
 
 
 def _alone(mesh: Mesh) -> bool:
     """Whether there are several ranks, and no supervisor."""
     return type(mesh.lifeline) is Lifeline and mesh.store is not None
+
+
+def _last_line(error: BaseException) -> str:
+    """The line in which NCCL gives the cause."""
+    return next((printable(line.strip()) for line in reversed(str(error).splitlines()) if line.strip()), "unknown")
 
 
 def _of_an_exchange(error: BaseException) -> bool:

@@ -107,6 +107,26 @@ def test_parts_of_any_length_are_gathered_within_each_replica(node: int, shard: 
     in_threads(8, work)
 
 
+def test_each_group_is_opened_once() -> None:
+    """Every group of NCCL has memory of its own."""
+
+    class Watched(VirtualFabric):
+        def within(self, size: int) -> Fabric:
+            opened.append(size)
+            return super().within(size)
+
+    opened: list[int] = []
+
+    def work(fabric: VirtualFabric) -> None:
+        stages = Stages(Watched(fabric._ranks, fabric.rank).mesh(2), shard=4)
+        stages.connect()
+        assert stages._group is not None
+        assert stages._group.world == 4
+
+    in_threads(8, work)
+    assert sorted(opened) == [2] * 8 + [4] * 8
+
+
 class Plain(VirtualFabric):
     """A fabric that has no groups."""
 

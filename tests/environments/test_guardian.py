@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -39,3 +40,19 @@ def test_what_is_marked_ends_and_nothing_else() -> None:
     other.close()
     assert foreign.wait(10) == -signal.SIGKILL
     other.close()
+
+
+def test_a_fork_that_holds_the_pipe_does_not_delay_the_end() -> None:
+    guardian = Guardian()
+    fork = os.fork()
+    if not fork:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        closing = threading.Thread(target=guardian.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)

@@ -62,6 +62,15 @@ def test_a_broken_collective_is_the_fault_of_the_rank_that_failed(monkeypatch: p
     assert cause_of(first, other) is other
 
 
+def test_a_fault_of_nccl_is_shown_because_no_other_rank_may_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank may have the same fault, and then no other output gives the cause."""
+    monkeypatch.setattr(unwatched, "PATIENCE", 0.1)
+    broken = dist.DistBackendError("NCCL error in: x.cpp:3690\nLast error:\nCuda failure 2 'out of memory'\n")
+    for rank, mesh in enumerate(meshes(2)):  # not connected yet
+        end = f"The error of NCCL on rank {rank}: Cuda failure 2 'out of memory'"
+        assert str(cause_of(mesh, broken)) == f"{A_RANK_IS_GONE} {end}"
+
+
 def test_a_supervisor_hears_of_failures_itself() -> None:
     first, second = meshes(2)
     second.lifeline = type("Tied", (Lifeline,), {})()

@@ -97,11 +97,15 @@ def test_machines_are_sorted_by_address_and_the_dead_are_left_out() -> None:
 def test_a_restart_takes_the_machines_that_are_left() -> None:
     full = layout(RayOptions(num_nodes=4), 0, "auto", machines(2, 2, 2, 2))
 
-    def left(count: int, micro_batches: int, least: int = 1) -> int:
-        found = full.on_those_left(machines(0, *[2] * count), micro_batches, least=least)
+    def left(count: int, micro_batches: int, least: int = 1, shard: int = 0) -> int:
+        found = full.on_those_left(machines(0, *[2] * count), micro_batches, least=least, shard=shard)
         return found.nodes if found is not None else 0
 
     assert full.on_those_left(machines(2, 2, 2, 2, 2), 8, least=1) is full
     # 3 machines have 6 ranks, which cannot share 8 micro-batches equally; 2 machines can.
     assert [left(3, 8), left(3, 24), left(2, 8), left(1, 8)] == [2, 3, 2, 1]
     assert [left(3, 8, least=3), left(1, 7), left(0, 8), left(2, 0)] == [0, 0, 0, 0]
+    # Replicas of 4 ranks need 2 machines; one of 8 ranks needs all 4.
+    assert [left(3, 24, shard=2), left(3, 24, shard=4), left(1, 8, shard=4), left(3, 24, shard=8)] == [3, 2, 0, 0]
+    alone = layout(RayOptions(num_nodes=2), 0, "auto", machines(1, 1)).on_those_left(machines(1), 4, least=1, shard=2)
+    assert alone is not None, "one rank shares out nothing"

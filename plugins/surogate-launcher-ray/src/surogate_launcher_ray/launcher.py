@@ -129,6 +129,8 @@ class _Run:
         found, steps = self._on_those_left(), self._micro_batches()
         if found is None:
             what = f"ranks of fewer machines cannot share the {steps} micro-batches of a step equally"
+            if self._shard > 1:
+                what += f" in groups of dp_shard_size={self._shard}"
             if self._options.min_nodes > 1:
                 what = f"launcher.min_nodes={self._options.min_nodes}, and {what}"
             log.warning(f"the run waits for {full.nodes} machines as before: {what}")
@@ -142,7 +144,14 @@ class _Run:
     def _on_those_left(self) -> Layout | None:
         assert self._layout is not None
         machines = Machine.of(self._ray.nodes())
-        return self._layout.on_those_left(machines, self._micro_batches(), least=self._options.min_nodes)
+        return self._layout.on_those_left(
+            machines, self._micro_batches(), least=self._options.min_nodes, shard=self._shard
+        )
+
+    @property
+    def _shard(self) -> int:
+        """Ranks of each replica; 0 if all share out the model."""
+        return int(self._job.config.get("dp_shard_size", 0))
 
     def _micro_batches(self) -> int:
         """M, of a step of all ranks; 0 for a job that has no steps.

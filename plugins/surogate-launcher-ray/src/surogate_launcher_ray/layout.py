@@ -77,17 +77,22 @@ class Layout:
         need = self.per_node if self.on_gpus else 0
         return [machine for machine in machines if machine.cpus >= 1 and machine.gpus >= need]
 
-    def on_those_left(self, machines: Sequence[Machine], micro_batches: int, *, least: int) -> Layout | None:
+    def on_those_left(
+        self, machines: Sequence[Machine], micro_batches: int, *, least: int, shard: int = 0
+    ) -> Layout | None:
         """The layout for a restart: this one, or after a loss the largest whose ranks share a step equally.
 
-        `micro_batches`: M, of a step of all ranks. `least`: fewest machines. None: another machine is needed.
+        `micro_batches`: M, of a step of all ranks. `least`: fewest machines. `shard`: ranks of each replica
+        (`dp_shard_size`), into which several ranks must divide. None: another machine is needed.
         """
         left = min(len(self.able(machines)), self.nodes)
         if left == self.nodes:
             return self
-        counts = range(left, least - 1, -1)
-        nodes = next((n for n in counts if micro_batches and micro_batches % (n * self.per_node) == 0), 0)
-        return replace(self, nodes=nodes) if nodes else None
+        for nodes in range(left, least - 1, -1):
+            ranks = nodes * self.per_node
+            if micro_batches and micro_batches % ranks == 0 and (ranks == 1 or ranks % max(shard, 1) == 0):
+                return replace(self, nodes=nodes)
+        return None
 
 
 def layout(options: RayOptions, wanted: int, device: str, machines: Sequence[Machine]) -> Layout:
