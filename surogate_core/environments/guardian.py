@@ -64,7 +64,7 @@ def marked(token: str) -> list[int]:
 def main(mark: str, parent: int) -> None:
     """Wait until the parent closes the pipe or ends, then kill every marked process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Whoever ends all processes of a job would end this one first.
+        signal.signal(number, signal.SIG_IGN)  # A signal to all processes of a job must not end this one first.
     while os.getppid() == parent and not select.select([sys.stdin], [], [], _SECONDS)[0]:
         pass
     kill_marked(mark)
