@@ -193,7 +193,7 @@ def test_a_misspelt_key_of_a_directorys_config(here: Path, capsys: pytest.Captur
     args = ["model=./base", "from_scratch=true", "dataset=embedded", "device=cpu", "model.config.num_hiden_layers=1"]
     assert main(["plan", *args]) == 2
     err = capsys.readouterr().err
-    assert "model.config.num_hiden_layers: the model's config.json has no key num_hiden_layers." in err
+    assert "model.config.num_hiden_layers (command line): the model's config.json has no key num_hiden_layers." in err
     assert "Fix: model.config.num_hidden_layers" in err
 
 
