@@ -284,6 +284,7 @@ class Engine:
             kinds=self._kinds(),
             update_on_cpu=settings.update_on_cpu,
             forwards=[self.step.count] if counts else (),
+            others=self._adding_kinds(),
         )
         if counts:
             self._count = capture_evaluation(self.step.count, self._captured)
@@ -307,6 +308,11 @@ class Engine:
             steps, counted = len(share.numbers), self.sides.counts_first(self.settings.micro_batches)
             found = [self._kind(i == 0 and not counted, i == steps - 1, share.begins_leaf(i)) for i in range(steps)]
         return list(dict.fromkeys(found))
+
+    def _adding_kinds(self) -> list[Kind]:
+        """A kind of micro-step that adds to sums of earlier ones, if that takes another kernel than the first sums."""
+        adding = [kind for kind in self._kinds() if not kind[2]]
+        return adding[:1] if self.sharing.shards_gradients else []
 
     def _capture_evaluation(self) -> None:
         """After the first micro-batch, which compiles the evaluation's programs, replace it by its CUDA graph."""

@@ -26,13 +26,17 @@ def warm_up(
     update: Callable[[], None],
     spoil: Callable[[], None],
     forwards: Sequence[Callable[[], None]] = (),
+    others: Sequence[Kind] = (),
 ) -> None:
     """Run a micro-step and an optimizer step that change nothing, to load kernels and allocate workspaces.
 
     `spoil` makes the gradients not finite between them; by contract, such an optimizer step changes nothing.
     `forwards`: others that are captured later. They run here, where memory is not yet shared out to graphs.
+    `others`: kinds of micro-step with kernels of their own, which no capture can load.
     """
     micro_step(True, True, True)
+    for kind in others:
+        micro_step(*kind)
     for forward in forwards:
         forward()
     spoil()
@@ -48,16 +52,17 @@ def capture(
     kinds: Sequence[Kind],
     update_on_cpu: bool,
     forwards: Sequence[Callable[[], None]] = (),
+    others: Sequence[Kind] = (),
 ) -> tuple[Mapping[Kind, Callable[[], None]], Callable[[], None], torch.cuda.CUDAGraph]:
     """Replays of the micro-step by kind and, if it runs on the device, of the optimizer step; and a graph whose
     memory others can share.
 
-    `spoil`, `forwards`: see `warm_up`.
+    `spoil`, `forwards`, `others`: see `warm_up`.
     """
     side = _side_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        warm_up(micro_step, update, spoil, forwards)
+        warm_up(micro_step, update, spoil, forwards, others)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -482,6 +482,22 @@ def test_a_warm_up_leaves_nothing_in_the_first_loss() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 3])
+def test_a_warm_up_of_ranks_runs_the_addition_to_earlier_sums(level: int) -> None:
+    """Level 3 adds in a kernel of its own, which no capture of a CUDA graph can load. It changes nothing either."""
+
+    def first_losses(fabric: VirtualFabric, *, warm: bool) -> tuple[int, list[tuple[float, float]]]:
+        engine = engine_of(fabric, micro_batches=8, zero_level=level)
+        others = engine._adding_kinds()
+        if warm:
+            warm_up(engine.step.train, engine.update.run, engine.update.spoil, others=others)
+        return len(others), steps(engine, 2, micro_batches=8)
+
+    cold, warm = (in_threads(2, partial(first_losses, warm=warm)) for warm in (False, True))
+    assert warm == cold
+    assert [count for count, _ in warm] == [int(level == 3)] * 2
+
+
+@pytest.mark.parametrize("level", [1, 3])
 def test_a_rank_reads_only_what_it_keeps(level: int) -> None:
     """It reads its part of each sharded weight, and every norm."""
     whole = tiny.random_source()
