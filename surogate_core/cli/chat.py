@@ -249,7 +249,7 @@ def _answers(partners: Sequence[Partner], text: str, most: int) -> None:
     try:
         for partner in partners:
             if len(partners) > 1:
-                print(f"[{partner.name}]")
+                _show_name(partner.name)
             reply = partner.answer(text, most=most, shown=lambda part: print(part, end="", flush=True))
             print(flush=True)
             if not reply:
@@ -261,6 +261,13 @@ def _answers(partners: Sequence[Partner], text: str, most: int) -> None:
         if len(partners) > 1:
             print(f"note: {partner.name} cannot answer, so the message is taken back for all.", file=sys.stderr)
         raise
+
+
+def _show_name(name: str) -> None:
+    """Before an answer of one of several partners; bold in a terminal."""
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=True).print(f"[{name}]", style="bold cyan", markup=False)
 
 
 def _command(text: str, partners: Sequence[Partner], system: str | None) -> str | None:
