@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from surogate_core.errors import MachineError, SurogateError
 from surogate_core.files import atomic
 from surogate_core.files.tensorfile import file_digest
@@ -24,6 +26,8 @@ from surogate_core.train.measures import Mebibytes
 
 if TYPE_CHECKING:
     from surogate_core.mesh.mesh import Mesh
+
+log = structlog.get_logger(__name__)
 
 Show = Callable[[Any], object]
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -82,6 +86,7 @@ def _copied(
     mesh.gather(None)  # the copies are whole
     if mesh.leads:
         progress.over()
+        log.info("a checkpoint was sent to ranks", ranks=receivers, path=str(path))
     return AtHand(path=copy if lacks else path, copied=True, received=mesh.rank in receivers)
 
 
