@@ -45,6 +45,7 @@ from surogate_core.run.prepare import (
 )
 from surogate_core.run.ranks import (
     check_equal,
+    check_none_elsewhere,
     facts_of,
     reduction_notes,
     reduction_of,
@@ -239,8 +240,12 @@ class _Run:
                 # Each machine may have a checkpoint directory of its own.
                 path, root = checkpoint.path.absolute(), checkpoints.root.absolute()
                 found = str(path.relative_to(root) if path.is_relative_to(root) else path)
-        name, accumulation = self.mesh.gather([found, config.gradient_accumulation_steps])[0]
-        if name is not None:
+        here = checkpoints.names()[-1:] if self.config.resume_from_checkpoint else []
+        answers = self.mesh.gather([found, config.gradient_accumulation_steps, here])
+        name, accumulation, _ = answers[0]
+        if name is None:
+            check_none_elsewhere([there for _, _, there in answers], checkpoints.root)
+        else:
             self.at_hand = at_hand(self.mesh, checkpoints.root / name, checkpoints.root, show=self._show)
             if not self.mesh.leads:
                 checkpoint = CheckpointDir.load(self.at_hand.path, digests=False)

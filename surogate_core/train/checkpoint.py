@@ -199,6 +199,10 @@ class CheckpointDir:
             "which deletes none of them."
         )
 
+    def names(self) -> list[str]:
+        """The names of the checkpoints here by step, whole or not."""
+        return [path.name for path in sorted(self._named(_NAME), key=_step)]
+
     def left_over(self) -> list[Path]:
         """The directories here that a save of this run will never delete: another run's, unusable and renamed ones."""
         found = self._named(_KEPT)

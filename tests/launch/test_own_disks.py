@@ -86,5 +86,9 @@ def test_a_machine_that_cannot_write_ends_the_run_with_its_error(on_machines: Ma
     ended = on_machines([one, two], "max_steps=4")
     assert [code for code, _ in ended] == [2, 2], ended
     assert "surogate: rank 1: copy of the checkpoint" in ended[0][1]
+    # The other way round, the run would start from step 0.
+    ended = on_machines([two, one], "max_steps=4")
+    assert [code for code, _ in ended] == [2, 2], ended
+    assert "run: the machine of rank 0 has no checkpoint here, but that of rank 1 has checkpoint-2. Fix:" in ended[0][1]
     shutil.rmtree(two)
     assert [code for code, _ in on_machines([one, two], "max_steps=4")] == [0, 0]
