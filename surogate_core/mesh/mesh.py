@@ -108,11 +108,16 @@ class Mesh:
         """Rank 0 ends the run while the others wait for it: they get `CalledOff`."""
         self.tell(_OVER)
 
-    def _wait(self, key: str, seconds: float) -> None:
-        while self.store is not None and not self.store.check([key]):
-            if self.store.check([f"event {_OVER}"]):
+    def until(self, holds: Callable[[], bool], seconds: float) -> None:
+        """Wait until it holds, however long it takes, asking every `seconds`. Raises `CalledOff`."""
+        while not holds():
+            if self.store is not None and self.store.check([f"event {_OVER}"]):
                 raise CalledOff
             time.sleep(seconds)
+
+    def _wait(self, key: str, seconds: float) -> None:
+        if self.store is not None:
+            self.until(partial(self.store.check, [key]), seconds)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank: JSON values. Before or after `connect`."""

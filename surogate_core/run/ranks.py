@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +105,20 @@ def check_equal(facts: Sequence[Mapping[str, Any]]) -> None:
         f"The ranks of this run would not train the same model on the same rows. They differ in:\n{listed}\n"
         "Fix: start all ranks with the same configuration, files, plugins and versions."
     )
+
+
+def check_none_elsewhere(names: Sequence[Sequence[str]], root: Path) -> None:
+    """Raise `UserError` if a machine has a checkpoint when rank 0, which has none, would start from step 0.
+
+    `names`: the names of checkpoints in `root`, by rank.
+    """
+    rank = next((rank for rank, found in enumerate(names) if rank and found), None)
+    if rank is not None:
+        raise UserError(
+            f"{root}: the machine of rank 0 has no checkpoint here, but that of rank {rank} has {names[rank][-1]}. "
+            f"Fix: start the run so that rank 0 is on the machine that has the checkpoints, copy them to the machine "
+            f"of rank 0, or start anew with resume_from_checkpoint=false."
+        )
 
 
 def unequal_devices(names: Sequence[str]) -> list[str]:

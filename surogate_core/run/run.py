@@ -17,7 +17,7 @@ from surogate_core.data.referenced import ReferencedTask
 from surogate_core.dsl.inductor import start_workers
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
-from surogate_core.errors import SurogateError, UserError
+from surogate_core.errors import SurogateError
 from surogate_core.events import Event, Progress, RunEnd, RunStart
 from surogate_core.hf.contents import Contents
 from surogate_core.hf.export import check_place
@@ -45,6 +45,7 @@ from surogate_core.run.prepare import (
 )
 from surogate_core.run.ranks import (
     check_equal,
+    check_none_elsewhere,
     facts_of,
     reduction_notes,
     reduction_of,
@@ -58,6 +59,7 @@ from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.samples import Sampler, rows_of
 from surogate_core.run.set_up_times import SetUpTimes
 from surogate_core.run.task_spec import Surroundings, task_spec
+from surogate_core.train.at_hand import AtHand, at_hand
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.follow import Follower
@@ -104,6 +106,8 @@ class _Run:
         """Notes for the user, one sentence each."""
         self.rate: float | None = None
         self.loop: Loop | None = None
+        self.at_hand: AtHand | None = None
+        """The checkpoint to resume."""
 
     def main(self) -> int:
         """The run, inside its locks and its signal handlers."""
@@ -138,6 +142,8 @@ class _Run:
                     raise
                 raise shown from error
             finally:
+                if self.at_hand is not None:
+                    self.at_hand.remove()
                 if self.contents is not None:
                     self.contents.close()
                 if self.outputs is not None:
@@ -231,16 +237,18 @@ class _Run:
                 if task_spec(config, self.registry).online is None:
                     config, notes = with_kept_steps(config, checkpoint)
                     self.notes += notes
-                found = str(checkpoint.path.absolute())
-        path, accumulation = self.mesh.gather([found, config.gradient_accumulation_steps])[0]
-        if path is not None and not self.mesh.leads:
-            if not Path(path).exists():
-                raise UserError(
-                    f"{path}: this machine does not have the checkpoint, which rank 0 resumes from. Fix: keep "
-                    f"output_dir on a file system that all machines share, or copy the checkpoint to the same path on "
-                    f"each machine."
-                )
-            checkpoint = CheckpointDir.load(Path(path), digests=False)
+                # Each machine may have a checkpoint directory of its own.
+                path, root = checkpoint.path.absolute(), checkpoints.root.absolute()
+                found = str(path.relative_to(root) if path.is_relative_to(root) else path)
+        here = checkpoints.names()[-1:] if self.config.resume_from_checkpoint else []
+        answers = self.mesh.gather([found, config.gradient_accumulation_steps, here])
+        name, accumulation, _ = answers[0]
+        if name is None:
+            check_none_elsewhere([there for _, _, there in answers], checkpoints.root)
+        else:
+            self.at_hand = at_hand(self.mesh, checkpoints.root / name, checkpoints.root, show=self._show)
+            if not self.mesh.leads:
+                checkpoint = CheckpointDir.load(self.at_hand.path, digests=False)
         return replace(base, config=replace(config, gradient_accumulation_steps=accumulation)), checkpoint
 
     def _compare(self, base: Base, material: Material, checkpoint: Checkpoint | None) -> None:
@@ -264,6 +272,8 @@ class _Run:
             checkpoint=checkpoint,
             evaluator=evaluator_of(material.task),
         )
+        if self.at_hand is not None:
+            self.at_hand.release(self.mesh)
         if is_online(material.steps):
             cast("OnlineSteps", material.steps).attach(engine)
         self.setting_up = False
@@ -305,6 +315,8 @@ class _Run:
         self, loop: Loop, checkpoint: Checkpoint | None, checkpoints: CheckpointDir, material: Material
     ) -> None:
         """Everything is checked: from here on the output directory's record is this run's."""
+        if self.at_hand is not None:
+            self.at_hand.release(self.mesh)
         if checkpoint is not None:
             self.notes.append(resumed_note(checkpoint, loop.total_steps))
         self._stop_if_asked()

@@ -1,7 +1,7 @@
 """Ranks that no supervisor of ours watches, as under torchrun and srun: rank 0 hears which rank failed, and shows it.
 
-The ranks have a store. A rank that fails leaves its message there. Before the first step it also calls the run off,
-because the others wait for it by the store; later its end breaks their collectives.
+The ranks have a store. A rank that fails leaves its message there and calls the run off, for the others that wait for
+it by the store. Its end breaks their collectives.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def announce(mesh: Mesh, error: BaseException) -> None:
     with suppress(DistError):
         # The first failure is the cause.
         mesh.store.compare_set(_FAILURE, "", json.dumps([mesh.rank, message, code]))
-        if mesh.fabric is None:
-            mesh.call_off()
+        mesh.call_off()
 
 
 def failure_of_another(mesh: Mesh) -> RankError | None:

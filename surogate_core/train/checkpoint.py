@@ -40,7 +40,7 @@ _KEPT = re.compile(r"checkpoint-\d{1,18}\.kept-\d+")
 _HIDDEN = re.compile(r"\.(checkpoint-\d+)\.surogate-(?:tmp|old|trash)")
 _DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 _REFUSED = (errno.EACCES, errno.EPERM)
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _STATE = "state.json"
 _DIGEST = "xxh3_128"
 LONGEST_REASON = 2000
@@ -199,6 +199,10 @@ class CheckpointDir:
             "which deletes none of them."
         )
 
+    def names(self) -> list[str]:
+        """The names of the checkpoints here by step, whole or not."""
+        return [path.name for path in sorted(self._named(_NAME), key=_step)]
+
     def left_over(self) -> list[Path]:
         """The directories here that a save of this run will never delete: another run's, unusable and renamed ones."""
         found = self._named(_KEPT)
@@ -229,14 +233,14 @@ class CheckpointDir:
         """
         if not os.path.lexists(path):
             raise UserError(f"{path}: there is no checkpoint here.")
-        if not os.path.lexists(path / _MANIFEST) and (inside := sorted(p.name for p in path.glob("checkpoint-*"))):
+        if not os.path.lexists(path / MANIFEST) and (inside := sorted(p.name for p in path.glob("checkpoint-*"))):
             raise UserError(f"{path}: not a checkpoint; it holds {', '.join(inside)}. Fix: name one of them.")
         manifest = read_manifest(path)
         verify(path, manifest, digests=digests)
         try:
             state = json.loads((path / _STATE).read_bytes())
         except OSError as error:
-            raise _read_error(path, _STATE, error) from error
+            raise read_error(path, _STATE, error) from error
         except ValueError as error:
             raise TornCheckpointError(f"{path}: {_STATE} cannot be read: {error}") from error
         if not isinstance(state, dict):
@@ -251,7 +255,7 @@ class CheckpointDir:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise _read_error(self.root, "the directory", error) from error
+            raise read_error(self.root, "the directory", error) from error
 
     def _ours(self) -> list[tuple[Path, Manifest]]:
         """The directories here that have a manifest that can be read, whole or torn, of any run."""
@@ -319,7 +323,7 @@ def _by_step_and_name(path: Path) -> tuple[int, str]:
     return _step(path), path.name
 
 
-def _read_error(path: Path, name: str, error: OSError) -> SurogateError:
+def read_error(path: Path, name: str, error: OSError) -> SurogateError:
     """The error to raise for a failed read: damage, no permission, or a fault of the disk."""
     message = f"{path}: {name} cannot be read: {error.strerror or error}"
     if error.errno in _DAMAGE:
@@ -335,7 +339,7 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
         "run": manifest.run,
         "files": {name: {"bytes": size, "xxh3_128": digest} for name, (size, digest) in manifest.files.items()},
     }
-    atomic.write_file(directory / _MANIFEST, json.dumps({**value, _DIGEST: manifest_digest(value)}, indent=1).encode())
+    atomic.write_file(directory / MANIFEST, json.dumps({**value, _DIGEST: manifest_digest(value)}, indent=1).encode())
 
 
 def manifest_digest(value: Mapping[str, Any]) -> str:
@@ -350,29 +354,29 @@ def read_manifest(path: Path) -> Manifest:
     Raises `TornCheckpointError`, `UnreadableCheckpointError` or `FailedReadError`.
     """
     try:
-        _require_file(path, _MANIFEST)
-        value = json.loads((path / _MANIFEST).read_bytes())
+        _require_file(path, MANIFEST)
+        value = json.loads((path / MANIFEST).read_bytes())
         if value["format"] != FORMAT:
             raise TornCheckpointError(
-                f"{path}: {_MANIFEST} is of layout {value['format']}, and this version reads layout {FORMAT}"
+                f"{path}: {MANIFEST} is of layout {value['format']}, and this version reads layout {FORMAT}"
             )
         # Manifests of earlier versions have no digest of their own.
         if _DIGEST in value and value[_DIGEST] != manifest_digest(value):
-            raise TornCheckpointError(f"{path}: {_MANIFEST} was altered: its digest is not that of its values")
+            raise TornCheckpointError(f"{path}: {MANIFEST} was altered: its digest is not that of its values")
         files = {str(name): (int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in value["files"].items()}
         manifest = Manifest(
             step=int(value["step"]), sequence=int(value["sequence"]), files=files, run=str(value.get("run", ""))
         )
     except FileNotFoundError as error:
-        raise TornCheckpointError(f"{path}: not a complete checkpoint: {_MANIFEST} is missing") from error
+        raise TornCheckpointError(f"{path}: not a complete checkpoint: {MANIFEST} is missing") from error
     except TornCheckpointError:
         raise
     except OSError as error:
-        raise _read_error(path, _MANIFEST, error) from error
+        raise read_error(path, MANIFEST, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise TornCheckpointError(f"{path}: {_MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
+        raise TornCheckpointError(f"{path}: {MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
     if _STATE not in files or any(Path(name).name != name for name in files):
-        raise TornCheckpointError(f"{path}: {_MANIFEST} is not one of a checkpoint: it lists {sorted(files)[:5]}")
+        raise TornCheckpointError(f"{path}: {MANIFEST} is not one of a checkpoint: it lists {sorted(files)[:5]}")
     return manifest
 
 
@@ -393,7 +397,7 @@ def verify(path: Path, manifest: Manifest, *, digests: bool) -> None:
         except FileNotFoundError as error:
             raise TornCheckpointError(f"{path}: {name} is missing") from error
         except OSError as error:
-            raise _read_error(path, name, error) from error
+            raise read_error(path, name, error) from error
 
 
 def _require_file(path: Path, name: str) -> None:

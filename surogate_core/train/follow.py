@@ -10,7 +10,7 @@ from surogate_core.bundles import Evaluation, Steps, Stopped
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.mesh.mesh import Mesh
-from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
+from surogate_core.train.checkpoint import Checkpoint
 from surogate_core.train.flops import Work
 from surogate_core.train.leading import Interrupted, Led, Order
 from surogate_core.train.measures import peak_memory, settled_objects
@@ -35,7 +35,8 @@ class Follower:
         checkpoint: Checkpoint | None = None,
         evaluator: Callable[[int], object] | None = None,
     ):
-        """`loader` is where `checkpoint` left it. `checkpoints`: the directory in which rank 0 saves. `evaluator`: the
+        """`loader` is where `checkpoint` left it. `checkpoints`: the directory in which rank 0 saves, which
+        another machine may have of its own. `evaluator`: the
         evaluation that the task does itself, as the loop has it.
         """
         self._engine, self._loader, self._evaluation, self._checkpoints = engine, loader, evaluation, checkpoints
@@ -109,6 +110,4 @@ class Follower:
             self._engine.freshen()
             self._engine.serve()
         elif order == Order.LOAD:
-            # Rank 0 has verified it.
-            path = self._checkpoints / f"checkpoint-{int(value)}"
-            load_tensors(self._engine, CheckpointDir.load(path, digests=False))
+            self._ranks.load(self._engine, self._checkpoints / f"checkpoint-{int(value)}", lambda event: None)

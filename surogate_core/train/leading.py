@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Stopped
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import SurogateError
+from surogate_core.events import Progress
 from surogate_core.mesh.mesh import Mesh
+from surogate_core.train.at_hand import at_hand
+from surogate_core.train.checkpoint import CheckpointDir
+from surogate_core.train.restore import load_tensors
 from surogate_core.train.signals import StopSignals
 
 _NOTHING = -math.inf
@@ -95,6 +100,15 @@ class Ranks:
         """Report to the supervisor that the work until the next step may take any time."""
         self._mesh.lifeline.rest()
         self._rests = True
+
+    def load(self, engine: Engine, path: Path, show: Callable[[Progress], object]) -> None:
+        """Load the tensors of a checkpoint that rank 0 has verified, on all ranks. `path`: where this rank has it."""
+        here = at_hand(self._mesh, path, path.parent, show=show)
+        try:
+            load_tensors(engine, CheckpointDir.load(here.path, digests=False))
+            here.release(self._mesh)
+        finally:
+            here.remove()
 
     def hear_signals(self) -> None:
         """All ranks learn of a signal to any of them."""

@@ -297,7 +297,7 @@ class Loop:
             self.emit(Notice(level="warning", message=message))
             return state.step
         with self.leader.ordering(Order.LOAD, state.best_step):
-            load_tensors(self.engine, checkpoint)
+            self.leader.load(self.engine, path, self.emit)
         return state.best_step
 
     def emit(self, event: Event) -> bool:

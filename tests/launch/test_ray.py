@@ -255,6 +255,48 @@ def test_a_run_goes_on_with_the_machines_that_are_left(start: Any, own_cluster: 
     assert run.weights() == unbroken.weights()
 
 
+OWN_DISK = """
+import ctypes, os
+
+if "OWN_DISK" not in os.environ:  # not in a process of one that has it
+    os.environ["OWN_DISK"] = "1"
+    libc = ctypes.CDLL(None, use_errno=True)
+    CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
+    failed = libc.unshare(CLONE_NEWNS) or libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None)
+    if failed or libc.mount(b"tmpfs", {directory!r}.encode(), b"tmpfs", 0, None):
+        os._exit(99)
+"""
+"""As `sitecustomize` of a machine's processes: a directory is on a disk that only this process and its children see."""
+
+
+@pytest.mark.slow
+def test_machines_with_disks_of_their_own(start: Any, own_cluster: Any, tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    unbroken = start(*LORA, *LONG, name="unbroken")
+    code, output = unbroken.end()
+    assert code == 0, output
+    site = tmp_path / "site"
+    site.mkdir()
+    (tmp_path / "run").mkdir()
+    (site / "sitecustomize.py").write_text(OWN_DISK.format(directory=str(tmp_path / "run")))
+    cluster = own_cluster({}, {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])})
+    run = start(*LORA, *LONG, *TWO_MACHINES, "max_restarts=1", address=cluster.address)
+    process, supervisor = run.wait_for_steps(6)[1]
+    assert cluster.machine_of(supervisor) is cluster.machines[1], "rank 0 is on the machine of the command"
+    disk = Path(f"/proc/{process}/root{run.output}")
+    assert sorted(path.name for path in disk.iterdir()) == ["logs", "surogate.rank-1.log"]
+    assert not (run.output / "surogate.rank-1.log").exists()
+    os.kill(process, signal.SIGKILL)
+    code, output = run.end()
+    assert code == 0, output
+    assert "the run starts again from checkpoint-" in output
+    assert [line["start_step"] > 0 for line in run.records("run_start")] == [False, True]
+    assert '"a checkpoint was sent to ranks"' in (run.output / "surogate.log").read_text()
+    assert run.history() == unbroken.history()
+    assert run.weights() == unbroken.weights()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["supervisors", "ranks"])
 def test_a_machine_is_lost_before_the_first_checkpoint(start: Any, own_cluster: Any, when: str) -> None:

@@ -14,6 +14,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.run.ranks import (
     check_equal,
+    check_none_elsewhere,
     on_one_gpu,
     reduction_notes,
     reduction_of,
@@ -105,6 +106,15 @@ def test_what_differs_is_named_with_its_ranks() -> None:
     assert "plugin x: None on ranks 0, 2; 1 on rank 1" in text
     with pytest.raises(UserError, match="and 12 more"):
         check_equal([{f"key {i}": 0 for i in range(20)}, {}])
+
+
+def test_a_checkpoint_on_another_machine_is_not_passed_over() -> None:
+    check_none_elsewhere([[], []], Path("run"))
+    check_none_elsewhere([["checkpoint-2"], []], Path("run"))
+    with pytest.raises(
+        UserError, match=r"^run: the machine of rank 0 has no checkpoint here, but that of rank 2 has ch"
+    ):
+        check_none_elsewhere([[], [], ["checkpoint-2"]], Path("run"))
 
 
 def test_unequal_devices_get_a_note() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from rank_world import World
 
 from surogate_core.errors import MachineError, UserError
-from surogate_core.mesh.lifeline import Lifeline, RankError
+from surogate_core.mesh.lifeline import Lifeline
 from surogate_core.mesh.mesh import CalledOff, Mesh
-from surogate_core.plugins.registry import Registry
 from surogate_core.run import unwatched
 from surogate_core.run.unwatched import A_RANK_IS_GONE, RANK_0_IS_GONE, announce, cause_of, failure_of_another
 
@@ -78,23 +75,3 @@ def test_a_supervisor_hears_of_failures_itself() -> None:
     assert first.store is not None
     assert not first.store.check(["event the run is over"])
     announce(Mesh(), UserError("one rank alone"))
-
-
-ELSEWHERE = """
-from pathlib import Path
-from typing import Any, cast
-
-exists = Path.exists
-Path.exists = lambda path, **keys: not path.name.startswith("checkpoint-") and exists(path, **keys)
-"""
-
-
-@pytest.mark.slow
-def test_a_machine_without_the_checkpoint_ends_all(tmp_path: Path, base: list[str], installed: Registry) -> None:
-    keys = [*base, "lora=true", "lora_rank=4", "gradient_accumulation_steps=2", "save_steps=2"]
-    with World(installed) as ranks:
-        ranks.run(2, tmp_path, *keys, "max_steps=2")
-        message = r"^rank 1: \S+checkpoint-2: this machine does not have the checkpoint.* Fix: keep output_dir"
-        with pytest.raises(RankError, match=message) as raised:
-            ranks.run(2, tmp_path, *keys, "max_steps=4", of_others=ELSEWHERE)
-    assert raised.value.exit_code == 2

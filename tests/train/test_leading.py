@@ -20,7 +20,7 @@ from surogate_core.mesh.lifeline import Lifeline
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.mesh.virtual import in_threads
 from surogate_core.testing import tiny
-from surogate_core.train import follow
+from surogate_core.train import follow, leading
 from surogate_core.train.checkpoint import CheckpointDir
 from surogate_core.train.flops import Work
 from surogate_core.train.follow import Follower
@@ -152,19 +152,20 @@ def test_a_follower_makes_steps_and_plays_with_rank_0(tmp_path: Path) -> None:
     assert done == ["fresh", "fresh", (0, 0.1, [False, True, False]), "fresh", [1.0]]
 
 
-def test_a_follower_loads_the_checkpoint_that_rank_0_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_load_the_checkpoint_that_rank_0_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Any] = []
     monkeypatch.setattr(CheckpointDir, "load", lambda path, *, digests: (path, digests))
-    monkeypatch.setattr(follow, "load_tensors", lambda engine, found: loaded.append((engine.mesh.rank, *found)))
+    monkeypatch.setattr(leading, "load_tensors", lambda engine, found: loaded.append((engine.mesh.rank, *found)))
 
     def lead(leader: Leader, engine: Any, signals: StopSignals) -> None:
         for step in (7, 3):
             with leader.ordering(Order.LOAD, step):
-                pass
+                leader.load(engine, tmp_path / f"checkpoint-{step}", print)
 
     led(lead, tmp_path)
     # Rank 0 has checked the digests.
-    assert loaded == [(1, tmp_path / f"checkpoint-{step}", False) for step in (7, 3)]
+    expected = [(rank, tmp_path / f"checkpoint-{step}", False) for step in (7, 3) for rank in (0, 1)]
+    assert sorted(loaded) == sorted(expected)
 
 
 def test_a_follower_gives_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

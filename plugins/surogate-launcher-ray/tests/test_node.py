@@ -146,29 +146,28 @@ def test_a_network_that_is_not_here() -> None:
     assert interface_of("203.0.113.9") == ""
 
 
-def test_a_machine_must_see_the_output_directory(machine: Node, tmp_path: Path) -> None:
+def test_a_machine_says_whether_it_shares_the_output_directory(machine: Node, tmp_path: Path) -> None:
     file = tmp_path / "out/logs/.shared"
-    assert machine.prepare(str(tmp_path), str(file), "abc") == (
-        f"does not see output_dir {tmp_path / 'out'}. "
-        "Fix: name one on a file system that all machines share under the same path.",
-        0,
-    )
-    file.parent.mkdir(parents=True)
+    apart = machine.prepare(str(tmp_path), str(file), "abc")
+    assert (apart.wrong, apart.shares) == ("", False)
+    assert list(file.parent.iterdir()) == [], "its logs have a place here"
     file.write_text("other")
-    assert machine.prepare(str(tmp_path), str(file), "abc")[0].startswith("does not see")
+    assert not machine.prepare(str(tmp_path), str(file), "abc").shares
     file.write_text("abc")
-    text, port = machine.prepare(str(tmp_path), str(file), "abc")
-    assert text == ""
-    with socket.create_server((HERE, port)):
+    found = machine.prepare(str(tmp_path), str(file), "abc")
+    assert (found.wrong, found.shares) == ("", True)
+    with socket.create_server((HERE, found.port)):
         pass
-    assert machine.prepare("/nowhere", str(file), "abc")[0].startswith("cannot enter /nowhere (No such")
+    assert machine.prepare("/nowhere", str(file), "abc").wrong.startswith("cannot enter /nowhere (No such")
+    file = tmp_path / "out/logs/.shared/file/.shared"
+    assert machine.prepare(str(tmp_path), str(file), "abc").wrong.startswith("has no place for logs: output_dir ")
 
 
 def test_a_machine_must_have_the_address_by_which_ray_knows_it(machine: Node, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("abc")
     machine._address = "203.0.113.9"
-    text, _ = machine.prepare(str(tmp_path), str(tmp_path / "file"), "abc")
-    assert text.startswith("cannot listen at 203.0.113.9, its address in Ray (")
+    found = machine.prepare(str(tmp_path), str(tmp_path / "file"), "abc")
+    assert found.wrong.startswith("cannot listen at 203.0.113.9, its address in Ray (")
 
 
 def test_to_stop_ends_the_wait_for_the_driver(machine: Node, tmp_path: Path) -> None:

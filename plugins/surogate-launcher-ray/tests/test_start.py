@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from surogate_launcher_ray import cluster, head, launcher
 from surogate_launcher_ray.facts import Facts, installed_in
 from surogate_launcher_ray.head import Head
+from surogate_launcher_ray.node import Prepared
 from surogate_launcher_ray.options import RayOptions
 
 from surogate_core.errors import MachineError, SurogateError, UserError
@@ -50,7 +51,7 @@ def plugins() -> Any:
 class FakeRay:
     """A cluster of machines of one CPU. A reference is a function that returns the answer, an error or `PENDING`.
 
-    `lose_at`: the question on the second machine at which it is lost. `answer`: what that question gets.
+    `lose_at`: the question on the second machine, or `victim`, at which it is lost. `answer`: what that question gets.
     """
 
     exceptions = SimpleNamespace(RayActorError=ActorError, RayTaskError=TaskError)
@@ -60,7 +61,13 @@ class FakeRay:
         self.lose_at, self.answer = lose_at, answer
         self.asked: list[tuple[str, str]] = []
         self.reserved: list[int] = []
+        self.bundles: list[Any] = []
         self.killed = 0
+        self.victim = "n1"
+        self.here = "n0"
+        """The machine of the driver."""
+        self.sharing = ["n0", "n1", "n2"]
+        """The machines that see the driver's files."""
 
     def lose(self, name: str) -> None:
         self.machines[name] = {"alive": False, "reason": "no heartbeat\nfor 30 s"}
@@ -68,6 +75,9 @@ class FakeRay:
     @property
     def alive(self) -> list[str]:
         return [name for name, machine in self.machines.items() if machine["alive"]]
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: self.here)
 
     def nodes(self) -> list[dict[str, Any]]:
         return [
@@ -99,7 +109,8 @@ class FakeRay:
 
     def _actor(self, node: str, address: str) -> Any:
         facts = Facts(node=node, address=address, host=f"h{node}", installed=installed_in(plugins()), gpus=())
-        gives = {"facts": facts, "prepare": ("", 29500), "start": "started"}
+        prepared = Prepared(port=29500, shares=node in self.sharing)
+        gives = {"facts": facts, "prepare": prepared, "start": "started"}
         return SimpleNamespace(
             **{name: SimpleNamespace(remote=self._question(name, node, answer)) for name, answer in gives.items()}
         )
@@ -107,7 +118,7 @@ class FakeRay:
     def _question(self, name: str, node: str, answer: Any) -> Callable[..., Any]:
         def ask(*arguments: Any) -> Any:
             self.asked.append((name, node))
-            if name == self.lose_at and node == "n1" and node in self.alive:
+            if name == self.lose_at and node == self.victim and node in self.alive:
                 if self.answer is PENDING:
                     self.lose(node)
                 return lambda: self.answer
@@ -119,7 +130,12 @@ class FakeRay:
 
     def placement_group(self, bundles: list[Any], strategy: str) -> Any:
         self.reserved.append(len(bundles))
-        places = dict(enumerate(self.alive[: len(bundles)]))
+        self.bundles = bundles
+        chosen = self.alive
+        if (demanded := "node:10.0.0." + self.here[1:]) in bundles[0]:
+            assert bundles[0][demanded] == 0.001
+            chosen = [self.here, *(name for name in chosen if name != self.here)]
+        places = dict(enumerate(chosen[: len(bundles)]))
         if self.lose_at in ("reserve", "placed") and len(self.reserved) == 1:
             self.lose("n1")
         placed = self.lose_at == "placed" or len(self.alive) >= len(bundles)
@@ -251,6 +267,58 @@ def test_fewer_machines_than_the_fewest_are_waited_for(monkeypatch: pytest.Monke
 
 def test_a_machine_that_the_run_does_not_need_may_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert run(FakeRay(3, lose_at="reserve"), monkeypatch, tmp_path) == (0, [2])
+
+
+def started(ray: FakeRay) -> list[str]:
+    """The machines in the order of their ranks."""
+    return [node for question, node in ray.asked if question == "start"]
+
+
+def test_the_machine_of_the_command_has_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = FakeRay()
+    ray.here = "n1"
+    assert run(ray, monkeypatch, tmp_path) == (0, [2])
+    assert started(ray) == ["n1", "n0"]
+    assert ray.bundles == [{"CPU": 1.0}] * 2
+
+
+def test_machines_need_not_share_the_output_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = FakeRay()
+    ray.here, ray.sharing = "n1", ["n1"]
+    assert run(ray, monkeypatch, tmp_path) == (0, [2])
+    assert started(ray) == ["n1", "n0"]
+
+
+def test_the_machine_of_the_command_takes_part_if_the_others_do_not_share_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray chooses two of three machines, at first without the one of the command."""
+    ray = FakeRay(3)
+    ray.here, ray.sharing = "n2", ["n2"]
+    assert run(ray, monkeypatch, tmp_path) == (0, [2])
+    assert started(ray) == ["n2", "n0"]
+    assert ray.reserved == [2, 2]
+
+
+def test_a_restart_keeps_the_machine_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = FakeRay(4, lose_at="start")
+    ray.here, ray.sharing, ray.victim = "n3", ["n3"], "n0"
+    assert run(ray, monkeypatch, tmp_path) == (0, [2, 2])
+    assert started(ray) == ["n3", "n0", "n3", "n1"]
+    assert ray.reserved == [2, 2, 2]
+
+
+def test_a_command_on_a_machine_without_room_needs_a_shared_output_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ray = FakeRay()
+    ray.here, ray.sharing = "the head, which is not listed", []
+    with pytest.raises(
+        UserError, match=r"^launcher=ray: hn0 .* takes no part in the run\. Fix: start the command on a"
+    ):
+        run(ray, monkeypatch, tmp_path)
+    ray.sharing = ["n0"]
+    assert run(ray, monkeypatch, tmp_path) == (0, [2])
 
 
 # ------------------------------------------------------------------------------- the head

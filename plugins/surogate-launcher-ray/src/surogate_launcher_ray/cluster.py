@@ -114,17 +114,29 @@ def connected(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
+def machine_here(ray: Any) -> str:
+    """Ray's id of the machine of this process."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
 @contextmanager
-def reserved(ray: Any, layout: Layout, head: Head, check: Callable[[], None]) -> Iterator[list[Member]]:
+def reserved(
+    ray: Any, layout: Layout, head: Head, check: Callable[[], None], *, with_here: bool = False
+) -> Iterator[list[Member]]:
     """The machines of the run in the order of their ranks, each with an actor; all is given back afterwards.
 
-    `check` is called while this waits, and may raise. Raises `MachineError` if the cluster is too busy, and `Lost` if a
-    machine is lost at once.
+    This process's machine comes first if it takes part, which `with_here` demands. `check` is called while this waits,
+    and may raise. Raises `MachineError` if the cluster is too busy, and `Lost` if a machine is lost at once.
     """
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = placement_group([layout.bundle] * layout.nodes, strategy="STRICT_SPREAD")
+    here, bundles = machine_here(ray), [layout.bundle] * layout.nodes
+    if with_here:
+        # Every machine has a resource with the address by which Ray knows it.
+        own = [f"node:{machine.address}" for machine in Machine.of(ray.nodes()) if machine.id == here]
+        bundles[0] = {**layout.bundle, **dict.fromkeys(own, 0.001)}
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
     actors: list[Any] = []
     try:
         waiting = f"for {layout.nodes} machines with {_shown(layout.bundle)} that no other program has reserved"
@@ -133,7 +145,11 @@ def reserved(ray: Any, layout: Layout, head: Head, check: Callable[[], None]) ->
         places = placement_group_table(group)["bundles_to_node_id"]
         if gone := set(places.values()) - addresses.keys():
             raise Lost(lost_machines(ray.nodes(), gone))  # Ray looks for another place, which may never be there
-        for index, node in sorted(places.items(), key=lambda item: order(addresses.get(item[1], ""), item[1])):
+
+        def rank_order(item: tuple[Any, str]) -> Any:
+            return item[1] != here, order(addresses.get(item[1], ""), item[1])
+
+        for index, node in sorted(places.items(), key=rank_order):
             options = {"num_cpus": 1, "num_gpus": int(layout.bundle.get("GPU", 0)), "max_restarts": 0}
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=int(index))
             actor = ray.remote(Node).options(scheduling_strategy=where, **options)

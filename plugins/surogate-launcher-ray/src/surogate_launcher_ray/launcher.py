@@ -30,6 +30,7 @@ from surogate_launcher_ray.cluster import (
     connected,
     describe,
     lost_machines,
+    machine_here,
     ray_module,
     refuse_client,
     reserved,
@@ -37,7 +38,7 @@ from surogate_launcher_ray.cluster import (
 from surogate_launcher_ray.facts import compare, installed_in
 from surogate_launcher_ray.head import Head
 from surogate_launcher_ray.layout import Layout, Machine, layout
-from surogate_launcher_ray.node import Start
+from surogate_launcher_ray.node import Prepared, Start
 from surogate_launcher_ray.options import RayOptions
 from surogate_launcher_ray.watch import Watch
 
@@ -52,6 +53,10 @@ FORWARDED = ("SUROGATE_", "NCCL_", "GLOO_", "TORCH", "OMP_NUM_THREADS")
 them: each machine has its own."""
 
 ACCUMULATION = "gradient_accumulation_steps"
+
+
+class Apart(Exception):  # noqa: N818
+    """Ray has chosen machines without the driver's, whose output directory they do not share."""
 
 
 class Fewer(Exception):  # noqa: N818
@@ -85,6 +90,8 @@ class _Run:
         self._facts = Path(job.config["output_dir"]) / FACTS
         self._facts_before = _written(self._facts)
         self._looked, self._restarting = 0.0, False
+        self._with_here = False
+        """Whether this machine must take part, because rank 0 of another one would not see the output directory."""
         self._policy = registry_policy(job.config)
 
     def start(self, resume: bool) -> int | Failure:
@@ -115,8 +122,15 @@ class _Run:
     def _start_on(self, found: Layout, resume: bool) -> int | Failure:
         """Start all ranks on machines of the cluster. Raises `Fewer` while it waits for more than there are, and `Lost`
         for a machine that is lost before the ranks start."""
-        ray, head = self._ray, self._head
-        with reserved(ray, found, head, partial(self._check_left, found)) as members:
+        try:
+            return self._start_there(found, resume)
+        except Apart:
+            self._with_here = True
+            return self._start_there(found, resume)
+
+    def _start_there(self, found: Layout, resume: bool) -> int | Failure:
+        ray, head, check = self._ray, self._head, partial(self._check_left, found)
+        with reserved(ray, found, head, check, with_here=self._with_here) as members:
             describe(ray, members, self._policy, head, self._check)
             compare(self._here, [member.facts for member in members if member.facts is not None])
             self._start_ranks(members, found, resume)
@@ -202,9 +216,7 @@ class _Run:
             asked = [m.actor.prepare.remote(here, str(file), content) for m in members]
             what = "for the machines to find the output directory"
             prepared = answers(self._ray, members, asked, what, self._head, self._check)
-        wrong = [f"{m.name} {text}" for m, (text, _) in zip(members, prepared, strict=True) if text]
-        if wrong:
-            raise UserError(f"launcher=ray: {' '.join(wrong)}")
+        self._check_prepared(members, prepared, found)
         # Fewer ranks take the same steps, also where there is no checkpoint yet that says so.
         kept: dict[str, int] = {}
         if found.nodes < self._layout.nodes:
@@ -219,7 +231,7 @@ class _Run:
                 first=member.first,
                 here=found.per_node,
                 address=members[0].address,
-                port=prepared[0][1],
+                port=prepared[0].port,
                 logs=str(logs),
                 silence=self._options.silence,
                 host=member.name,
@@ -235,6 +247,25 @@ class _Run:
         # After a loss some ranks run: the watch finds out too, and ends them.
         with suppress(Lost):
             answers(self._ray, members, asked, "for the supervisors to start the ranks", self._head, self._check)
+
+    def _check_prepared(self, members: Sequence[Member], prepared: Sequence[Prepared], found: Layout) -> None:
+        """Raise `UserError` if a machine cannot start its ranks, or if rank 0 would write what this process cannot
+        see. `Apart` if that could be otherwise."""
+        wrong = [f"{m.name} {one.wrong}" for m, one in zip(members, prepared, strict=True) if one.wrong]
+        if wrong:
+            raise UserError(f"launcher=ray: {' '.join(wrong)}")
+        here = machine_here(self._ray)
+        if not prepared[0].shares:
+            able = {machine.id for machine in found.able(Machine.of(self._ray.nodes()))}
+            if here in able and not self._with_here:
+                raise Apart
+            raise UserError(
+                f"launcher=ray: {members[0].name}, the machine of rank 0, does not see output_dir "
+                f"{_logs(self._job).parent} of this machine, which takes no part in the run. Fix: start the command on "
+                f"a machine that can take part, or name an output_dir on a file system that both share under the same "
+                f"path."
+            )
+        self._with_here = members[0].id == here and not all(one.shares for one in prepared)
 
 
 def registry_policy(config: Mapping[str, Any]) -> Any:
@@ -274,7 +305,7 @@ def _logs(job: Job) -> Path:
 
 @contextmanager
 def _shared(directory: Path) -> Iterator[tuple[Path, str]]:
-    """A file in the directory and its content, by which other machines show that they have the same directory."""
+    """A file in the directory and its content, by which other machines show whether they have the same directory."""
     file, content = directory / f".surogate-shared-{os.getpid()}", secrets.token_hex(16)
     atomic.write_file(file, content.encode())
     try:

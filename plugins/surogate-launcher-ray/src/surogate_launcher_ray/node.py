@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.errors import SurogateError
+from surogate_core.files import atomic
 from surogate_core.launch.child import Failure
 from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.gpus import visible
@@ -53,6 +54,18 @@ class Start:
     environment: Mapping[str, str]
     """Variables of the driver that the ranks get too."""
     on_gpus: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A machine that is about to start its ranks."""
+
+    wrong: str = ""
+    """Why it cannot."""
+    port: int = 0
+    """A free port of it."""
+    shares: bool = False
+    """Whether it sees the files that the driver writes to the output directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,28 +128,30 @@ class Node:
             gpus=visible(os.environ),
         )
 
-    def prepare(self, directory: str, shared: str, content: str) -> tuple[str, int]:
-        """Enter the directory of the run; (what is wrong or nothing, a free port of this machine).
+    def prepare(self, directory: str, shared: str, content: str) -> Prepared:
+        """Enter the directory of the run.
 
-        `shared`: a file of the output directory, which must have the content here too.
+        `shared`: a file of the logs' directory, which has the content here too if this machine shares the disk.
+        Otherwise the directory is made here.
         """
         try:
             os.chdir(directory)
         except OSError as error:
             fix = "Fix: start the run in a directory that all machines have."
-            return f"cannot enter {directory} ({error.strerror}). {fix}", 0
+            return Prepared(wrong=f"cannot enter {directory} ({error.strerror}). {fix}")
         try:
             found = Path(shared).read_text(encoding="utf-8")
         except OSError:
             found = ""
-        if found != content:
-            fix = "Fix: name one on a file system that all machines share under the same path."
-            return f"does not see output_dir {Path(shared).parent.parent}. {fix}", 0
         try:
-            return "", free_port(self._address)
+            if found != content:
+                atomic.ensure_writable(Path(shared).parent, key="output_dir")
+            return Prepared(port=free_port(self._address), shares=found == content)
+        except SurogateError as error:
+            return Prepared(wrong=f"has no place for logs: {error}")
         except OSError as error:
             fix = "Fix: `ray start --node-ip-address=` with one of its own."
-            return f"cannot listen at {self._address}, its address in Ray ({error.strerror}). {fix}", 0
+            return Prepared(wrong=f"cannot listen at {self._address}, its address in Ray ({error.strerror}). {fix}")
 
     def start(self, start: Start) -> None:
         """Start the ranks."""
