@@ -19,12 +19,11 @@ from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Store, Stores, T
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.sides import RouterLosses
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.graphs import warm_up
 from surogate_core.engine.pieces import InFile
 from surogate_core.errors import PluginError, UserError
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 from surogate_core.mesh import groups
-from surogate_core.mesh.virtual import VirtualFabric, VirtualRanks, in_threads
+from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 
 EIGHT_BIT = OptimizerSpec(name="adamw-8bit", build=lambda groups, options: BlockwiseAdamW(groups))
@@ -467,34 +466,6 @@ def test_evaluation_is_shared_and_its_sum_is_that_of_one_rank() -> None:
     (expected,) = in_threads(1, work)
     for found in in_threads(4, work):
         assert found == expected
-
-
-def test_a_warm_up_leaves_nothing_in_the_first_loss() -> None:
-    """On a GPU a micro-step runs before the first step, and is spoilt, so that it changes nothing."""
-
-    def first_loss(*, warm: bool) -> tuple[float, float]:
-        engine = engine_of(VirtualFabric(VirtualRanks(1), 0), micro_batches=8, exact=True)
-        if warm:
-            warm_up(engine.step.train, engine.update.run, engine.update.spoil)
-        return steps(engine, 1, micro_batches=8)[0]
-
-    assert first_loss(warm=True) == first_loss(warm=False)
-
-
-@pytest.mark.parametrize("level", [1, 3])
-def test_a_warm_up_of_ranks_runs_the_addition_to_earlier_sums(level: int) -> None:
-    """Level 3 adds in a kernel of its own, which no capture of a CUDA graph can load. It changes nothing either."""
-
-    def first_losses(fabric: VirtualFabric, *, warm: bool) -> tuple[int, list[tuple[float, float]]]:
-        engine = engine_of(fabric, micro_batches=8, zero_level=level)
-        others = engine._adding_kinds()
-        if warm:
-            warm_up(engine.step.train, engine.update.run, engine.update.spoil, others=others)
-        return len(others), steps(engine, 2, micro_batches=8)
-
-    cold, warm = (in_threads(2, partial(first_losses, warm=warm)) for warm in (False, True))
-    assert warm == cold
-    assert [count for count, _ in warm] == [int(level == 3)] * 2
 
 
 @pytest.mark.parametrize("level", [1, 3])

@@ -1,0 +1,46 @@
+"""What runs before CUDA graphs are captured changes nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from surogate_core.engine.engine import Engine
+from surogate_core.engine.graphs import warm_up
+from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_core.testing import tiny
+
+
+def first_steps(fabric: VirtualFabric, *, level: int, warm: bool) -> tuple[int, list[tuple[float, float]]]:
+    """How many kinds of micro-step add to earlier sums in a kernel of their own, and the figures of two steps."""
+    several = fabric.world > 1
+    assembly = tiny.assembly(
+        tiny.CONFIG,
+        optimizer=tiny.ADAMW,
+        max_seqlen=tiny.TOKENS,
+        micro_batches=8,
+        ranks=fabric.world,
+        zero_level=level,
+        shard_weights=level == 3,
+    )
+    engine = Engine(assembly, tiny.random_source(), mesh=fabric.mesh() if several else None)
+    others, own = engine._adding_kinds(), engine.sharing.share(8).numbers
+    if warm:
+        warm_up(engine.step.train, engine.update.run, engine.update.spoil, others=others)
+    figures = []
+    for step in range(2):
+        batches = [b if n in own else b.counts() for n, b in enumerate(tiny.batches(step, 8))]
+        figures.append(engine.train_step(batches, step=step, lr=1e-2).read())
+    engine.close()
+    return len(others), figures
+
+
+@pytest.mark.parametrize(("world", "level"), [(1, 0), (2, 1), (2, 3)])
+def test_a_warm_up_leaves_nothing_in_the_first_steps(world: int, level: int) -> None:
+    """On a GPU micro-steps run before the first step, and are spoilt. At level 3 one adds to the sums of another, in a
+    kernel that no capture could load.
+    """
+    cold, warm = (in_threads(world, partial(first_steps, level=level, warm=warm)) for warm in (False, True))
+    assert warm == cold
+    assert [count for count, _ in warm] == [int(level == 3)] * world
