@@ -66,7 +66,8 @@ def ensure_writable(directory: Path, *, key: str) -> None:
 
     Raises `UserError` or `MachineError`, so that a run ends before its first step and not at its first save.
     """
-    probe = directory / f".surogate-probe-{os.getpid()}"
+    # Processes with one number, in containers, and threads may probe the same directory at the same time.
+    probe = directory / f".surogate-probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_file(probe, b"x")

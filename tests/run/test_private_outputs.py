@@ -97,7 +97,7 @@ def test_no_writer_follows_a_link(command: Command, tmp_path: Path) -> None:
     out, victim = tmp_path / "out", tmp_path / "victim"
     out.mkdir()
     names = ["report.html", "report.md", "config.yaml", "run.json", "metrics.jsonl"]
-    hidden = [f".{n}.surogate-tmp" for n in names] + [f".surogate-probe-{os.getpid()}", "metrics.jsonl.tmp"]
+    hidden = [*(f".{n}.surogate-tmp" for n in names), "metrics.jsonl.tmp"]
     links = [*names, *hidden, "metrics.jsonl.previous"]
     for number, name in enumerate(links):
         (tmp_path / f"victim{number}").write_text("kept")

@@ -72,6 +72,7 @@ def test_machines_that_lack_it_receive_a_copy_until_it_is_loaded(roots: list[Pat
 
     with tcp_meshes(5) as meshes:
         found = together(meshes, work)
+        assert all(isinstance(one, AtHand) for one in found), found
         assert meshes[0].store is not None
         assert not any(meshes[0].store.check([f"parcel {number}"]) for number in range(20))
     assert found[0] == AtHand(path=roots[0] / NAME, copied=True)
