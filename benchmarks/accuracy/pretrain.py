@@ -34,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=["normuon", "adamw"], default="normuon", help="for the first call")
     parser.add_argument("--rows", type=int, default=32, help="rows of a step, for the first call")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row, for the first call")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the rows of a step, for the first call")
     parser.add_argument("--probe-steps", type=int, default=60, help="steps that measure the speed")
     parser.add_argument("--steps", type=int, help="steps of the training, instead of a measurement")
     parser.add_argument("--begin", type=Path, help="trained model to start from, instead of random weights")
@@ -76,8 +77,10 @@ def settings(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         "validation_datasets": [{"path": str(path), "type": "text"} for path in held],
         "sequence_len": plan["length"],
         "truncation_strategy": "split",
-        "per_device_train_batch_size": plan["rows"],
+        "per_device_train_batch_size": plan["rows"] // plan["gpus"],
         "gradient_accumulation_steps": 1,
+        "gpus": plan["gpus"],
+        "zero_level": 0,  # normuon needs whole matrices
         "recipe": plan["recipe"],
         **OPTIMIZERS[plan["optimizer"]],
         "lr_scheduler_type": "wsd",
@@ -100,7 +103,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 
 def planned(given: argparse.Namespace) -> dict[str, Any]:
     """The plan for `--total-minutes` of training, from the measured speed or from `--steps`."""
-    plan = {key: getattr(given, key) for key in ("recipe", "optimizer", "rows", "length")}
+    plan = {key: getattr(given, key) for key in ("recipe", "optimizer", "rows", "length", "gpus")}
     plan["begin"] = None if given.begin is None else str(given.begin)
     if given.steps is not None:
         return {**plan, "steps": given.steps, "tokens_per_second": None}

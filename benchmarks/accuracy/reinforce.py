@@ -190,7 +190,8 @@ def _trl(line: str, seed: int, given: argparse.Namespace, place: Path) -> dict[s
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     settings = _trl_settings(place / f"trl-s{seed}", seed, given, ends)
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(place / "start/model", dtype=dtype)
+    # With SDPA on an H100 the probabilities of some batches were not numbers, and a step took twice as long.
+    model = AutoModelForCausalLM.from_pretrained(place / "start/model", dtype=dtype, attn_implementation="eager")
     rows, held = (
         [json.loads(text) for text in (place / name).read_text(encoding="utf-8").splitlines()]
         for name in ("train.jsonl", "held.jsonl")
@@ -205,9 +206,15 @@ def _trl(line: str, seed: int, given: argparse.Namespace, place: Path) -> dict[s
         curve.append({"step": len(curve) + 1, "reward": sum(rewards) / len(rewards), "time": time.time() - began})
         return rewards
 
+    def finite(weight: torch.Tensor) -> bool:
+        return bool(weight.isfinite().all())
+
     class Held(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
             control.should_training_stop |= time.time() - began > 60 * given.minutes - 30
+            broken = [name for name, p in trainer.model.named_parameters() if p.requires_grad and not finite(p)]
+            if broken:
+                raise SystemExit(f"step {state.global_step}: weights that are not numbers: {broken[:3]}")
             if state.global_step % given.eval_steps == 0:
                 evals.append({"step": state.global_step, "share": solved()})
 
