@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,27 @@ def _trl_adapters() -> Any:
     )  # fmt: skip
 
 
+def _solved(
+    model: Any, *, tokenizer: Any, held: Sequence[Mapping[str, str]], ends: Sequence[int], new_tokens: int
+) -> float:
+    """The share of held-out problems that TRL's model solves with the most probable tokens."""
+    import torch
+
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": asked(row["question"])}], add_generation_prompt=True, tokenize=False
+        )
+        for row in held
+    ]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+    with torch.no_grad():
+        found = model.generate(
+            **batch, max_new_tokens=new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+        )
+    texts = tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return sum(final_number(t) == row["answer"] for t, row in zip(texts, held, strict=True)) / len(held)
+
+
 def _trl(line: str, seed: int, given: argparse.Namespace, place: Path) -> dict[str, Any]:
     """A run of TRL's trainer with the same settings."""
     import torch
@@ -190,13 +212,14 @@ def _trl(line: str, seed: int, given: argparse.Namespace, place: Path) -> dict[s
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     settings = _trl_settings(place / f"trl-s{seed}", seed, given, ends)
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    # With SDPA on an H100 the probabilities of some batches were not numbers, and a step took twice as long.
+    # With SDPA the probabilities of a batch were not numbers, on an H100 (docs/evidence/reinforcement-learning.md).
     model = AutoModelForCausalLM.from_pretrained(place / "start/model", dtype=dtype, attn_implementation="eager")
     rows, held = (
         [json.loads(text) for text in (place / name).read_text(encoding="utf-8").splitlines()]
         for name in ("train.jsonl", "held.jsonl")
     )
     held, began = list(islice(held, given.held)), time.time()
+    solved = partial(_solved, tokenizer=tokenizer, held=held, ends=ends, new_tokens=given.new_tokens)
     curve: list[dict[str, float]] = []
     evals: list[dict[str, float]] = []
 
@@ -206,33 +229,13 @@ def _trl(line: str, seed: int, given: argparse.Namespace, place: Path) -> dict[s
         curve.append({"step": len(curve) + 1, "reward": sum(rewards) / len(rewards), "time": time.time() - began})
         return rewards
 
-    def finite(weight: torch.Tensor) -> bool:
-        return bool(weight.isfinite().all())
-
     class Held(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
             control.should_training_stop |= time.time() - began > 60 * given.minutes - 30
-            broken = [name for name, p in trainer.model.named_parameters() if p.requires_grad and not finite(p)]
-            if broken:
-                raise SystemExit(f"step {state.global_step}: weights that are not numbers: {broken[:3]}")
+            if not all(p.isfinite().all() for p in trainer.model.parameters() if p.requires_grad):
+                raise SystemExit(f"step {state.global_step}: adapters that are not numbers")
             if state.global_step % given.eval_steps == 0:
-                evals.append({"step": state.global_step, "share": solved()})
-
-    def solved() -> float:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": asked(row["question"])}], add_generation_prompt=True, tokenize=False
-            )
-            for row in held
-        ]
-        batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(trainer.model.device)
-        with torch.no_grad():
-            found = trainer.model.generate(
-                **batch, max_new_tokens=given.new_tokens, do_sample=False, eos_token_id=ends,
-                pad_token_id=tokenizer.pad_token_id,
-            )  # fmt: skip
-        texts = tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        return sum(final_number(t) == row["answer"] for t, row in zip(texts, held, strict=True)) / len(held)
+                evals.append({"step": state.global_step, "share": solved(trainer.model)})
 
     trainer = GRPOTrainer(
         model=model, args=settings, reward_funcs=correct, processing_class=tokenizer, peft_config=_trl_adapters(),
@@ -241,6 +244,6 @@ def _trl(line: str, seed: int, given: argparse.Namespace, place: Path) -> dict[s
         ),
         callbacks=[Held()],
     )  # fmt: skip
-    evals.append({"step": 0, "share": solved()})
+    evals.append({"step": 0, "share": solved(trainer.model)})
     trainer.train()
     return {"rollouts": curve, "held": evals}

@@ -295,7 +295,7 @@ class Engine:
         streams = self.stores.streams_gradients
         return (
             first or not self.traffic.gathers,
-            last and self.traffic.overlaps,
+            last and (self.traffic.overlaps or self.stores.keeps_sums),
             fresh or not streams,
         )
 

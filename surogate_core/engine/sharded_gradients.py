@@ -42,6 +42,10 @@ class ShardedGradients:
 
     With `written`, a layer's sums do not start from zeros: the backward writes them (`is_written`), which saves a pass
     over the buffer, and one that the additions would read.
+
+    With `once`, the embedding's sums, or the head's, stay in their buffer from micro-step to micro-step if no other
+    piece needs it, and are added over the ranks in the last one alone. That is less to send and to add, and no
+    computation runs beside the embedding's reduction.
     """
 
     def __init__(
@@ -52,12 +56,13 @@ class ShardedGradients:
         allocate: Allocate = plain_zeros,
         everywhere: bool = True,
         written: bool = False,
+        once: bool = False,
         kernels: KernelTable | None = None,
     ):
         """`allocate`: memory that the fabric writes to. `everywhere`: whether sums are over all replicas. `kernels`:
         those of the run.
         """
-        self._everywhere, self._written = everywhere, written
+        self._everywhere, self._written, self._once = everywhere, written, once
         self._kernels = kernels or KernelTable(device=device)
         self._stages, self._device, self._allocate = stages, device, allocate
         self._owned: dict[str, Owned] = {}
@@ -69,7 +74,17 @@ class ShardedGradients:
         self._zeroed: dict[str, torch.cuda.Event | None] = {}
         """Key that is here → not None: the compute stream does not wait for its zeros yet."""
         self._reduced: torch.cuda.Event | None = None
-        self._first = True
+        self._first = self._last = True
+        self._continued = False
+        """Whether the piece that stays has sums that are not yet reduced."""
+        self._onto = False
+        """Whether its shard has earlier sums, to which those in the buffer are added."""
+
+    @property
+    def staying(self) -> str | None:
+        """The piece that is reduced in the last micro-step of an optimizer step alone, if there is one."""
+        others = [piece for piece in self._owned if not _is_layer(piece)]
+        return others[0] if self._once and len(others) == 1 else None
 
     def put_owned(self, piece: str, owned: Owned) -> None:
         """Keep this rank's part of a piece's range of sums."""
@@ -87,9 +102,18 @@ class ShardedGradients:
         written = self._written and _is_layer(key)
         return [written and isinstance(member, Within) for member in self._members[key]]
 
+    def ends(self, last: bool) -> None:
+        """Before `begin`: whether the micro-step is the last one of its optimizer step. Without this, each one is."""
+        self._last = last
+
     def begin(self, *, first: bool) -> None:
         """A micro-step begins. After the first one of an optimizer step a shard has its sums alone."""
         self._first = first
+        if self.staying is not None and (first or not self._continued):
+            self._onto = not first
+            room = self._room_of(self.staying)
+            if room is not None:
+                room.piece = None
 
     def prefetch(self, key: str) -> None:
         """Make zeros for the key's sums."""
@@ -154,6 +178,11 @@ class ShardedGradients:
         room = self._room_of(key) if key in self._owned else None
         if room is None:
             return
+        stays = key == self.staying
+        if stays:
+            self._continued = not self._last
+            if self._continued:
+                return
         owned, staging = self._owned[key], self._staging
         assert staging is not None
         with self._side.after_compute(), using(self._kernels):
@@ -162,7 +191,7 @@ class ShardedGradients:
                 owned.longest,
                 staging,
                 out=owned.shard,
-                onto=not self._first,
+                onto=self._onto if stays else not self._first,
                 everywhere=self._everywhere,
             )
         # The next piece's backward waits for the side stream, so no event is needed.

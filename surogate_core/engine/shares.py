@@ -243,6 +243,9 @@ class Shares:
             times = 1 if self.level == 1 else steps
             # No backward is left beside the embedding's.
             inner = self._others(GRADIENT * sum(self.decayed[1:]))
+            # `ShardedGradients.staying`.
+            once = not self.settings.exact and not self.settings.varying and not self.decayed[-1]
+            embedded = 1 if once else times
             found += [
                 Sent(
                     what="gradients of layers and head",
@@ -255,8 +258,8 @@ class Shares:
                 ),
                 Sent(
                     what="gradients of the embedding",
-                    nbytes=times * self._others(GRADIENT * self.decayed[0]),
-                    calls=times,
+                    nbytes=embedded * self._others(GRADIENT * self.decayed[0]),
+                    calls=embedded,
                     how="exchange",
                     ranks=self._among,
                 ),

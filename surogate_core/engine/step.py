@@ -61,6 +61,7 @@ class StoreSet:
                 allocate=mesh.zeros,
                 everywhere=not sharing.replicas_once,
                 written=not sharing.exact,
+                once=sharing.reduces_embedding_once,
                 kernels=kernels,
             )
             if sharing.shards_gradients
@@ -72,6 +73,11 @@ class StoreSet:
             gradients=sums,
             streams_gradients=sharing.shards_gradients or placement.moves("gradients"),
         )
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether a micro-step that is not the last one of its optimizer step leaves sums that are not reduced."""
+        return isinstance(self.gradients, ShardedGradients) and self.gradients.staying is not None
 
     def of_kind(self, kind: TensorKind | None) -> Store:
         """The store of an action of the schedule."""
@@ -189,6 +195,8 @@ class MicroStep:
         of its optimizer step on this rank. `fresh`: whether the gradient sums count as zeros.
         """
         self.traffic.begin(first=first, last=last)
+        if isinstance(self.stores.gradients, ShardedGradients):
+            self.stores.gradients.ends(last)
         self.stores.gradients.begin(first=fresh)
         self._run(self.training, training=True)
         self.stores.gradients.finish()

@@ -20,6 +20,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.sides import RouterLosses
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import InFile
+from surogate_core.engine.prediction import predict
 from surogate_core.errors import PluginError, UserError
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 from surogate_core.mesh import groups
@@ -427,6 +428,38 @@ def test_weights_are_gathered_in_place_by_one_call_for_each_piece() -> None:
     for owned, gathered in in_threads(3, work):
         assert len(owned) > 1, "3 ranks own unequal parts"
         assert gathered == [True] * len(gathered) != []
+
+
+@pytest.mark.parametrize(("config", "count"), [(tiny.SMALL_CONFIG, 1), (UNTIED, 3)], ids=["tied", "untied"])
+def test_the_plan_knows_how_often_the_embedding_is_reduced(config: Mapping[str, Any], count: int) -> None:
+    def work(fabric: VirtualFabric) -> tuple[int, Sequence[tuple[float, ...]]]:
+        lengths: list[int] = []
+
+        class Watched(VirtualFabric):
+            def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
+                lengths.append(len(parts[0]))
+                super().exchange(parts, received_NK)
+
+        watched = Watched(fabric._ranks, fabric.rank)
+        engine = engine_of(watched, micro_batches=6, zero_level=2, exact=False, config=config)
+        group = engine.parameters.sharded
+        assert group is not None
+        steps(engine, 1, micro_batches=6)
+        lengths.clear()
+        figures = steps(engine, 2, micro_batches=6, start=1)
+        layers = sum(part.longest for key, part in group.parts.items() if key.startswith("layer"))
+        others = sum(part.longest for key, part in group.parts.items() if key == "head")
+        small = sum(parts_NK.shape[1] for parts_NK in engine.parameters.flat.kept_by_all)
+        rest = sum(lengths) // 2 - small - 3 * (layers + others)
+        return rest // group.parts["embed"].longest, figures
+
+    keys: dict[str, Any] = {"zero_level": 2, "exact": False, "build": tiny.SmallModel, "optimizer": tiny.ADAMW}
+    planned = predict(tiny.assembly(config, ranks=2, micro_batches=6, **keys)).sent
+    assert [s.calls for s in planned if s.what == "gradients of the embedding"] == [count]
+    by_rank = in_threads(2, work)
+    assert [calls for calls, _ in by_rank] == [count] * 2
+    alone, _ = trained(1, micro_batches=6, config=config)
+    torch.testing.assert_close(torch.tensor(by_rank[0][1]), torch.tensor(alone[1:]), rtol=1e-4, atol=0)
 
 
 @pytest.mark.slow_cases("lora", "level 2")

@@ -29,8 +29,8 @@ SHAPES = {"embed": (52, 64), "weight": (16, 60), "norm": (64,), "head": (50, 64)
 class _Sums:
     """The store of one rank with its shards, for a model whose head is tied or has its own weight."""
 
-    def __init__(self, fabric: Fabric, *, tied: bool, written: bool = False):
-        self.store = ShardedGradients(Stages.over(fabric), CPU, written=written)
+    def __init__(self, fabric: Fabric, *, tied: bool, written: bool = False, once: bool = False):
+        self.store = ShardedGradients(Stages.over(fabric), CPU, written=written, once=once)
         assert isinstance(self.store, GradientStore)
         self.norms = {key: torch.zeros(SHAPES["norm"]) for key in [*RANGES, HEAD]}
         self.shards = {}
@@ -47,8 +47,9 @@ class _Sums:
         weight = Within(EMBED, 0, SHAPES["embed"]) if tied else Within(HEAD, 0, SHAPES["head"])
         self.store.put(HEAD, [self.norms[HEAD], weight])
 
-    def micro_step(self, number: int, *, first: bool) -> None:
+    def micro_step(self, number: int, *, first: bool, last: bool = True) -> None:
         """Add the gradients of a micro-batch as the schedule does."""
+        self.store.ends(last)
         self.store.begin(first=first)
         for action in training_schedule(LAYERS, train_embedding=True):
             if action.verb == "reduce":
@@ -140,6 +141,69 @@ def test_sums_that_are_written_have_the_bits_of_those_that_start_from_zeros(
     expected = _sequential(2, 4, tied=tied)
     monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options))
     found = _sequential(2, 4, tied=tied, written=True)
+    assert all(torch.equal(found[r][key], expected[r][key]) for r in range(2) for key in expected[r])
+
+
+class _Counted(Fabric):
+    """A fabric that notes the lengths of its exchanges."""
+
+    def __init__(self, fabric: Fabric):
+        self._fabric, self.rank, self.world = fabric, fabric.rank, fabric.world
+        self.lengths: list[int] = []
+
+    def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
+        self.lengths.append(len(parts[0]))
+        self._fabric.exchange(parts, received_NK)
+
+
+def _once(world: int, passes: Sequence[int], *, tied: bool) -> list[tuple[dict[str, Tensor], list[int]]]:
+    """Each rank's shards, and the lengths that it exchanged, after an optimizer step of several passes over so many
+    micro-steps, of which the last one of each pass reduces all pieces.
+    """
+
+    def work(fabric: Fabric) -> tuple[dict[str, Tensor], list[int]]:
+        counted = _Counted(fabric)
+        sums = _Sums(counted, tied=tied, written=True, once=True)
+        for _ in range(2):  # what the first one leaves must not be in the second one's
+            counted.lengths.clear()
+            number = fabric.rank
+            for begun, steps in enumerate(passes):
+                for i in range(steps):
+                    sums.micro_step(number, first=not begun and not i, last=i == steps - 1)
+                    number += fabric.world
+        return sums.shards, counted.lengths
+
+    return in_threads(world, work)
+
+
+@pytest.mark.parametrize("passes", [(1,), (2,), (4,), (2, 3)], ids=str)
+def test_the_embedding_of_a_tied_model_is_reduced_once(passes: tuple[int, ...]) -> None:
+    world = 2
+    embed, *by_layer = (owners((0, elements), world)[0][1] for elements in RANGES.values())
+    layers = sum(by_layer)
+    found = _once(world, passes, tied=True)
+    expected = torch.zeros(SHAPES["embed"], dtype=torch.float64)
+    for number in range(world * sum(passes)):
+        norm, weight = torch.zeros(SHAPES["norm"]), torch.zeros(SHAPES["embed"])
+        expected += _gradients(number, HEAD, [norm, weight])[1].double() + _gradients(number, EMBED, [weight])[0]
+    sums = torch.cat([shards[EMBED] for shards, _ in found]).view(SHAPES["embed"])
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-3)
+    for _, lengths in found:
+        assert sum(lengths) == len(passes) * embed + sum(passes) * layers
+
+
+def test_pieces_that_share_a_buffer_are_reduced_in_each_micro_step() -> None:
+    expected = _sequential(2, 4, tied=False, written=True)
+
+    def work(fabric: Fabric) -> dict[str, Tensor]:
+        sums = _Sums(fabric, tied=False, written=True, once=True)
+        assert sums.store.staying is None
+        for step in range(2):
+            for i in range(2):
+                sums.micro_step(step + i * 2 + fabric.rank, first=i == 0, last=i == 1)
+        return sums.shards
+
+    found = in_threads(2, work)
     assert all(torch.equal(found[r][key], expected[r][key]) for r in range(2) for key in expected[r])
 
 

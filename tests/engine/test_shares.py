@@ -95,6 +95,20 @@ def test_bytes_on_the_wire(ranks: int) -> None:
     assert sent(3) == small + steps * others(4 * elements) + others(2 * 16 * UNIT) + layers
 
 
+def test_one_piece_beside_the_layers_is_sent_once_unless_sums_are_exact() -> None:
+    def embedding(level: int, **keys: object) -> tuple[int, int]:
+        settings = replace(SETTINGS, zero_level=level, ranks=2, **keys)  # type: ignore[arg-type]
+        tied = Shares(settings=settings, decayed=(*P[:-1], 0), undecayed=UNIT, frozen=(100, 0, 0, 100))
+        (found,) = (s for s in tied.sent if s.what == "gradients of the embedding")
+        return found.nbytes, found.calls
+
+    once, steps = 4 * P[0] // 2, 4
+    assert embedding(2) == embedding(3) == embedding(1) == (once, 1)
+    for keys in ({"exact": True}, {"varying": True}):
+        assert embedding(2, **keys) == (steps * once, steps)
+        assert embedding(1, **keys) == (once, 1)
+
+
 def test_replicas_keep_a_part_of_their_group_and_send_their_sums() -> None:
     for level in (1, 2, 3):
         eight, two = shares(level, 8, shard_ranks=2), shares(level, 2)
