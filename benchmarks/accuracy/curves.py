@@ -77,7 +77,7 @@ def markdown(found: Mapping[str, Sequence[Curve]]) -> str:
             value, error, seeds = mean(of, step)
             spread = "" if math.isnan(error) else f" ± {100 * error:.1f}"
             cells.append(f"{100 * value:.1f}{spread}" + (f" ({seeds} of {len(of)})" if seeds < len(of) else ""))
-        text.append(f"| {line}, {len(of)} seeds | {' | '.join(cells)} |")
+        text.append(f"| {line}, {len(of)} seed{'s' * (len(of) > 1)} | {' | '.join(cells)} |")
     return "\n".join(text) + "\n"
 
 
