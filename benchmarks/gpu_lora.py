@@ -30,6 +30,7 @@ import bench
 import numpy as np
 import torch
 from shapes import PRESETS, Weights, model_of
+from waits import Span, waits
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import (
@@ -206,21 +207,22 @@ KINDS = (
 
 
 def profile(step: Callable[[], Any], steps: int) -> dict[str, Any]:
-    """Kernel time by name and by kind, and the share of the time in which no kernel ran."""
+    """Kernel time by name and by kind, the share of the time in which no kernel ran, and where computation waits."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as found:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
     by_name: dict[str, list[float]] = defaultdict(list)
-    spans: list[tuple[float, float]] = []
+    spans: list[Span] = []
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             by_name[event.name].append(event.time_range.elapsed_us())
-            spans.append((event.time_range.start, event.time_range.end))
-    spans.sort()
-    busy, reached = 0.0, spans[0][0]
-    for start, end in spans:
+            spans.append((event.name, event.time_range.start, event.time_range.end))
+    spans.sort(key=lambda span: span[1])
+    busy, began = 0.0, spans[0][1]
+    reached = began
+    for _, start, end in spans:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     kinds: dict[str, float] = defaultdict(float)
@@ -229,7 +231,8 @@ def profile(step: Callable[[], Any], steps: int) -> dict[str, Any]:
         kinds[kind] += sum(times) / steps / 1e3
     order = sorted(by_name.items(), key=lambda item: -sum(item[1]))
     return {
-        "idle": 1 - busy / (reached - spans[0][0]),
+        "idle": 1 - busy / (reached - began),
+        "waits": waits(spans, steps),
         "milliseconds_by_kind": {k: round(v, 3) for k, v in sorted(kinds.items(), key=lambda item: -item[1])},
         "launches": sum(map(len, by_name.values())) // steps,
         "kernels": [
