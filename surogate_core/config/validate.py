@@ -393,7 +393,8 @@ class _Validator:
         if chosen is None:
             return
         spec: FabricSpec = self.registry.bundles("fabric")[chosen.name].bundle
-        if built["dp_shard_size"] not in (None, 0, built["gpus"]) and not spec.across:
+        # A single GPU has no groups, and one that is to be counted may be several.
+        if built["gpus"] != 1 and built["dp_shard_size"] not in (None, 0, built["gpus"]) and not spec.across:
             message = f"{chosen.name} connects all GPUs alone, and `dp_shard_size` needs groups of them."
             self._problem("fabric", message, "fabric: auto, or dp_shard_size: 0")
         if isinstance(shared, int) and shared > 1 and not spec.groups:

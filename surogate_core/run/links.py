@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,11 +44,20 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
 
 
 def ranks_of_node(config: RunConfig, mesh: Mesh) -> int:
-    """`Mesh.node`: the ranks of each machine if sums have a stage inside it, otherwise 0. All ranks call it."""
-    counts = set(mesh.gather(mesh.local_world)) if mesh.world > 1 else {1}
+    """`Mesh.node`: the ranks of each machine if sums have a stage inside it, otherwise 0. All ranks call it.
+
+    srun's cyclic distribution deals ranks out to the machines in turn. Neighbours are on different machines then.
+    """
+    here = [socket.gethostname(), mesh.local_world]
+    machines: list[tuple[str, int]] = mesh.gather(here) if mesh.world > 1 else [("", 1)]
+    counts = {count for _, count in machines}
     count = min(counts)
     staged = config.hierarchical_reduction and len(counts) == 1 and 1 < count < mesh.world
-    return count if staged and mesh.world % count == 0 else 0
+    if not staged or mesh.world % count:
+        return 0
+    names = [name for name, _ in machines]
+    together = all(len(set(names[at : at + count])) == 1 for at in range(0, mesh.world, count))
+    return count if together else 0
 
 
 def slow_links(mesh: Mesh, device: torch.device) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,9 +63,22 @@ def test_machines_are_known_if_they_have_equally_many_ranks(
 ) -> None:
     config = configured(installed, *keys)
     for rank, count in enumerate(counts):
-        mesh = Mesh(rank=rank, world=4, local_world=count, swap=lambda value: counts)
+        mesh = Mesh(rank=rank, world=4, local_world=count, swap=lambda value: [["here", n] for n in counts])
         assert ranks_of_node(config, mesh) == node
     assert ranks_of_node(config, Mesh()) == 0
+
+
+def test_ranks_that_are_dealt_out_to_the_machines_in_turn_have_one_stage(installed: Registry) -> None:
+    """As by `srun --distribution=cyclic`: neighbours are on different machines."""
+    config = configured(installed)
+    for names, node in (("abab", 0), ("aabb", 2)):
+        told = [[name, 2] for name in names]
+        mesh = Mesh(rank=0, world=4, local_world=2, swap=partial(_told, told))
+        assert ranks_of_node(config, mesh) == node
+
+
+def _told(values: list[Any], value: Any) -> list[Any]:
+    return values
 
 
 def test_one_rank_asks_for_no_fabric(installed: Registry) -> None:

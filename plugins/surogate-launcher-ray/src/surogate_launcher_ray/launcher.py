@@ -143,8 +143,9 @@ class _Run:
         found, steps = self._on_those_left(), self._micro_batches()
         if found is None:
             what = f"ranks of fewer machines cannot share the {steps} micro-batches of a step equally"
-            if self._shard > 1:
-                what += f" in groups of dp_shard_size={self._shard}"
+            groups = {"dp_shard_size": self._shard, "context_parallel_size": self._context}
+            if named := " and ".join(f"{key}={size}" for key, size in groups.items() if size > 1):
+                what += f" in groups of {named}"
             if self._options.min_nodes > 1:
                 what = f"launcher.min_nodes={self._options.min_nodes}, and {what}"
             log.warning(f"the run waits for {full.nodes} machines as before: {what}")
@@ -158,14 +159,20 @@ class _Run:
     def _on_those_left(self) -> Layout | None:
         assert self._layout is not None
         machines = Machine.of(self._ray.nodes())
+        least, micro_batches = self._options.min_nodes, self._micro_batches()
         return self._layout.on_those_left(
-            machines, self._micro_batches(), least=self._options.min_nodes, shard=self._shard
+            machines, micro_batches, least=least, shard=self._shard, context=self._context
         )
 
     @property
     def _shard(self) -> int:
         """Ranks of each replica; 0 if all share out the model."""
         return int(self._job.config.get("dp_shard_size", 0))
+
+    @property
+    def _context(self) -> int:
+        """Ranks that share each micro-batch."""
+        return int(self._job.config.get("context_parallel_size", 1))
 
     def _micro_batches(self) -> int:
         """M, of a step of all ranks; 0 for a job that has no steps.
@@ -176,7 +183,7 @@ class _Run:
         with suppress(OSError, ValueError, KeyError):
             if _written(self._facts) != self._facts_before:
                 return int(json.loads(self._facts.read_bytes())["micro_batches"])
-        return int(self._job.config.get(ACCUMULATION, 0)) * self._layout.world
+        return int(self._job.config.get(ACCUMULATION, 0)) * (self._layout.world // self._context)
 
     def _check_left(self, found: Layout) -> None:
         """As `_check`, while machines are reserved.
@@ -220,7 +227,7 @@ class _Run:
         # Fewer ranks take the same steps, also where there is no checkpoint yet that says so.
         kept: dict[str, int] = {}
         if found.nodes < self._layout.nodes:
-            kept = {"gpus": found.world, ACCUMULATION: self._micro_batches() // found.world}
+            kept = {"gpus": found.world, ACCUMULATION: self._micro_batches() * self._context // found.world}
         job = sent(self._job, found.world, (), resume=resume, changes=kept)
         asked = []
         for member in members:
