@@ -46,23 +46,26 @@ def tokens_of_rank(config: RunConfig) -> int:
     return config.per_device_train_batch_size * config.sequence_len // config.context_parallel_size
 
 
-def shares_more(config: RunConfig, optimizer: OptimizerSpec) -> list[dict[str, Any]]:
-    """Changes with which several GPUs share out more, from the cheapest to the one that needs least memory."""
+def shares_more(config: RunConfig, optimizer: OptimizerSpec, *, online: bool) -> list[dict[str, Any]]:
+    """Changes with which several GPUs share out more, from the cheapest to the one that needs least memory.
+
+    `online`: whether the task samples from the model, which needs whole weights.
+    """
     if config.gpus == 1:
         return []
     if config.context_parallel_size > 1:
         return [{"zero_level": 1}] if not config.lora and level(config) == 0 and not optimizer.whole_matrices else []
     if config.lora:
-        return [] if shards_weights(config) else [{"shard_weights": True}]
+        return [] if online or shards_weights(config) else [{"shard_weights": True}]
     if optimizer.whole_matrices:
         return []
     if shards_weights(config):
         return [{"zero_level": 3}] if level(config) < 3 else []
     found: list[dict[str, Any]] = [{"zero_level": 1}] if level(config) == 0 else []
-    if level(config) < 2 and config.gradient_accumulation_steps > 1:
+    if level(config) < 2 and config.gradient_accumulation_steps > 1 and not online:
         # Cheaper than level 2, which reduces gradients in every micro-step. With one of them, level 2 costs less.
         found.append({**(found[0] if found else {}), "shard_weights": True})
-    return found + [{"zero_level": further} for further in (2, 3) if further > level(config)]
+    return found + [{"zero_level": further} for further in ((2,) if online else (2, 3)) if further > level(config)]
 
 
 def exact(config: RunConfig, *, moves_gradients: bool) -> bool:

@@ -102,9 +102,9 @@ def test_what_every_gpu_has_whole_is_not_moved(load: Load) -> None:
 
 
 def test_what_more_can_be_shared_out(load: Load, registry: Registry) -> None:
-    def more(*keys: str) -> list[dict[str, Any]]:
+    def more(*keys: str, online: bool = False) -> list[dict[str, Any]]:
         config = load("model=qwen3-0.6b", "lora=false", "gpus=2", *keys)
-        return sharing.shares_more(config, registry.get("optimizer", config.optimizer.name))
+        return sharing.shares_more(config, registry.get("optimizer", config.optimizer.name), online=online)
 
     weights, second, third = {"shard_weights": True}, {"zero_level": 2}, {"zero_level": 3}
     assert more("gradient_accumulation_steps=4") == [weights, second, third]
@@ -118,6 +118,8 @@ def test_what_more_can_be_shared_out(load: Load, registry: Registry) -> None:
     assert more("shard_weights=true") == more("zero_level=2") == [third]
     assert more("zero_level=3") == more("shard_weights=true", "zero_level=2") == []
     assert more("lora=true") == [weights]
+    assert more("gradient_accumulation_steps=4", online=True) == [second], "the model is sampled from"
+    assert more("lora=true", online=True) == more("zero_level=2", online=True) == []
 
 
 def test_a_number_of_ranks_that_the_environment_sets_is_checked(load: Load, registry: Registry) -> None:
