@@ -45,6 +45,7 @@ CASES: dict[str, Training] = {
     "full exact, level 1": FULL,
     "full exact, level 2": replace(FULL, zero_level=2),
     "full exact, level 3": replace(FULL, zero_level=3),
+    "full exact, level 1, weights shared out": replace(FULL, shard_weights=True),
     "full exact, level 1, fp8": replace(FULL, recipe="fp8-hybrid"),
     "full exact, level 3, fp32 AdamW": replace(FULL, zero_level=3, optimizer="adamw", master="float32"),
     "full exact, level 3, head not tied": replace(FULL, zero_level=3, tied=False),
@@ -54,6 +55,7 @@ CASES: dict[str, Training] = {
         FULL, zero_level=3, offload=("weights", "optimizer", "master")
     ),
     "full, level 1": replace(FULL, exact=False),
+    "full, level 1, weights shared out": replace(FULL, shard_weights=True, exact=False),
     "full, level 3": replace(FULL, zero_level=3, exact=False),
 }
 

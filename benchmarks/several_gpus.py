@@ -62,6 +62,9 @@ CASES: dict[str, Training] = {
     "8B full, level 3, accumulation 1": replace(FULL, zero_level=3),
     "4B full, level 0, accumulation 4": replace(FULL, preset="4b", zero_level=0, accumulation=4),
     "4B full, level 1, accumulation 4": replace(FULL, preset="4b", accumulation=4),
+    "4B full, level 1, weights shared out, accumulation 4": replace(
+        FULL, preset="4b", shard_weights=True, accumulation=4
+    ),
     "4B full, level 1, accumulation 1": replace(FULL, preset="4b"),
     "4B full, level 3, accumulation 1": replace(FULL, preset="4b", zero_level=3),
     "4B full, level 2, accumulation 4": replace(FULL, preset="4b", zero_level=2, accumulation=4),

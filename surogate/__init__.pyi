@@ -285,8 +285,9 @@ def sft(
         zero_level: What several GPUs share out: 1 masters and optimizer state, 2 also gradients, 3 also weights; 0
             nothing.
         shard_gradients: Share out the gradient sums, as `zero_level=2` does.
-        shard_weights: Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in
-            which it is kept.
+        shard_weights: Share out the weights of layers, as `zero_level=3` does. At level 1 every GPU keeps whole
+            gradient sums, which are reduced once a step; level 2 becomes 3. With `lora` the frozen base, in the
+            form in which it is kept.
         dp_shard_size: Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and
             `shard_weights` say. Each such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
@@ -621,8 +622,9 @@ def pt(
         zero_level: What several GPUs share out: 1 masters and optimizer state, 2 also gradients, 3 also weights; 0
             nothing.
         shard_gradients: Share out the gradient sums, as `zero_level=2` does.
-        shard_weights: Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in
-            which it is kept.
+        shard_weights: Share out the weights of layers, as `zero_level=3` does. At level 1 every GPU keeps whole
+            gradient sums, which are reduced once a step; level 2 becomes 3. With `lora` the frozen base, in the
+            form in which it is kept.
         dp_shard_size: Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and
             `shard_weights` say. Each such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with

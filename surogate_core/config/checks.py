@@ -155,7 +155,7 @@ SEVERAL: tuple[Rule, ...] = (
             message="is set while `zero_level` is 0, which shares out nothing.",
             fix=f"zero_level: {level}, or {key}: false",
         )
-        for key, level in (("shard_gradients", 2), ("shard_weights", 3))
+        for key, level in (("shard_gradients", 2), ("shard_weights", 1))
     ),
     Rule(
         name="groups_that_share_out",

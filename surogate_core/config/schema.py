@@ -269,7 +269,9 @@ class RunConfig:
     shard_gradients: bool = False
     """Share out the gradient sums, as `zero_level=2` does."""
     shard_weights: bool = False
-    """Share out the weights, as `zero_level=3` does. With `lora` the frozen base, in the form in which it is kept."""
+    """Share out the weights of layers, as `zero_level=3` does. At level 1 every GPU keeps whole gradient sums, which
+    are reduced once a step; level 2 becomes 3. With `lora` the frozen base, in the form in which it is kept.
+    """
     dp_shard_size: Annotated[int, Interval(ge=0, le=1024)] = 0
     """Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and `shard_weights` say. Each
     such group is a replica of the others. It divides `gpus`; 0 is all GPUs.

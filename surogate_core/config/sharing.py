@@ -15,12 +15,15 @@ def level(config: RunConfig) -> int:
     """The ZeRO level of the trained state; 0 with `lora`, whose trained state every rank keeps.
 
     It does not depend on the number of GPUs, because the order of an exact sum follows it. With `cpu_training` each
-    process keeps its part of everything in host memory, and its CPU updates that part.
+    process keeps its part of everything in host memory, and its CPU updates that part. Level 1 may share out the
+    weights too, which changes no sum: `shards_weights`.
     """
-    if config.cpu_training and not config.lora:
+    if config.lora:
+        return 0
+    if config.cpu_training:
         return 3
-    asked = max(config.zero_level, 2 if config.shard_gradients else 0, 3 if config.shard_weights else 0)
-    return 0 if config.lora else asked
+    asked = max(config.zero_level, 2 if config.shard_gradients else 0)
+    return 3 if asked == 2 and config.shard_weights else asked
 
 
 def shards_weights(config: RunConfig) -> bool:
@@ -43,17 +46,26 @@ def tokens_of_rank(config: RunConfig) -> int:
     return config.per_device_train_batch_size * config.sequence_len // config.context_parallel_size
 
 
-def shares_more(config: RunConfig, optimizer: OptimizerSpec) -> list[dict[str, Any]]:
-    """Changes with which several GPUs share out more, from the cheapest to the one that needs least memory."""
+def shares_more(config: RunConfig, optimizer: OptimizerSpec, *, online: bool) -> list[dict[str, Any]]:
+    """Changes with which several GPUs share out more, from the cheapest to the one that needs least memory.
+
+    `online`: whether the task samples from the model, which needs whole weights.
+    """
     if config.gpus == 1:
         return []
     if config.context_parallel_size > 1:
         return [{"zero_level": 1}] if not config.lora and level(config) == 0 and not optimizer.whole_matrices else []
     if config.lora:
-        return [] if shards_weights(config) else [{"shard_weights": True}]
+        return [] if online or shards_weights(config) else [{"shard_weights": True}]
     if optimizer.whole_matrices:
         return []
-    return [{"zero_level": further} for further in range(level(config) + 1, 4)]
+    if shards_weights(config):
+        return [{"zero_level": 3}] if level(config) < 3 else []
+    found: list[dict[str, Any]] = [{"zero_level": 1}] if level(config) == 0 else []
+    if level(config) < 2 and config.gradient_accumulation_steps > 1 and not online:
+        # Cheaper than level 2, which reduces gradients in every micro-step. With one of them, level 2 costs less.
+        found.append({**(found[0] if found else {}), "shard_weights": True})
+    return found + [{"zero_level": further} for further in ((2,) if online else (2, 3)) if further > level(config)]
 
 
 def exact(config: RunConfig, *, moves_gradients: bool) -> bool:
@@ -107,8 +119,12 @@ def misplaced(config: RunConfig, moves: Collection[TensorKind]) -> Problem | Non
     shared = level(config)
     if config.gpus == 1 or not shared:
         return None
-    for kind, least, what in (("weights", 3, "trained weights"), ("gradients", 2, "gradients")):
-        if kind in moves and shared < least:
+    kinds: tuple[tuple[TensorKind, bool, int, str], ...] = (
+        ("weights", shards_weights(config), 3, "trained weights"),
+        ("gradients", shared >= 2, 2, "gradients"),
+    )
+    for kind, parted, least, what in kinds:
+        if kind in moves and not parted:
             name = config.offload.name
             message = f"is {shared}, with which every GPU keeps whole {what}, and offload={name} moves them."
             fix = f"zero_level: {least}, with which each GPU moves its part, or offload_* keys that leave them alone"

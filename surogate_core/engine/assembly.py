@@ -66,7 +66,9 @@ class EngineSettings:
     one rank it decides only the order of exact sums.
     """
     shard_weights: bool = False
-    """Whether each rank keeps only its part of the weights between their uses, frozen ones included."""
+    """Whether each rank keeps only its part of the weights between their uses, as at level 3: at level 1 of the trained
+    ones, with adapters of the frozen ones.
+    """
     shard_ranks: int = 0
     """P, neighbouring ranks that share them out; each group of P ranks is a replica of the others. 0 is all ranks."""
     exact: bool = False

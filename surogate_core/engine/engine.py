@@ -73,7 +73,7 @@ class Engine:
             stages=Stages(self.mesh, shard=self.settings.shard_ranks),
             level=self.settings.zero_level,
             exact=self.settings.exact,
-            base=self.settings.shard_weights,
+            weights=self.settings.shard_weights,
             context=self.settings.context,
             varying=self.settings.varying,
             replicas_once=assembly.adds_replicas_once,

@@ -226,7 +226,7 @@ class Counts:
         shared = shares.level >= 1
         base = shares.base(self.frozen)
         layers = f", 1/{shares.parts} of each layer's" if shares.shards_base else ""
-        of_layers = f", 1/{shares.parts} of each layer's" if shares.level == 3 else ""
+        of_layers = f", 1/{shares.parts} of each layer's" if shares.shards_layers else ""
         masters = shares.masters * settings.master_dtype.itemsize
         apart = shares.whole_copies if copies != "device" else 0
         # Beside a shared base, blocks do not compute with masters that are off the device.

@@ -82,14 +82,18 @@ class Sharing:
     """`EngineSettings.zero_level`: 0 nothing, 1 masters and optimizer state, 2 also gradients, 3 also weights."""
     exact: bool = False
     """Whether sums are in an order that does not depend on the number of ranks."""
-    base: bool = False
-    """Whether frozen weights are shared out."""
+    weights: bool = False
+    """`EngineSettings.shard_weights`: whether weights are shared out below level 3 too."""
     context: int = 1
     """C, neighbouring ranks that share each micro-batch."""
     varying: bool = False
     """Whether steps have any number of micro-batches."""
     replicas_once: bool = False
     """`Assembly.adds_replicas_once`."""
+
+    def __post_init__(self) -> None:
+        unequal = self.varying and not self.reduces_each_micro_step
+        assert not (unequal and self.shards_weights), "ranks with unequally many micro-steps cannot gather together"
 
     @property
     def row_ranks(self) -> int:
@@ -119,7 +123,7 @@ class Sharing:
     @property
     def shards_weights(self) -> bool:
         """Whether weights are sharded between their uses, trained or frozen ones."""
-        return (self.level == 3 or self.base) and self.mesh.world > 1
+        return (self.level == 3 or self.weights) and self.mesh.world > 1
 
     def share(self, micro_batches: int) -> Share:
         """This rank's micro-batches of a step."""
@@ -212,7 +216,7 @@ class ShardedGroup:
     """A flat group as one of several ranks holds it: its part of masters and optimizer state.
 
     `sums` are the gradients of the whole group at level 1, else of this rank's part. What blocks compute with, the
-    copies, are whole up to level 2; at level 3 they are this rank's part of a layer.
+    copies, are whole; if weights are shared out, they are this rank's part of a layer.
 
     `groups` are the parts for the optimizer, `host_groups` the same ones for the CPU, if they are in its memory.
     """
@@ -242,7 +246,7 @@ class ShardedGroup:
         sums = self.elements if sharing.level == 1 else at
         self.sums, self._host_sums = placement.zeros("gradients", sums, torch.float32)
         self._whole_sums = sharing.level == 1
-        self.whole_pieces = tuple(key for key in self.parts if sharing.level < 3 or key in (EMBED, HEAD))
+        self.whole_pieces = tuple(key for key in self.parts if not sharing.shards_weights or key in (EMBED, HEAD))
         """Keys of the pieces whose copies are whole on every rank."""
         self._copies: dict[str, Tensor] = {}
         self._resting: dict[str, Tensor] = {}

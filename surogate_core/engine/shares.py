@@ -82,6 +82,16 @@ class Shares:
         return self.settings.shard_weights and self.ranks > 1 and any(self.frozen[1:-1])
 
     @property
+    def shards_layers(self) -> bool:
+        """Whether the trained weights of layers are shared out."""
+        return self.level == 3 or (self.level > 0 and self.settings.shard_weights)
+
+    @property
+    def _copied_whole(self) -> Sequence[int]:
+        """Elements of each piece whose compute copy every rank has whole."""
+        return (self.decayed[0], self.decayed[-1]) if self.shards_layers else self.decayed
+
+    @property
     def flat(self) -> int:
         """Trained elements of the model, with the padding of flat groups."""
         return sum(self.decayed) + self.undecayed
@@ -142,7 +152,7 @@ class Shares:
         """Bytes of the compute copies that a rank has whole beside the parts that it owns. They stay on the device."""
         if self.level == 0:
             return 0
-        whole = sum(map(self._even, self.decayed if self.level < 3 else (self.decayed[0], self.decayed[-1])))
+        whole = sum(map(self._even, self._copied_whole))
         # Shared masters are separate from the copies even in the model's dtype, others only if the CPU updates them.
         apart = self.settings.dtype != self.settings.master_dtype or self.settings.update_on_cpu
         replicated = self.undecayed if apart else 0
@@ -151,7 +161,7 @@ class Shares:
     @property
     def copies_of_parts(self) -> int:
         """Bytes of the compute copies of a rank's parts of layers."""
-        return sum(map(self._own, self.decayed[1:-1])) * self.settings.dtype.itemsize if self.level == 3 else 0
+        return sum(map(self._own, self.decayed[1:-1])) * self.settings.dtype.itemsize if self.shards_layers else 0
 
     def base(self, alone: int) -> int:
         """Bytes of the frozen weights of a rank, with embedding and head whole; `alone`: those of one rank alone."""
@@ -173,7 +183,7 @@ class Shares:
         if self.shards_base:
             part = self._part(max(self.frozen[1:-1]))
         else:
-            largest = max(self.decayed[1:-1], default=0) if self.level == 3 else 0
+            largest = max(self.decayed[1:-1], default=0) if self.shards_layers else 0
             part = self._own(largest) * self.settings.dtype.itemsize
         # All parts are as long as the longest one. One is on its way from the host.
         return (2 * self.parts + from_host) * part
@@ -287,7 +297,7 @@ class Shares:
         if self.level == 0:
             return ()
         width = self.settings.dtype.itemsize
-        once = self.decayed if self.level < 3 else (self.decayed[0], self.decayed[-1])
+        once = self._copied_whole
         found = [
             Sent(
                 what="updated weights",
@@ -298,7 +308,7 @@ class Shares:
                 ranks=self._among,
             )
         ]
-        if self.level == 3:
+        if self.shards_layers:
             found.append(self._twice("weights of layers", [width * self._even(n) for n in self.decayed[1:-1]], steps))
         return found
 

@@ -62,7 +62,7 @@ class Weights:
             offloader=assembly.offloader, stores=assembly.stores, device=settings.device, updates_on_cpu=False
         )
         mesh = Mesh()
-        sharing = Sharing(mesh=mesh, stages=Stages(mesh), level=0, exact=False, base=False)
+        sharing = Sharing(mesh=mesh, stages=Stages(mesh), level=0)
         store = StoreSet.of(placement, sharing).weights
         parameters = Parameters(
             plan.pieces,

@@ -24,9 +24,12 @@ Problems = Callable[..., list[Problem]]
         ([], 1, False),
         (["zero_level=0"], 0, False),
         (["shard_gradients=true"], 2, False),
-        (["shard_weights=true"], 3, True),
+        (["shard_weights=true"], 1, True),
+        (["shard_weights=true", "shard_gradients=true"], 3, True),
+        (["shard_weights=true", "zero_level=2"], 3, True),
         (["zero_level=3"], 3, True),
         (["cpu_training=true"], 3, True),
+        (["cpu_training=true", "shard_weights=true"], 3, True),
         (["lora=true", "cpu_training=true"], 0, False),
         (["lora=true", "zero_level=2"], 0, False),
         (["lora=true", "shard_weights=true"], 0, True),
@@ -89,7 +92,34 @@ def test_what_every_gpu_has_whole_is_not_moved(load: Load) -> None:
     for keys in (["gpus=1"], ["gpus=2", "zero_level=0"], ["gpus=2", "zero_level=3"]):
         assert wrong("lora=false", *keys, moves=everything) is None
     assert wrong("lora=false", "gpus=2", moves="residuals master optimizer") is None
+    assert wrong("lora=false", "gpus=2", "shard_weights=true", moves="weights residuals master optimizer") is None
+    problem = wrong("lora=false", "gpus=2", "shard_weights=true", moves=everything)
+    assert problem is not None
+    assert "whole gradients" in problem.message
+    assert problem.fix.startswith("zero_level: 2")
+    assert wrong("lora=false", "gpus=2", "shard_weights=true", "zero_level=2", moves=everything) is None
     assert wrong("lora=true", "gpus=2", moves=everything) is None
+
+
+def test_what_more_can_be_shared_out(load: Load, registry: Registry) -> None:
+    def more(*keys: str, online: bool = False) -> list[dict[str, Any]]:
+        config = load("model=qwen3-0.6b", "lora=false", "gpus=2", *keys)
+        return sharing.shares_more(config, registry.get("optimizer", config.optimizer.name), online=online)
+
+    weights, second, third = {"shard_weights": True}, {"zero_level": 2}, {"zero_level": 3}
+    assert more("gradient_accumulation_steps=4") == [weights, second, third]
+    assert more("gradient_accumulation_steps=1") == [second, third], "level 2 keeps less and sends no more"
+    assert more("gradient_accumulation_steps=4", "zero_level=0") == [
+        {"zero_level": 1},
+        {"zero_level": 1, **weights},
+        second,
+        third,
+    ]
+    assert more("shard_weights=true") == more("zero_level=2") == [third]
+    assert more("zero_level=3") == more("shard_weights=true", "zero_level=2") == []
+    assert more("lora=true") == [weights]
+    assert more("gradient_accumulation_steps=4", online=True) == [second], "the model is sampled from"
+    assert more("lora=true", online=True) == more("zero_level=2", online=True) == []
 
 
 def test_a_number_of_ranks_that_the_environment_sets_is_checked(load: Load, registry: Registry) -> None:

@@ -86,8 +86,11 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "level 1": (False, 2, {"zero_level": 1, "exact": True}),
     "level 1 in bf16": (False, 4, {"zero_level": 1, "dtype": torch.bfloat16, "master_dtype": torch.bfloat16}),
     "level 2": (False, 2, {"zero_level": 2, "exact": True}),
+    "level 1, weights": (False, 3, {"zero_level": 1, "shard_weights": True}),
+    "level 1, weights, exact": (False, 2, {"zero_level": 1, "shard_weights": True, "exact": True}),
     "level 3": (False, 3, {"zero_level": 3, "shard_weights": True}),
     "shared base": (True, 2, {"shard_weights": True}),
+    "level 1, weights on the host": (False, 2, {"zero_level": 1, "shard_weights": True, "offloader": HOST}),
     "level 3 on the host": (False, 2, {"zero_level": 3, "shard_weights": True, "offloader": HOST}),
     "cpu_training": (False, 2, {"zero_level": 3, "shard_weights": True, "offloader": ALL, "update_on_cpu": True}),
     "shared base, cpu_training": (True, 2, {"shard_weights": True, "offloader": ALL, "update_on_cpu": True}),
@@ -104,6 +107,7 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
         },
     ),
     "replicas, level 1": (False, 4, {"zero_level": 1, "exact": True, "shard_ranks": 2}),
+    "replicas, level 1, weights": (False, 4, {"zero_level": 1, "shard_weights": True, "shard_ranks": 2}),
     "replicas, level 3": (False, 4, {"zero_level": 3, "shard_weights": True, "shard_ranks": 2}),
     "replicas, level 2, exact": (False, 4, {"zero_level": 2, "exact": True, "shard_ranks": 2}),
     "shared base of replicas": (True, 4, {"shard_weights": True, "shard_ranks": 2}),
@@ -122,6 +126,7 @@ def _kept(weights: Any) -> int:
 
 
 @pytest.mark.slow_cases("lora", "level 0", "level 1 in bf16", "level 2", "shared base on the host")
+@pytest.mark.slow_cases("level 1, weights, exact", "level 1, weights on the host")
 @pytest.mark.slow_cases("cpu_training in bf16", "shared base, cpu_training")
 @pytest.mark.parametrize(("adapters", "ranks", "keys"), RANKS.values(), ids=list(RANKS))
 def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, keys: dict[str, Any]) -> None:

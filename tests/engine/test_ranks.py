@@ -3,128 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import mixture
 import pytest
 import torch
+from rank_engines import CASES, UNTIED, alone, engine_of, steps, trained
 from surogate_offload_host.store import HostStores
-from surogate_quant_nf4 import NF4Options
-from surogate_quant_nf4.nf4 import NF4
 from tiny_qwen3 import StrictStore
 from torch import Tensor
 
 from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Store, Stores, TensorKind
 from surogate_core.dsl.declare import TensorSpec
-from surogate_core.dsl.sides import RouterLosses
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import InFile
 from surogate_core.engine.prediction import predict
 from surogate_core.errors import PluginError, UserError
-from surogate_core.formats.adamw_8bit import BlockwiseAdamW
 from surogate_core.mesh import groups
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
-
-EIGHT_BIT = OptimizerSpec(name="adamw-8bit", build=lambda groups, options: BlockwiseAdamW(groups))
-UNTIED = {**tiny.SMALL_CONFIG, "tie_word_embeddings": False}
-WIDE = {**tiny.SMALL_CONFIG, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
-"""Matrices of 4096 elements and more, whose moments have 8 bits."""
-
-
-def engine_of(fabric: VirtualFabric, *, micro_batches: int, node: int = 0, **changes: Any) -> Engine:
-    """`node`: ranks of each machine, if there are several."""
-    changes = {"optimizer": tiny.ADAMW, "build": tiny.SmallModel, **changes}
-    config = changes.pop("config", tiny.SMALL_CONFIG)
-    assembly = tiny.assembly(config, ranks=fabric.world, micro_batches=micro_batches, **changes)
-    mesh = fabric.mesh(node) if fabric.world > 1 else None
-    return Engine(assembly, tiny.random_source(), mesh=mesh)
-
-
-def steps(engine: Engine, count: int, *, micro_batches: int, start: int = 0) -> list[tuple[Any, ...]]:
-    """(loss, norm, side outputs) of each step; a rank gets counts of the others' micro-batches."""
-    share = engine.sharing.share(micro_batches)
-    found = []
-    for step in range(start, start + count):
-        batches = [b if n in share.numbers else b.counts() for n, b in enumerate(tiny.batches(step, micro_batches))]
-        result = engine.train_step(batches, step=step, lr=1e-2)
-        found.append((*result.read(), *(total.tolist() for _, total in result.sides().values())))
-    return found
-
-
-def trained(world: int, *, micro_batches: int = 8, count: int = 3, **changes: Any) -> tuple[Any, Mapping[str, Tensor]]:
-    def work(fabric: VirtualFabric) -> tuple[Any, dict[str, Tensor]]:
-        engine = engine_of(fabric, micro_batches=micro_batches, **changes)
-        figures = steps(engine, count, micro_batches=micro_batches)
-        return figures, tiny.whole_state(engine)
-
-    results = in_threads(world, work)
-    assert all(figures == results[0][0] for figures, _ in results)  # every rank knows the figures of the run
-    return results[0]
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "lora": {"lora": tiny.lora(dropout=0.1)},
-    "level 0": {"zero_level": 0},
-    "level 1": {"zero_level": 1},
-    "level 1, head not tied": {"zero_level": 1, "config": UNTIED},
-    "level 2": {"zero_level": 2},
-    "level 3": {"zero_level": 3},
-    "level 3, head not tied": {"zero_level": 3, "config": UNTIED},
-    "lora on a sharded base": {"lora": tiny.lora(dropout=0.1), "shard_weights": True},
-    "level 1 in 8 bits, bf16 masters": {
-        "zero_level": 1,
-        "config": WIDE,
-        "optimizer": EIGHT_BIT,
-        "master_dtype": torch.bfloat16,
-    },
-    "level 3 in 8 bits, bf16 masters": {
-        "zero_level": 3,
-        "config": WIDE,
-        "optimizer": EIGHT_BIT,
-        "master_dtype": torch.bfloat16,
-        "dtype": torch.bfloat16,
-    },
-    "experts, level 1": {
-        "zero_level": 1,
-        "build": mixture.Mixture,
-        "config": mixture.CONFIG,
-        "router_losses": RouterLosses(aux=0.1, z=0.01),
-    },
-    "experts, level 3": {
-        "zero_level": 3,
-        "build": mixture.Mixture,
-        "config": mixture.CONFIG,
-        "router_losses": RouterLosses(aux=0.1, form="layer"),
-    },
-    "experts, a counted step, level 3": {
-        "zero_level": 3,
-        "build": mixture.Mixture,
-        "config": mixture.CONFIG,
-        "router_losses": RouterLosses(aux=0.1),
-    },
-    "experts in NF4, sharded": {
-        "lora": tiny.lora(dropout=0.1),
-        "shard_weights": True,
-        "build": mixture.Mixture,
-        "config": mixture.CONFIG,
-        "weight_format": NF4(NF4Options()),
-    },
-    "experts, lora on a sharded base": {
-        "lora": tiny.lora(dropout=0.1, expert_rank=2, train_router=True),
-        "shard_weights": True,
-        "build": mixture.Mixture,
-        "config": mixture.CONFIG,
-    },
-}
-
-
-@cache
-def alone(case: str, *, micro_batches: int = 8, count: int = 3) -> tuple[Any, Mapping[str, Tensor]]:
-    """The figures and the tensors of one rank."""
-    return trained(1, exact=True, micro_batches=micro_batches, count=count, **CASES[case])
-
 
 QUICK = {
     ("lora", 4),
@@ -132,6 +29,8 @@ QUICK = {
     ("level 1", 2),
     ("experts in NF4, sharded", 2),
     ("level 3 in 8 bits, bf16 masters", 2),
+    ("level 1, weights", 2),
+    ("level 1, weights, in 8 bits, bf16 masters", 4),
 }
 IN_WORLDS = [
     pytest.param(case, world, marks=[] if (case, world) in QUICK else pytest.mark.slow)
@@ -140,7 +39,15 @@ IN_WORLDS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "world"), [("experts, level 1", 2), ("experts, a counted step, level 3", 2)])
+@pytest.mark.slow_cases("experts, a counted step, level 1, weights")
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        ("experts, level 1", 2),
+        ("experts, a counted step, level 1, weights", 2),
+        ("experts, a counted step, level 3", 2),
+    ],
+)
 def test_ranks_with_one_micro_step_each_know_the_tokens_of_the_step(case: str, world: int) -> None:
     figures, state = alone(case, micro_batches=world)
     other_figures, other_state = trained(world, exact=True, micro_batches=world, **CASES[case])
@@ -159,7 +66,7 @@ def test_any_number_of_ranks_trains_the_same_bits(case: str, world: int) -> None
 QUICK_MACHINES = {("lora", 4, 2), ("level 1", 8, 4), ("level 3", 4, 2)}
 ON_MACHINES = [
     pytest.param(case, world, node, marks=[] if (case, world, node) in QUICK_MACHINES else pytest.mark.slow)
-    for case in ("lora", "level 0", "level 1", "level 2", "level 3", "lora on a sharded base")
+    for case in ("lora", "level 0", "level 1", "level 1, weights", "level 2", "level 3", "lora on a sharded base")
     for world, node in ((4, 2), (8, 2), (8, 4))
 ]
 
@@ -172,16 +79,24 @@ def test_sums_in_two_stages_have_the_bits_of_one_rank(case: str, world: int, nod
     tiny.ensure_same_bits(other_state, state, f"{world} ranks, {node} on each machine")
 
 
-QUICK_REPLICAS = {("level 1", 4, 2, 2), ("level 2", 4, 2, 0), ("level 3", 8, 4, 2), ("lora on a sharded base", 4, 2, 2)}
+QUICK_REPLICAS = {
+    ("level 1", 4, 2, 2),
+    ("level 1, weights", 4, 2, 2),
+    ("level 2", 4, 2, 0),
+    ("level 3", 8, 4, 2),
+    ("lora on a sharded base", 4, 2, 2),
+}
 REPLICAS = [
     pytest.param(case, *places, marks=[] if (case, *places) in QUICK_REPLICAS else pytest.mark.slow)
     for case in (
         "level 1",
+        "level 1, weights",
         "level 2",
         "level 3",
         "level 3, head not tied",
         "lora on a sharded base",
         "level 1 in 8 bits, bf16 masters",
+        "level 1, weights, in 8 bits, bf16 masters",
         "level 3 in 8 bits, bf16 masters",
         "experts, level 3",
         "experts in NF4, sharded",
@@ -207,6 +122,18 @@ def test_levels_with_one_order_of_sums_train_the_same_bits(levels: tuple[int, in
     assert [loss for loss, _ in one[0]] == [loss for loss, _ in other[0]]
     assert [norm for _, norm in one[0]] == pytest.approx([norm for _, norm in other[0]], rel=1e-6)
     tiny.ensure_same_bits(other[1], one[1], f"levels {levels[0]} and {levels[1]}")
+
+
+@pytest.mark.parametrize(
+    ("world", "shard"), [(2, 0), pytest.param(3, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_weights_shared_out_at_level_1_change_no_bit(world: int, shard: int) -> None:
+    """Gradients are added as at level 1, in any order of sums."""
+    keys: dict[str, Any] = {"micro_batches": 12, "count": 2, "zero_level": 1, "shard_ranks": shard}
+    figures, state = trained(world, **keys)
+    shared_figures, shared = trained(world, shard_weights=True, **keys)
+    assert shared_figures == figures
+    tiny.ensure_same_bits(shared, state, "weights shared out")
 
 
 class _LiveStore(StrictStore):
@@ -241,12 +168,15 @@ class _HostStores(Stores):
 
 @pytest.mark.slow
 @pytest.mark.slow_cases("level 2", "level 3")
-@pytest.mark.parametrize("case", ["lora on a sharded base", "level 2", "level 3", "level 3 in 8 bits, bf16 masters"])
+@pytest.mark.parametrize(
+    "case",
+    ["lora on a sharded base", "level 1, weights", "level 2", "level 3", "level 3 in 8 bits, bf16 masters"],
+)
 def test_what_is_shared_out_may_be_in_host_memory(case: str) -> None:
-    """Each rank moves its part. Weights are whole on the device up to level 2."""
+    """Each rank moves its part. Whole weights and whole gradients stay on the device."""
     kinds: set[TensorKind] = {"master", "optimizer", "residuals"}
     kinds |= {"weights"} if case != "level 2" else set()
-    kinds |= {"gradients"} if "level" in case else set()
+    kinds |= {"gradients"} if "level" in case and "level 1" not in case else set()
     host = OffloaderSpec(
         name="host", kinds=frozenset(kinds), place="host", build=lambda *a: _HostStores(), allocates=True
     )
@@ -327,14 +257,30 @@ def test_without_exactness_runs_repeat_and_are_close_to_one_rank(world: int, lev
 
 @pytest.mark.slow_cases("lora", "level 1 in 8 bits, bf16 masters")
 @pytest.mark.slow_cases("level 1 in 8 bits, bf16 masters")
-@pytest.mark.parametrize("case", ["lora", "level 1 in 8 bits, bf16 masters", "level 3 in 8 bits, bf16 masters"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "lora",
+        "level 1 in 8 bits, bf16 masters",
+        "level 1, weights, in 8 bits, bf16 masters",
+        "level 3 in 8 bits, bf16 masters",
+    ],
+)
 def test_a_checkpoint_serves_any_number_of_ranks(case: str) -> None:
     """4 → 2 → 1 → 4 is as four on four ranks."""
     _resumed(case, (4, 0, 0), (2, 0, 0), (1, 0, 0), (4, 0, 0))
 
 
 @pytest.mark.slow_cases("level 1 in 8 bits, bf16 masters")
-@pytest.mark.parametrize("case", ["level 1 in 8 bits, bf16 masters", "level 3 in 8 bits, bf16 masters"])
+@pytest.mark.slow_cases("level 1, weights, in 8 bits, bf16 masters")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "level 1 in 8 bits, bf16 masters",
+        "level 1, weights, in 8 bits, bf16 masters",
+        "level 3 in 8 bits, bf16 masters",
+    ],
+)
 def test_a_checkpoint_serves_replicas_of_any_size(case: str) -> None:
     """2 replicas of 2 ranks → one group of 4 → 1 → 4 replicas of 2 are as four steps of one rank."""
     _resumed(case, (4, 2, 2), (4, 0, 0), (1, 0, 0), (8, 2, 4))
@@ -483,11 +429,13 @@ def test_not_a_number_on_one_rank_skips_the_step_on_all(case: str) -> None:
         assert figures[0][1] != figures[0][1]
 
 
-def test_evaluation_is_shared_and_its_sum_is_that_of_one_rank() -> None:
+@pytest.mark.parametrize("weights", [False, True])
+def test_evaluation_is_shared_and_its_sum_is_that_of_one_rank(weights: bool) -> None:
+    """`weights`: whether they are shared out."""
     batches = [tiny.batch(tiny.documents(seed=i)) for i in range(5)]
 
     def work(fabric: VirtualFabric) -> list[tuple[float, int]]:
-        engine = engine_of(fabric, micro_batches=8, exact=True, zero_level=1)
+        engine = engine_of(fabric, micro_batches=8, exact=True, zero_level=1, shard_weights=weights)
         with engine.mesh.turn:
             engine.programs.head(engine.plan.head, tiny.TOKENS, training=False)
             for piece in engine.plan.layers:

@@ -48,6 +48,20 @@ def test_levels_keep_less(ranks: int) -> None:
     assert shares(1, ranks, master_dtype=torch.bfloat16).copies(0) == 2 * sum(P), "whole masters are no copies"
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_level_1_keeps_whole_sums_and_parts_of_weights(ranks: int) -> None:
+    weights, first, third = shares(1, ranks, shard_weights=True), shares(1, ranks), shares(3, ranks)
+    assert (weights.masters, weights.sums, weights.whole_sums) == (first.masters, first.sums, 0)
+    assert (weights.staging, weights.partial_sums) == (first.staging, first.partial_sums)
+    assert weights.copies(0) == third.copies(0) < first.copies(0)
+    assert weights.gathered(from_host=True) == third.gathered(from_host=True)
+    sent, of_first, of_third = ({s.what: s for s in one.sent} for one in (weights, first, third))
+    assert sent.keys() == of_third.keys()
+    for what, one in sent.items():
+        assert one == (of_first if "gradients" in what else of_third)[what], what
+    assert shares(1, shard_weights=True).copies(123) == 123, "one rank has nobody to share with"
+
+
 def test_other_numbers_of_ranks_own_equal_parts_rounded_up() -> None:
     assert shares(1, 3).masters == (3 + 6 + 6 + 3) * UNIT + UNIT
     assert shares(1, 100).masters == 4 * UNIT + UNIT

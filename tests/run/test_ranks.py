@@ -164,6 +164,9 @@ def test_another_order_of_sums_gets_a_note() -> None:
     assert reduction_of(settings(ranks=8), (2, 4)) == reduction_of(settings(ranks=8, shard_ranks=2)) == exact
     second = [reduction_of(settings(exact=False, ranks=8, zero_level=2, shard_ranks=parts)) for parts in (0, 2, 4)]
     assert len({str(order) for order in second}) == 3
+    for equal in (True, False):
+        first, weights = (settings(zero_level=1, exact=equal, shard_weights=shared) for shared in (False, True))
+        assert reduction_of(weights) == reduction_of(first), "weights that are shared out change no sum"
     assert reduction_notes(settings(ranks=1), saved(reduction=exact), deterministic=True) == []
     assert reduction_notes(settings(ranks=1), saved(), deterministic=True) == []
     assert "another order than before" in reduction_notes(settings(ranks=1), other, deterministic=True)[0]

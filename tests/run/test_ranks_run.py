@@ -77,7 +77,9 @@ FULL = ("lora=false", "exact_reduction=true")
     [
         LORA,
         (*FULL, "zero_level=1"),
+        (*FULL, "shard_weights=true"),
         (*FULL, "zero_level=3"),
+        (*FULL, "shard_weights=true", "dp_shard_size=2"),
         (*FULL, "zero_level=2", "dp_shard_size=2"),
         (*FULL, "zero_level=3", "dp_shard_size=2"),
         (*LORA, "shard_weights=true", "dp_shard_size=2"),
@@ -125,6 +127,10 @@ def test_two_machines_of_two_ranks_are_the_run_on_one(
         pytest.param(("exact_reduction=true", "optimizer=adamw", "zero_level=0"), id="level-0"),
         pytest.param(("exact_reduction=true", "optimizer=adamw"), id="level-1"),
         pytest.param(("exact_reduction=true", "optimizer=adamw_8bit", "master_dtype=bf16"), id="level-1-8bit-bf16"),
+        pytest.param(
+            ("exact_reduction=true", "optimizer=adamw_8bit", "master_dtype=bf16", "shard_weights=true"),
+            id="level-1-weights-8bit-bf16",
+        ),
         pytest.param(("exact_reduction=true", "optimizer=adamw", "zero_level=2"), id="level-2"),
         pytest.param(("exact_reduction=true", "optimizer=adamw", "zero_level=3"), id="level-3"),
         pytest.param((*LORA, "shard_weights=true", "recipe=fp8-hybrid"), id="sharded-base-fp8"),
