@@ -60,6 +60,8 @@ class Training:
     """Micro-batches of a rank in an optimizer step."""
     micro_batches: int = 0
     """Micro-batches of all ranks in an optimizer step, instead of `accumulation`."""
+    graphs: bool = True
+    """Whether a GPU replays CUDA graphs; otherwise the host starts each kernel."""
 
     @property
     def is_exact(self) -> bool:
@@ -111,7 +113,7 @@ def assembly_of(training: Training, world: int, device: torch.device, *, seed: i
         device=device,
         dtype=torch.bfloat16 if gpu and not training.fp32 else torch.float32,
         compiler="inductor" if gpu else "fx",
-        cuda_graphs=gpu,
+        cuda_graphs=gpu and training.graphs,
         tokens=training.rows * training.length // training.context(world),
         context=training.context(world),
         borders=training.rows + 1,

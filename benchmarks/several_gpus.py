@@ -69,6 +69,9 @@ CASES: dict[str, Training] = {
     "4B full, level 3, accumulation 1": replace(FULL, preset="4b", zero_level=3),
     "4B full, level 2, accumulation 4": replace(FULL, preset="4b", zero_level=2, accumulation=4),
     "4B full, level 3, accumulation 4": replace(FULL, preset="4b", zero_level=3, accumulation=4),
+    "4B full, level 3, accumulation 4, no graphs": replace(
+        FULL, preset="4b", zero_level=3, accumulation=4, graphs=False
+    ),
     "4B full, level 3, 4 rows, accumulation 4": replace(FULL, preset="4b", zero_level=3, accumulation=4, rows=4),
     "4B full, level 1, exact, accumulation 4": replace(FULL, preset="4b", exact=True, accumulation=4),
     "0.6B LoRA bf16, M = 64": replace(LORA, micro_batches=64),
