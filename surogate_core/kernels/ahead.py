@@ -111,7 +111,10 @@ def compiling(graph: fx.Graph) -> Iterator[None]:
             _log_failure("kernels are not compiled ahead", error)
             native, triton = [], []
         yield
-        _finish(native, triton)
+        try:
+            _finish(native, triton)
+        except Exception as error:
+            _log_failure("kernels compiled ahead are not waited for", error)
 
 
 def _log_failure(event: str, error: BaseException, **named: Any) -> None:
@@ -135,16 +138,18 @@ def _submitted(programs: Sequence[_Program]) -> list[Future[None]]:
 
 def _finish(native: Sequence[Future[None]], triton: Sequence[Future[None]]) -> None:
     """Wait, but not for processes that are still starting: they go on meanwhile."""
-    from torch._inductor.async_compile import AsyncCompile
-
     wait(native, LONGEST)
-    if triton and AsyncCompile.use_process_pool():
-        wait(triton, LONGEST)
-    done = [future for future in (*native, *triton) if future.done()]
-    for error in [e for future in done if (e := future.exception()) is not None]:
+    if triton:
+        from torch._inductor.async_compile import AsyncCompile
+
+        if AsyncCompile.use_process_pool():
+            wait(triton, LONGEST)
+    done = [future for future in (*native, *triton) if future.done() and not future.cancelled()]
+    errors = [error for future in done if (error := future.exception()) is not None]
+    for error in errors:
         _log_failure("a kernel was not compiled ahead", error)
     if native or triton:
-        log.debug("kernels compiled ahead", native=len(native), triton=len(triton), done=len(done))
+        log.info("kernels compiled ahead", native=len(native), triton=len(triton), ready=len(done) - len(errors))
 
 
 # --------------------------------------------------------------------------- what a graph launches
