@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from surogate_core.caches import use_private_caches
+from surogate_core.kernels.ahead import compiling
 from surogate_core.kernels.registry import write_in_place
 
 UNTIMED = {
@@ -45,7 +46,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     write_in_place(module.graph)
     module.recompile()
     use_private_caches()
-    with torch.no_grad(), torch._inductor.config.patch(UNTIMED):
+    with torch.no_grad(), torch._inductor.config.patch(UNTIMED), compiling(module.graph):
         return torch._inductor.compile(module, list(inputs))
 
 

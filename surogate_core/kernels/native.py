@@ -224,23 +224,35 @@ class Module:
         self._functions: dict[tuple[int, str, int], Any] = {}
         self._loaded: dict[int, Any] = {}
 
+    def _binary(self, device: torch.device) -> Path | None:
+        """The compiled source, made now if it is `specific`; None if CuPy is to compile it."""
+        architecture = architecture_of(device)
+        binary = self.sources.directory / "build" / binary_name(self.sources, self.name, architecture)
+        if binary.exists():
+            return binary
+        return _compiled(self.sources, self.name, architecture) if self.specific else None
+
     def _load(self, device: torch.device) -> Any:
         import cupy
 
         index = device.index or 0
         if index not in self._loaded:
-            architecture = architecture_of(device)
-            binary = self.sources.directory / "build" / binary_name(self.sources, self.name, architecture)
             with cupy.cuda.Device(index):
-                if self.specific and not binary.exists():
-                    binary = _compiled(self.sources, self.name, architecture)
-                if binary.exists():
+                if (binary := self._binary(device)) is not None:
                     self._loaded[index] = cupy.RawModule(path=str(binary))
                 else:
                     self._loaded[index] = cupy.RawModule(
                         code=source_of(self.sources, self.name), options=FLAGS, backend="nvrtc"
                     )
         return self._loaded[index]
+
+    def compile(self, device: torch.device) -> None:
+        """Compile for the device, unless that was done. Raises `MachineError` if NVRTC does not compile it."""
+        import cupy
+
+        if self._binary(device) is None:
+            with cupy.cuda.Device(device.index or 0):
+                self._load(device).compile()
 
     def _function(self, device: torch.device, name: str, shared: int) -> Any:
         key = device.index or 0, name, shared
@@ -264,10 +276,15 @@ class Module:
         Tensors are passed as pointers; a Python int is a ``long long``, a float is a ``float``, a numpy
         scalar is itself. `shared` is in bytes of dynamic shared memory.
         """
-        import cupy
         import torch
 
+        from surogate_core.kernels import ahead
+
         device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+        if ahead.noted(self, device):
+            return
+        import cupy
+
         converted: list[Any] = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):

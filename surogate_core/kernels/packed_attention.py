@@ -14,6 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.ops import region
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -44,6 +45,7 @@ def readable(x_NHE: Tensor) -> Tensor:
 def _forward_op(namespace: str, forward: Forward, room: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """The custom op (q, k, v, cu_seqlens, scale) → (out [N, H · E + room], lse)."""
 
+    @compiled_ahead
     @torch.library.custom_op(f"{namespace}::attention", mutates_args=())
     def run(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         n, heads, features = q_NHE.shape
@@ -65,6 +67,7 @@ def _forward_op(namespace: str, forward: Forward, room: int) -> Callable[..., tu
 def _backward_op(namespace: str, backward: Backward) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """The custom op (dy, q, k, v, out, lse, cu_seqlens, scale) → (dq, dk, dv)."""
 
+    @compiled_ahead
     @torch.library.custom_op(f"{namespace}::attention_backward", mutates_args=())
     def run_backward(
         dy_NHE: Tensor,

@@ -7,13 +7,13 @@ u and its gradient follow x and dy in their rows, A and B are in the panel. Shap
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from surogate_core.kernels.ahead import noting
 from surogate_core.kernels.panels import MOST
 from surogate_native import adapters_programs as programs
 
@@ -32,6 +32,7 @@ PROGRAMS = 240
 GOLDEN = 0x1E3779B9
 """What `ops.dropout_mask` multiplies a salt by."""
 _salts: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+_zeros: dict[torch.device, Tensor] = {}
 
 
 def _int32(value: int) -> int:
@@ -41,9 +42,10 @@ def _int32(value: int) -> int:
 def _keys(salts: Sequence[int], device: torch.device) -> Tensor:
     """Each projection's share of the dropout key, [S] int32; made once, so that graphs may be captured."""
     key = device, tuple(salts)
-    if key not in _salts:
-        _salts[key] = torch.tensor([_int32(s * GOLDEN) for s in salts], dtype=torch.int32, device=device)
-    return _salts[key]
+    if key in _salts:
+        return _salts[key]
+    made = torch.tensor([_int32(s * GOLDEN) for s in salts], dtype=torch.int32, device=device)
+    return made if noting() else _salts.setdefault(key, made)
 
 
 def chunk_of(outputs: Sequence[int], most: int) -> int:
@@ -140,10 +142,12 @@ def _down_few(x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int) -
     )
 
 
-@cache
 def _counters(device: torch.device) -> Tensor:
     """Zeros for `down_split`, which leaves zeros. Kernels that use them run one after the other, on one stream."""
-    return torch.zeros(FEW // 16 * MOST, dtype=torch.int32, device=device)
+    if device in _zeros:
+        return _zeros[device]
+    made = torch.zeros(FEW // 16 * MOST, dtype=torch.int32, device=device)
+    return made if noting() else _zeros.setdefault(device, made)
 
 
 def _down_tile(slots: int) -> tuple[int, int, int]:

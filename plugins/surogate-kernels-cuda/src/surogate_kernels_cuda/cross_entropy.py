@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.native import Module, Sources
 
 THREADS = 512
@@ -30,6 +31,7 @@ def _suffix(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate::cuda_cross_entropy", mutates_args=())
 def _forward(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     logits_NV = _rows(logits_NV)
@@ -58,6 +60,7 @@ def _(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     return logits_NV.new_empty(rows, dtype=torch.float32), logits_NV.new_empty(rows, dtype=torch.float32)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate::cuda_cross_entropy_backward", mutates_args=())
 def _backward(dloss_N: Tensor, logits_NV: Tensor, labels_N: Tensor, lse_N: Tensor) -> Tensor:
     logits_NV = _rows(logits_NV)

@@ -16,6 +16,7 @@ from surogate_native import adapters
 from surogate_native.gated import SHARED, Ops, launch, parts_bytes, rewritten
 from torch import Tensor, fx
 
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.native import Module, Sources
 from surogate_core.kernels.registry import workspace
 
@@ -25,6 +26,7 @@ LARGE = (9, 10)
 ROWS = Module(Sources.of(__file__, "surogate_native"), "gated_backward", specific=True)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_cuda::down_backward", mutates_args=())
 def down_backward(
     dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float
@@ -43,6 +45,7 @@ def _(
     return dy.new_empty(n, inputs), torch.empty_like(u_NR), dy.new_empty((outputs, rank), dtype=torch.float32)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_cuda::gated_backward", mutates_args=())
 def gated_backward(
     dh_NF: Tensor,

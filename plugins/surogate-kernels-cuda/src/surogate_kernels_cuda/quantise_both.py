@@ -9,6 +9,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats import fp8 as formats
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.native import Module, Sources, capability
 
 QUANTISE_BOTH = Module(Sources.of(__file__, "surogate_native"), "quantise_both", specific=True)
@@ -16,6 +17,7 @@ ALIGNED = 16
 """Bytes of a load."""
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_cuda::quantise_both", mutates_args=())
 def _quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, codes of the transpose, figures)."""

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats import fp8
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.native import Module, Sources
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import workspace
@@ -177,6 +178,7 @@ def parts_of(panel: Tensor, inputs: int, outputs: Sequence[int], rank: int) -> t
     return shape.parts(panel)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_linears", mutates_args=())
 def _forward(
     x_NI: Tensor,
@@ -225,6 +227,7 @@ def _(
     return x_NI.new_empty(n, sum(outputs)), x_NI.new_empty(n, rank * len(outputs)), figures
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_linears_backward", mutates_args=())
 def _backward(
     dy: Tensor,

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.formats import fp8 as formats
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.native import Module
 from surogate_core.kernels.registry import workspace
 from surogate_kernels_hopper import scaled
@@ -25,6 +26,7 @@ from surogate_kernels_hopper import scaled
 CODES = Module(scaled.SOURCES, "gated_codes", specific=True)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_gated", mutates_args=())
 def scaled_gated(
     gate_NF: Tensor,
@@ -77,6 +79,7 @@ def _(
     return gate_NF.new_empty(n, outputs), gate_NF.new_empty(n, rank), figures
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_down_backward", mutates_args=())
 def scaled_down_backward(
     dy: Tensor,
@@ -121,6 +124,7 @@ def _(
     )
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_gated_backward", mutates_args=())
 def scaled_gated_backward(
     dh_NF: Tensor,

@@ -29,10 +29,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import InPlace, in_place, workspace
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::adapted_linears_", mutates_args=("x",))
 def _forward_in_place(
     x: Tensor,
@@ -53,6 +55,7 @@ def _forward_in_place(
     return torch.mm(x[:, : inputs + ranks], panel_QP[:width, : inputs + ranks].t()), u_NR
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::adapted_linears", mutates_args=())
 def _forward(
     x: Tensor,
@@ -103,6 +106,7 @@ def _flops(
     return 2 * x_shape[0] * (sum(outputs) * (inputs + ranks) + inputs * ranks)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::adapted_linears_backward_", mutates_args=("dy",))
 def _backward_in_place(
     dy: Tensor,
@@ -130,6 +134,7 @@ def _backward_in_place(
     return dx, da, db
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::adapted_linears_backward", mutates_args=())
 def _backward(
     dy: Tensor,

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.experts import ExpertAdapter, GroupedProduct
 from surogate_core.kernels.grouped import grouped_product
 from surogate_core.kernels.registry import workspace
@@ -23,6 +24,7 @@ from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton.experts_routing import sum_rows
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_rows", mutates_args=())
 def _rows(
     x: Tensor,
@@ -51,6 +53,7 @@ def _(x: Tensor, order_R: Tensor | None, ends_E: Tensor, a: Sequence[Tensor], *r
     return [u_RL] if order_R is None else [u_RL, x.new_empty(rows, x.shape[1])]
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_rows_backward", mutates_args=())
 def _rows_backward(
     dx_RI: Tensor,
@@ -84,6 +87,7 @@ def _(
     return x.new_empty(*x.shape), x.new_empty(len(a), *a[0].shape, dtype=torch.float32)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_up", mutates_args=())
 def _up(y_RO: Tensor, u_RL: Tensor, ends_E: Tensor, b_EOL: Tensor, scale: float) -> Tensor:
     """y + scale · u Bᵀ."""
@@ -99,6 +103,7 @@ def _(y_RO: Tensor, u_RL: Tensor, ends_E: Tensor, b_EOL: Tensor, scale: float) -
     return y_RO.new_empty(*y_RO.shape)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_up_backward", mutates_args=())
 def _up_backward(dy_RO: Tensor, u_RL: Tensor, ends_E: Tensor, b_EOL: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(du [R, L], dB [E, O, L] fp32)."""

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.experts import CodedProduct, ExpertAdapter, GroupedProduct
 from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import experts_frozen as frozen
@@ -24,6 +25,7 @@ from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton.experts_routing import sum_rows, weigh_rows
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_combined", mutates_args=())
 def _forward(
     x_RI: Tensor,
@@ -60,6 +62,7 @@ def _(
     return [out_NO, *(x_RI.new_empty(x_RI.shape[0], each.shape[1]) for each in a)]
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_combined_backward", mutates_args=())
 def _backward(
     dout_NO: Tensor,

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.experts import CodedProduct, ExpertAdapter, GroupedProduct
 from surogate_core.kernels.native import capability
 from surogate_core.kernels.registry import workspace
@@ -70,6 +71,7 @@ def project(
     return found + extra
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::experts", mutates_args=())
 def _forward(
     x: Tensor,
@@ -104,6 +106,7 @@ def _(
     return [*found, x.new_empty(rows, len(a) * a[0].shape[1])] if a else found
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_backward", mutates_args=())
 def _backward(
     dys: Sequence[Tensor],

@@ -10,12 +10,14 @@ import triton
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.grouped import Grouped, describe
 from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton import experts_products_programs as programs
 from surogate_kernels_triton.experts_frozen import MULTIPLE
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::grouped_product", mutates_args=())
 def _product(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped.masked_product`; a weight that is read transposed, as the gradient of x does, is not copied."""
@@ -26,6 +28,7 @@ def _product(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
     return launches.grouped_sum([x_RI], [stored], None, [], None, ends_E, len(x_RI), **named)  # type: ignore[arg-type]
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::grouped_factors", mutates_args=())
 def _factors(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped.masked_factors`."""

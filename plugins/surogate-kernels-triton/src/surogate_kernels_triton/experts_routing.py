@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.experts import route_backward
 from surogate_core.kernels.ops import choice
 from surogate_kernels_triton import experts_programs as programs
@@ -22,6 +23,7 @@ MOST_CHOICES = 64
 DTYPES = (torch.float16, torch.bfloat16)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::route", mutates_args=())
 def _route(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n, experts = logits_NE.shape
@@ -102,6 +104,7 @@ def route_takes(logits_NE: Tensor, count: int, renormalise: bool) -> bool:
     return logits_NE.shape[1] <= MOST_EXPERTS and count <= MOST_CHOICES
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::sum_rows", mutates_args=())
 def sum_rows(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
     """[N, O]: each token's rows, times their weights if given, added in fp32 in the order of its choices."""
@@ -159,6 +162,7 @@ def weigh_rows(
     return dy_RO, dweights_NK
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::combine_backward", mutates_args=())
 def _combine_backward(dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
     """(dy [R, O], dweights [N, K] fp32)."""

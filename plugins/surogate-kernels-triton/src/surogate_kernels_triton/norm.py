@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.ops import region
 from surogate_kernels_triton import norm_programs as programs
 
@@ -28,6 +29,7 @@ WIDEST = 8192
 aten = torch.ops.aten
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::rms_norm_backward", mutates_args=())
 def _backward(
     dy_ND: Tensor, x_ND: Tensor, weight_D: Tensor, inverse_N1: Tensor, other_ND: Tensor | None

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels import ops
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.registry import references
 from surogate_kernels_triton import norm_rope_programs as programs
 
@@ -31,6 +32,7 @@ def _rows(x_NHE: Tensor) -> Tensor:
     return x_NHE if feature == 1 and head == x_NHE.shape[2] else x_NHE.contiguous()
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::norm_rope", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, q_norm_E: Tensor, k_norm_E: Tensor, eps: float, cos_NE: Tensor, sin_NE: Tensor
@@ -67,6 +69,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::norm_rope_backward", mutates_args=())
 def _backward(
     dq: Tensor,

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Kernel
+from surogate_core.kernels.ahead import compiled_ahead
 from surogate_core.kernels.ops import region
 from surogate_kernels_triton import swiglu_programs as programs
 
@@ -22,6 +23,7 @@ ROOM = 128
 """Columns behind the gradients."""
 
 
+@compiled_ahead
 @torch.library.custom_op("surogate_triton::swiglu_backward", mutates_args=())
 def _backward(dy_NF: Tensor, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     n, features = dy_NF.shape

@@ -1,0 +1,312 @@
+"""Kernels of packs, compiled while Inductor compiles the graph that launches them.
+
+Triton and NVRTC compile a kernel when it is first launched. The first start on a machine would do so for all of them,
+one after the other, in the micro-step before the capture. Instead, every op of a graph with the mark `compiled_ahead`
+runs once on the fake tensors of the graph. Its launches are noted and not made, and what is not in the caches is
+compiled meanwhile: by NVRTC in threads, by Triton in the processes that compile Inductor's kernels. A launch finds
+the binary where an earlier run of the machine would have left it, so no bit depends on this.
+
+Why so, and not otherwise:
+
+- Nothing runs on the device. A micro-step without its launches would compute with memory that nobody has written, from
+  which come indices of experts and whether an optimizer step is skipped.
+- The launches follow from the graph, so there is no list of kernels that could become wrong. A launch that was not
+  foreseen is compiled when it is made, and one that is never made costs a process that has nothing else to do.
+- Triton compiles in processes because its compiler asks for the GIL again and again. In a thread beside Python code it
+  took three times as long, and the other code ran at less than a third of its speed. NVRTC asks for it once.
+
+Whatever fails here is logged at the level debug, and the kernels are compiled at their first launch.
+`SUROGATE_COMPILE_AHEAD=0` turns it off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol, TypeVar
+
+import structlog
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+SWITCH = "SUROGATE_COMPILE_AHEAD"
+"""The environment variable that turns it off with the value 0."""
+LONGEST = 60.0
+"""Seconds to wait for the compilers at most."""
+
+launching: dict[Any, Callable[..., Any]] = {}
+"""Custom op with the mark, as an overload (``torch.ops.namespace.name.default``) → its function."""
+
+
+def compiled_ahead(op: T) -> T:
+    """Mark a custom op, what ``torch.library.custom_op`` returns, whose kernels are to be compiled ahead.
+
+    Its function also runs on fake tensors and then launches nothing (`noting`). It reads no values and keeps no tensor.
+    """
+    launching[op._opoverload] = op._init_fn  # type: ignore[attr-defined]
+    return op
+
+
+class Source(Protocol):
+    """What NVRTC compiles."""
+
+    def compile(self, device: torch.device) -> None:
+        """Compile for the device, unless that was done."""
+
+
+@dataclass(slots=True)
+class _Notes:
+    """Kernels that were to be launched."""
+
+    programs: dict[str, _Program] = field(default_factory=dict)
+    """Triton's key → what is not in its cache."""
+    sources: dict[tuple[int, torch.device], tuple[Source, torch.device]] = field(default_factory=dict)
+
+
+_notes: ContextVar[_Notes | None] = ContextVar("surogate_noted_launches", default=None)
+
+
+def noting() -> bool:
+    """Whether launches are noted instead of made, and tensors are fake."""
+    return _notes.get() is not None
+
+
+def noted(source: Source, device: torch.device) -> bool:
+    """Whether a launch of CUDA C++ was noted, and is not to be made."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.sources[id(source), device] = source, device
+    return notes is not None
+
+
+@contextmanager
+def compiling(graph: fx.Graph) -> Iterator[None]:
+    """Compile the kernels of the graph's ops while the body compiles the graph; both are ready at the end."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in launching]
+    if not nodes or os.environ.get(SWITCH) == "0":
+        yield
+        return
+    with ExitStack() as stack:
+        try:
+            notes = _launches_of(nodes)
+            threads = stack.enter_context(ThreadPoolExecutor(max(1, len(notes.sources))))
+            native = [threads.submit(source.compile, device) for source, device in notes.sources.values()]
+            triton = _submitted(list(notes.programs.values()))
+        except Exception as error:
+            _log_failure("kernels are not compiled ahead", error)
+            native, triton = [], []
+        yield
+        try:
+            _finish(native, triton)
+        except Exception as error:
+            _log_failure("kernels compiled ahead are not waited for", error)
+
+
+def _log_failure(event: str, error: BaseException, **named: Any) -> None:
+    log.debug(event, error=f"{type(error).__name__}: {error}", **named)
+
+
+def _submitted(programs: Sequence[_Program]) -> list[Future[None]]:
+    """The programs, in the processes of Inductor; without them, none."""
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    found: list[Future[None]] = []
+    if programs and get_compile_threads() > 1:
+        pool = AsyncCompile.process_pool()
+        for program in programs:
+            try:
+                found.append(pool.submit(program.compile))
+            except Exception as error:  # a constant that cannot be sent
+                _log_failure("a kernel is not compiled ahead", error, kernel=program.name)
+    return found
+
+
+def _finish(native: Sequence[Future[None]], triton: Sequence[Future[None]]) -> None:
+    """Wait, but not for processes that are still starting: they go on meanwhile."""
+    wait(native, LONGEST)
+    if triton:
+        from torch._inductor.async_compile import AsyncCompile
+
+        if AsyncCompile.use_process_pool():
+            wait(triton, LONGEST)
+    done = [future for future in (*native, *triton) if future.done() and not future.cancelled()]
+    errors = [error for future in done if (error := future.exception()) is not None]
+    for error in errors:
+        _log_failure("a kernel was not compiled ahead", error)
+    if native or triton:
+        log.info("kernels compiled ahead", native=len(native), triton=len(triton), ready=len(done) - len(errors))
+
+
+# --------------------------------------------------------------------------- what a graph launches
+
+
+class _Addresses(TorchFunctionMode):
+    """A fake tensor's memory begins at 0."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.data_ptr and isinstance(args[0], FakeTensor):
+            return args[0].storage_offset() * args[0].itemsize
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchDispatchMode):
+    """An op with the mark runs its function instead of its fake, also inside another's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = launching.get(func)
+        if function is None:
+            return func(*args, **(kwargs or {}))
+        with self, _Addresses():
+            return function(*args, **(kwargs or {}))
+
+
+def _launches_of(nodes: Sequence[fx.Node]) -> _Notes:
+    """What the ops of these nodes would launch. An op that fails is logged; what it noted before counts."""
+    notes = _Notes()
+    token = _notes.set(notes)
+    try:
+        for node in nodes:
+            try:
+                _run(node)
+            except Exception as error:
+                _log_failure("an op's kernels are not compiled ahead", error, op=str(node.target))
+    finally:
+        _notes.reset(token)
+    return notes
+
+
+def _run(node: fx.Node) -> None:
+    """Run the op's function; launches are noted."""
+    arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    fakes = [value for value in tree_leaves((arguments, named)) if isinstance(value, FakeTensor)]
+    with torch.no_grad(), _noting_triton(), fakes[0].fake_mode, _Functions():
+        node.target(*arguments, **named)  # type: ignore[operator]
+
+
+# --------------------------------------------------------------------------- Triton
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pointer:
+    """What Triton asks of a tensor: its type, and by which powers of two its address can be divided."""
+
+    dtype: torch.dtype
+    address: int
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """For a tensor; other arguments stay."""
+        return cls(dtype=value.dtype, address=value.data_ptr()) if isinstance(value, Tensor) else value
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """A program of Triton with everything that decides what is compiled, to be sent to another process."""
+
+    module: str
+    name: str
+    signature: Mapping[str, str]
+    constants: Mapping[Any, Any]
+    attributes: Mapping[Any, Any]
+    options: Mapping[str, Any]
+    target: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, function: Any, found: Mapping[str, Any], target: Any) -> _Program:
+        """From what Triton shows to `jit_cache_hook`."""
+        options = json.loads(found["specialization_data"])["options"]
+        return cls(
+            module=function.fn.__module__,
+            name=function.fn.__qualname__,
+            signature=found["signature"],
+            constants=found["constants"],
+            attributes=found["configs"][0],
+            options={key: tuple(value) if isinstance(value, list) else value for key, value in options.items()},
+            target=(target.backend, target.arch, target.warp_size),
+        )
+
+    def _source(self) -> tuple[Any, Any]:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        function = getattr(import_module(self.module), self.name)
+        source = ASTSource(function, dict(self.signature), dict(self.constants), dict(self.attributes))
+        return source, GPUTarget(*self.target)
+
+    def missing(self) -> str | None:
+        """Triton's key of the program, or None if its cache has it."""
+        from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
+        from triton.runtime.cache import get_cache_manager
+
+        source, target = self._source()
+        backend = make_backend(target)
+        options = backend.parse_options(dict(self.options))
+        text = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+        key = hashlib.sha256(text.encode()).hexdigest()
+        known = get_cache_manager(key).get_group(f"{source.name[:150]}.json")
+        return None if known else key
+
+    def compile(self) -> None:
+        """Compile into Triton's cache on disk."""
+        import triton
+
+        source, target = self._source()
+        triton.compile(source, target=target, options=dict(self.options))
+
+
+@contextmanager
+def _noting_triton() -> Iterator[None]:
+    """Inside, this context's launches of Triton's programs are noted; those of other threads are made.
+
+    Raises `ImportError` or `RuntimeError` if this Triton would launch them.
+    """
+    if find_spec("triton") is None:
+        yield
+        return
+    from triton import knobs
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("Triton interprets")
+    launch, hook, notes = JITFunction.run, knobs.runtime.jit_cache_hook, _notes.get()
+    assert notes is not None
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        if _notes.get() is not notes:
+            return launch(self, *arguments, grid=grid, warmup=warmup, **named)
+        shown = {name: _Pointer.of(value) for name, value in named.items()}
+        return launch(self, *map(_Pointer.of, arguments), grid=grid, warmup=True, **shown)
+
+    def keep(*, fn: Any, compile: Mapping[str, Any], **rest: Any) -> Any:
+        if _notes.get() is not notes:
+            return hook(fn=fn, compile=compile, **rest) if hook is not None else None
+        program = _Program.of(fn.jit_function, compile, driver.active.get_current_target())
+        if (key := program.missing()) is not None:
+            notes.programs[key] = program
+        return True  # Triton then compiles nothing
+
+    JITFunction.run, knobs.runtime.jit_cache_hook = run, keep
+    try:
+        yield
+    finally:
+        JITFunction.run, knobs.runtime.jit_cache_hook = launch, hook
