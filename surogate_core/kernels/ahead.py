@@ -16,7 +16,7 @@ Why so, and not otherwise:
   took three times as long, and the other code ran at less than a third of its speed. NVRTC asks for it once.
 
 Whatever fails here is logged at the level debug, and the kernels are compiled at their first launch.
-`SUROGATE_COMPILE_AHEAD=0` turns it off.
+`SUROGATE_COMPILE_AHEAD=1` turns it on. It is off otherwise, because it has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 SWITCH = "SUROGATE_COMPILE_AHEAD"
-"""The environment variable that turns it off with the value 0."""
+"""The environment variable that turns it on with the value 1."""
 LONGEST = 60.0
 """Seconds to wait for the compilers at most."""
 
@@ -98,7 +98,7 @@ def noted(source: Source, device: torch.device) -> bool:
 def compiling(graph: fx.Graph) -> Iterator[None]:
     """Compile the kernels of the graph's ops while the body compiles the graph; both are ready at the end."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in launching]
-    if not nodes or os.environ.get(SWITCH) == "0":
+    if not nodes or os.environ.get(SWITCH) != "1":
         yield
         return
     with ExitStack() as stack:
