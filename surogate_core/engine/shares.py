@@ -273,18 +273,23 @@ class Shares:
                     how="exchange",
                     ranks=self._among,
                 ),
-                *self._replicas(times),
+                *self._replicas(times, embedded),
             ]
         return found
 
-    def _replicas(self, times: int) -> Sequence[Sent]:
-        """The sums of a rank's parts over the replicas: exchanged, added, gathered."""
+    def _replicas(self, times: int, embedded: int) -> Sequence[Sent]:
+        """The sums of a rank's parts over the replicas: exchanged, added, gathered.
+
+        `times`: how often in a step those of layers and head are reduced; `embedded`: those of the embedding.
+        """
         replicas = self.ranks // self.parts
         if replicas == 1:
             return ()
-        times = 1 if self.replicas_once else times
-        nbytes = times * self._others(GRADIENT * sum(map(self._own, self.decayed)), replicas)
-        calls = 1 if self.replicas_once else times * sum(1 for n in self.decayed if n)
+        times, embedded = (1, 1) if self.replicas_once else (times, embedded)
+        embed, *rest = self.decayed
+        elements = embedded * self._own(embed) + times * sum(map(self._own, rest))
+        nbytes = self._others(GRADIENT * elements, replicas)
+        calls = 1 if self.replicas_once else embedded * (embed > 0) + times * sum(1 for n in rest if n)
         beside = "" if self.replicas_once else "backward"
         more: Any = {"beside": beside, "micro_steps": times, "ranks": replicas, "stride": self.parts}
         return (

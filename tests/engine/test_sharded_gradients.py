@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from surogate_core.bundles import GradientStore
 from surogate_core.bundles.fabrics import Fabric
@@ -190,6 +193,66 @@ def test_the_embedding_of_a_tied_model_is_reduced_once(passes: tuple[int, ...]) 
     torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-3)
     for _, lengths in found:
         assert sum(lengths) == len(passes) * embed + sum(passes) * layers
+
+
+class _Recorded(TorchDispatchMode):
+    """What a micro-step writes, to be repeated as a CUDA graph does: Python's state is that of the recording."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self._written.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def replay(self) -> None:
+        for func, args, kwargs in self._written:
+            func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_micro_steps_that_are_captured_by_kind_add_what_they_would(
+    steps: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind is captured once, in the order of a step and after a warm-up, as `graphs.capture` does."""
+    given = {
+        key: [torch.zeros(shape) for shape in shapes]
+        for key, shapes in [
+            (EMBED, [SHAPES["embed"]]),
+            *((layer_key(i), [SHAPES["weight"], SHAPES["norm"], SHAPES["norm"]]) for i in range(LAYERS)),
+            (HEAD, [SHAPES["norm"], SHAPES["embed" if tied else "head"]]),
+        ]
+    }
+    monkeypatch.setattr(sys.modules[__name__], "_gradients", lambda number, key, sums: given[key])
+
+    def work(fabric: Fabric) -> _Sums:
+        return _Sums(fabric, tied=tied, written=True, once=True)
+
+    (sums,) = in_threads(1, work)
+    keeps = sums.store.staying is not None
+    order = [(i == 0, keeps and i == steps - 1) for i in range(steps)]
+    sums.micro_step(0, first=True, last=True)
+    for first, last in [kind for kind in order if not kind[0]][:1]:
+        sums.micro_step(0, first=first, last=last)
+    graphs = {}
+    for kind in dict.fromkeys(order):
+        with _Recorded() as graphs[kind]:
+            sums.micro_step(0, first=kind[0], last=kind[1])
+    for step in range(3):
+        expected = torch.zeros(SHAPES["embed"], dtype=torch.float64)
+        drawn = torch.Generator().manual_seed(step)
+        for kind in order:
+            for tensor in (tensor for tensors in given.values() for tensor in tensors):
+                tensor.copy_(torch.randn(tensor.shape, generator=drawn))
+                if step == 1:  # such an optimizer step is skipped
+                    tensor.fill_(float("nan"))
+            expected += given[EMBED][0].double() + (given[HEAD][1].double() if tied else 0)
+            graphs[kind].replay()
+        found = sums.shards[EMBED][: expected.numel()].view(expected.shape)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
 def test_pieces_that_share_a_buffer_are_reduced_in_each_micro_step() -> None:

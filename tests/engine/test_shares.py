@@ -123,6 +123,18 @@ def test_one_piece_beside_the_layers_is_sent_once_unless_sums_are_exact() -> Non
         assert embedding(1, **keys) == (once, 1)
 
 
+def test_so_are_its_sums_to_other_replicas() -> None:
+    """Where they are not added once in a step: gradients are offloaded."""
+    settings = replace(SETTINGS, zero_level=3, shard_weights=True, ranks=4, shard_ranks=2)
+    tied = Shares(settings=settings, decayed=(*P[:-1], 0), undecayed=UNIT, frozen=(100, 0, 0, 100))
+    steps = settings.micro_batches // 4
+    assert steps > 1
+    for what in ("sums of replicas, reduced", "sums of replicas, gathered"):
+        (found,) = (s for s in tied.sent if s.what == what)
+        assert found.nbytes == 4 * (P[0] // 2 + steps * sum(P[1:-1]) // 2) // 2
+        assert found.calls == 1 + steps * len(P[1:-1])
+
+
 def test_replicas_keep_a_part_of_their_group_and_send_their_sums() -> None:
     for level in (1, 2, 3):
         eight, two = shares(level, 8, shard_ranks=2), shares(level, 2)
