@@ -31,6 +31,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -79,6 +80,8 @@ class _Notes:
 
 
 _notes: ContextVar[_Notes | None] = ContextVar("surogate_noted_launches", default=None)
+_one_at_a_time = Lock()
+"""Triton's hooks are the whole process's."""
 
 
 def noting() -> bool:
@@ -178,15 +181,16 @@ class _Functions(TorchDispatchMode):
 def _launches_of(nodes: Sequence[fx.Node]) -> _Notes:
     """What the ops of these nodes would launch. An op that fails is logged; what it noted before counts."""
     notes = _Notes()
-    token = _notes.set(notes)
-    try:
-        for node in nodes:
-            try:
-                _run(node)
-            except Exception as error:
-                _log_failure("an op's kernels are not compiled ahead", error, op=str(node.target))
-    finally:
-        _notes.reset(token)
+    with _one_at_a_time:
+        token = _notes.set(notes)
+        try:
+            for node in nodes:
+                try:
+                    _run(node)
+                except Exception as error:
+                    _log_failure("an op's kernels are not compiled ahead", error, op=str(node.target))
+        finally:
+            _notes.reset(token)
     return notes
 
 

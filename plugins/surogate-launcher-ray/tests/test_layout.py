@@ -97,7 +97,7 @@ def test_machines_are_sorted_by_address_and_the_dead_are_left_out() -> None:
 def test_a_restart_takes_the_machines_that_are_left() -> None:
     full = layout(RayOptions(num_nodes=4), 0, "auto", machines(2, 2, 2, 2))
 
-    def left(count: int, micro_batches: int, least: int = 1, shard: int = 0, context: int = 1) -> int:
+    def left(count: int, micro_batches: int | None, least: int = 1, shard: int = 0, context: int = 1) -> int:
         here = machines(0, *[2] * count)
         found = full.on_those_left(here, micro_batches, least=least, shard=shard, context=context)
         return found.nodes if found is not None else 0
@@ -110,5 +110,6 @@ def test_a_restart_takes_the_machines_that_are_left() -> None:
     assert [left(3, 24, shard=2), left(3, 24, shard=4), left(1, 8, shard=4), left(3, 24, shard=8)] == [3, 2, 0, 0]
     # Two ranks that share rows are one group, so 3 machines have 3 of them; four need 2 machines.
     assert [left(3, 9, context=2), left(3, 8, context=4), left(1, 8, context=4), left(3, 8, context=2)] == [3, 2, 0, 2]
+    assert [left(3, None), left(1, None), left(3, None, shard=4)] == [3, 1, 2], "where the number varies"
     alone = layout(RayOptions(num_nodes=2), 0, "auto", machines(1, 1)).on_those_left(machines(1), 4, least=1, shard=2)
     assert alone is not None, "one rank shares out nothing"

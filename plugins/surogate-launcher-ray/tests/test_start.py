@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from surogate_launcher_ray import cluster, head, launcher
 from surogate_launcher_ray.facts import Facts, installed_in
 from surogate_launcher_ray.head import Head
+from surogate_launcher_ray.layout import Layout
 from surogate_launcher_ray.node import Prepared
 from surogate_launcher_ray.options import RayOptions
 
@@ -222,6 +223,17 @@ def test_a_machine_that_is_lost_before_the_ranks_start(
         f"the run starts again (restart 1 of 1): {who}: {cause}",
         "the run goes on with 1 of 2 machines: 1 rank for the 2 micro-batches of a step",
     ]
+
+
+def test_the_number_of_micro_batches_may_vary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in reinforcement learning, whose record has none."""
+    monkeypatch.setattr(Head, "of", lambda ray, environment: QuietHead())
+    job: Any = Steps(directory=str(tmp_path), gpus=2)
+    one = launcher._Run(FakeRay(), job, RayOptions(num_nodes=2), plugins(), Forwarding())
+    one._layout = Layout(nodes=2, per_node=1, on_gpus=False)
+    assert one._micro_batches() == 2
+    one._facts.write_text('{"micro_batches": null}')
+    assert one._micro_batches() is None
 
 
 @pytest.mark.parametrize("lose_at", ["reserve", "placed", "facts", "prepare"])

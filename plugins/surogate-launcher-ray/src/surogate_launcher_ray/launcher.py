@@ -141,8 +141,9 @@ class _Run:
         full = self._layout
         assert full is not None
         found, steps = self._on_those_left(), self._micro_batches()
+        shared = "the rows of a step" if steps is None else f"the {steps} micro-batches of a step"
         if found is None:
-            what = f"ranks of fewer machines cannot share the {steps} micro-batches of a step equally"
+            what = f"ranks of fewer machines cannot share {shared} equally"
             groups = {"dp_shard_size": self._shard, "context_parallel_size": self._context}
             if named := " and ".join(f"{key}={size}" for key, size in groups.items() if size > 1):
                 what += f" in groups of {named}"
@@ -152,7 +153,7 @@ class _Run:
         elif found.nodes < full.nodes:
             log.warning(
                 f"the run goes on with {found.nodes} of {full.nodes} machines: {found.world} "
-                f"rank{'s' * (found.world > 1)} for the {steps} micro-batches of a step"
+                f"rank{'s' * (found.world > 1)} for {shared}"
             )
         return found or full
 
@@ -174,15 +175,16 @@ class _Run:
         """Ranks that share each micro-batch."""
         return int(self._job.config.get("context_parallel_size", 1))
 
-    def _micro_batches(self) -> int:
-        """M, of a step of all ranks; 0 for a job that has no steps.
+    def _micro_batches(self) -> int | None:
+        """M, of a step of all ranks; 0 for a job that has no steps, None if their number varies.
 
         A run that resumed another one's checkpoint has kept the steps of that one, which its record says.
         """
         assert self._layout is not None
         with suppress(OSError, ValueError, KeyError):
             if _written(self._facts) != self._facts_before:
-                return int(json.loads(self._facts.read_bytes())["micro_batches"])
+                written = json.loads(self._facts.read_bytes())["micro_batches"]
+                return None if written is None else int(written)
         return int(self._job.config.get(ACCUMULATION, 0)) * (self._layout.world // self._context)
 
     def _check_left(self, found: Layout) -> None:
@@ -227,7 +229,9 @@ class _Run:
         # Fewer ranks take the same steps, also where there is no checkpoint yet that says so.
         kept: dict[str, int] = {}
         if found.nodes < self._layout.nodes:
-            kept = {"gpus": found.world, ACCUMULATION: self._micro_batches() * self._context // found.world}
+            kept = {"gpus": found.world}
+            if (micro_batches := self._micro_batches()) is not None:
+                kept[ACCUMULATION] = micro_batches * self._context // found.world
         job = sent(self._job, found.world, (), resume=resume, changes=kept)
         asked = []
         for member in members:
