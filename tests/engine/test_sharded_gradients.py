@@ -160,8 +160,8 @@ class _Counted(Fabric):
 
 
 def _once(world: int, passes: Sequence[int], *, tied: bool) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Each rank's shards, and the lengths that it exchanged, after an optimizer step of several passes over so many
-    micro-steps, of which the last one of each pass reduces all pieces.
+    """Each rank's shards and the lengths of its exchanges after two optimizer steps. `passes`: the micro-steps of each
+    pass, whose last one reduces all pieces.
     """
 
     def work(fabric: Fabric) -> tuple[dict[str, Tensor], list[int]]:

@@ -38,7 +38,7 @@ class Kernel:
 
 DOUBLED, ADDED = Kernel(), Kernel()
 SEEN: list[tuple[bool, bool, int]] = []
-"""Of each call: whether launches are noted, whether the argument is fake, its address over the size of an element."""
+"""For each call: are launches noted, is the argument fake, and its address, counted in elements."""
 
 
 @ahead.compiled_ahead
