@@ -104,6 +104,8 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 def planned(given: argparse.Namespace) -> dict[str, Any]:
     """The plan for `--total-minutes` of training, from the measured speed or from `--steps`."""
     plan = {key: getattr(given, key) for key in ("recipe", "optimizer", "rows", "length", "gpus")}
+    if given.rows % given.gpus:
+        raise SystemExit(f"--rows {given.rows}: the GPUs cannot share them equally. Fix: a multiple of {given.gpus}.")
     plan["begin"] = None if given.begin is None else str(given.begin)
     if given.steps is not None:
         return {**plan, "steps": given.steps, "tokens_per_second": None}

@@ -174,9 +174,7 @@ def _more_gpus(plan: Plan, registry: Registry, predicted: Predictor) -> tuple[tu
     device = plan.settings.device
     if plan.fits is not False or device.type != "cuda" or plan.room.device is None or plan.cluster is not None:
         return None
-    optimizer = registry.get("optimizer", plan.config.optimizer.name)
-    online = registry.get("task", plan.config.task).online is not None
-    return plan_fit.more_gpus(plan.config, predicted, optimizer, plan.room.device / plan_view.MARGIN, online=online)
+    return plan_fit.more_gpus(plan.config, registry, predicted, plan.room.device / plan_view.MARGIN)
 
 
 def _estimate(config: RunConfig, registry: Registry, model: Model, prediction: Prediction, gpu: Gpu) -> Speed:

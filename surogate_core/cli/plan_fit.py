@@ -90,14 +90,15 @@ class Predictor:
 
 
 def more_gpus(
-    config: RunConfig, predicted: Predictor, optimizer: OptimizerSpec, memory: float, *, online: bool
+    config: RunConfig, registry: Registry, predicted: Predictor, memory: float
 ) -> tuple[tuple[str, ...], int] | None:
     """The least number of GPUs, and what they share out, with which the run needs at most `memory` bytes of each: as
-    overrides, and the bytes; None if 8 are too few. `online`: as for `shares_more`.
+    overrides, and the bytes; None if 8 are too few.
     """
+    optimizer = registry.get("optimizer", config.optimizer.name)
     for gpus in (n for n in EXACT_RANKS if n > config.gpus and n % config.context_parallel_size == 0):
         on_them = replace(config, gpus=gpus)
-        for changes in [{}, *sharing.shares_more(on_them, optimizer, online=online)]:
+        for changes in [{}, *sharing.shares_more(on_them, registry)]:
             changed = replace(on_them, **changes)
             try:
                 sharing.check(changed, optimizer)
@@ -152,11 +153,10 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
     else:
         # Chosen without keys it moves all that it can already.
         able, selected = any(getattr(config, s) for s in (*switches, offload.EXPERTS)), config.offload
-    shares = sharing.shares_more(config, mine, online=registry.get("task", config.task).online is not None)
     free = [s for s in switches if not getattr(config, s)] if able else []
     sets = [chosen for n in range(len(free) + 1) for chosen in combinations(free, n)]
     for (recompute, budget), head, optimizer, chosen, shared in product(
-        _policies(config), chunks, optimizers, sets, [{}, *shares]
+        _policies(config), chunks, optimizers, sets, [{}, *sharing.shares_more(config, registry)]
     ):
         if STREAMING.intersection(chosen) and budget < config.recompute_budget:
             continue

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import OptimizerSpec, TensorKind
 from surogate_core.config.checks import EXACT_RANKS, SEVERAL, several
 from surogate_core.config.schema import KEYS, RunConfig
 from surogate_core.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
 
 
 def level(config: RunConfig) -> int:
@@ -46,13 +49,13 @@ def tokens_of_rank(config: RunConfig) -> int:
     return config.per_device_train_batch_size * config.sequence_len // config.context_parallel_size
 
 
-def shares_more(config: RunConfig, optimizer: OptimizerSpec, *, online: bool) -> list[dict[str, Any]]:
-    """Changes with which several GPUs share out more, from the cheapest to the one that needs least memory.
-
-    `online`: whether the task samples from the model, which needs whole weights.
-    """
+def shares_more(config: RunConfig, registry: Registry) -> list[dict[str, Any]]:
+    """Changes with which several GPUs share out more, from the cheapest to the one that needs least memory."""
     if config.gpus == 1:
         return []
+    optimizer: OptimizerSpec = registry.get("optimizer", config.optimizer.name)
+    # A task that samples from the model needs whole weights.
+    online = registry.get("task", config.task).online is not None
     if config.context_parallel_size > 1:
         return [{"zero_level": 1}] if not config.lora and level(config) == 0 and not optimizer.whole_matrices else []
     if config.lora:

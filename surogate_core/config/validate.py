@@ -393,7 +393,7 @@ class _Validator:
         if chosen is None:
             return
         spec: FabricSpec = self.registry.bundles("fabric")[chosen.name].bundle
-        # A single GPU has no groups, and one that is to be counted may be several.
+        # One GPU has no groups. With gpus=0 there may be several.
         if built["gpus"] != 1 and built["dp_shard_size"] not in (None, 0, built["gpus"]) and not spec.across:
             message = f"{chosen.name} connects all GPUs alone, and `dp_shard_size` needs groups of them."
             self._problem("fabric", message, "fabric: auto, or dp_shard_size: 0")

@@ -115,9 +115,7 @@ class _Search:
     def _changes(self, prediction: Prediction) -> dict[str, Any] | None:
         """Keys and values that are predicted to fit; changes that do not affect the result come first."""
         changes: dict[str, Any] = {}
-        online = self.registry.get("task", self.config.task).online is not None
-        optimizer = self.registry.get("optimizer", self.config.optimizer.name)
-        shared = sharing.shares_more(self.config, optimizer, online=online)
+        shared = sharing.shares_more(self.config, self.registry)
         for step in shared:
             with suppress(ConfigError):  # the offloader moves what this level keeps whole
                 if self.fits(self.predicted(replace(self.config, **step))):

@@ -102,9 +102,9 @@ def test_what_every_gpu_has_whole_is_not_moved(load: Load) -> None:
 
 
 def test_what_more_can_be_shared_out(load: Load, registry: Registry) -> None:
-    def more(*keys: str, online: bool = False) -> list[dict[str, Any]]:
+    def more(*keys: str, task: str = "sft") -> list[dict[str, Any]]:
         config = load("model=qwen3-0.6b", "lora=false", "gpus=2", *keys)
-        return sharing.shares_more(config, registry.get("optimizer", config.optimizer.name), online=online)
+        return sharing.shares_more(replace(config, task=task), registry)
 
     weights, second, third = {"shard_weights": True}, {"zero_level": 2}, {"zero_level": 3}
     assert more() == [second, third]
@@ -112,8 +112,8 @@ def test_what_more_can_be_shared_out(load: Load, registry: Registry) -> None:
     assert more("shard_weights=true") == more("zero_level=2") == [third]
     assert more("zero_level=3") == more("shard_weights=true", "zero_level=2") == []
     assert more("lora=true") == [weights]
-    assert more(online=True) == [second], "the model is sampled from"
-    assert more("lora=true", online=True) == more("zero_level=2", online=True) == []
+    assert more(task="grpo") == [second], "the model is sampled from"
+    assert more("lora=true", task="grpo") == more("zero_level=2", task="grpo") == []
 
 
 def test_a_number_of_ranks_that_the_environment_sets_is_checked(load: Load, registry: Registry) -> None:
