@@ -76,6 +76,8 @@ class Found:
     truncated: float | None = None
     gap: float | None = None
     first_rollout: float | None = None
+    losses: list[float] = field(default_factory=list)
+    """Of every step of a run of ours, to compare runs with."""
     memory: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
     error: str | None = None
@@ -166,7 +168,7 @@ def ours(case: str, words: argparse.Namespace, directory: Path) -> dict[str, Any
     rolled = {event["step"]: event for event in events if event["event"] == "rollouts"}
     times = [later["time"] - sooner["time"] for sooner, later in pairwise(ends)][FIRST - 1 :]
     counted = ends[FIRST:]
-    found: dict[str, Any] = {"steps": len(times), "seconds": median(times)}
+    found: dict[str, Any] = {"steps": len(times), "seconds": median(times), "losses": [end["loss"] for end in ends]}
     found["memory"] = max(end["peak_memory_bytes"] for end in ends) / 2**30
     if not rolled:
         rate = median(end["tokens"] / end["seconds"] for end in counted)

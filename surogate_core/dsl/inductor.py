@@ -37,7 +37,19 @@ def start_workers() -> None:
     from torch._inductor.async_compile import maybe_warm_pool
 
     use_private_caches()
+    _use_one_assembler()
     maybe_warm_pool()
+
+
+def _use_one_assembler() -> None:
+    """Have Triton use the ptxas that torch brings, if torch brings one.
+
+    Inductor's processes always do. This process would do so from its first kernel of Inductor on, if it compiles one at
+    all, and before that take Triton's: the same kernel would be compiled by one or the other.
+    """
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    _set_triton_ptxas_path()
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -46,8 +58,10 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     write_in_place(module.graph)
     module.recompile()
     use_private_caches()
-    with torch.no_grad(), torch._inductor.config.patch(UNTIMED), compiling(module.graph):
-        return torch._inductor.compile(module, list(inputs))
+    _use_one_assembler()
+    kernels = compiling(module.graph)
+    with torch.no_grad(), torch._inductor.config.patch(UNTIMED):
+        return kernels.before(torch._inductor.compile(module, list(inputs)))
 
 
 def _keep_additions(module: fx.GraphModule) -> None:

@@ -3,8 +3,9 @@
 Triton and NVRTC compile a kernel when it is first launched. The first start on a machine would do so for all of them,
 one after the other, in the micro-step before the capture. Instead, every op of a graph with the mark `compiled_ahead`
 runs once on the fake tensors of the graph. Its launches are noted and not made, and what is not in the caches is
-compiled meanwhile: by NVRTC in threads, by Triton in the processes that compile Inductor's kernels. A launch finds
-the binary where an earlier run of the machine would have left it, so no bit depends on this.
+compiled meanwhile: by NVRTC in threads, by Triton in the processes that compile Inductor's kernels. The first call of
+the graph waits for them. A launch finds the binary where an earlier run of the machine would have left it, so no bit
+depends on this. Triton's processes also compile the C library through which each program is launched.
 
 Why so, and not otherwise:
 
@@ -16,7 +17,7 @@ Why so, and not otherwise:
   took three times as long, and the other code ran at less than a third of its speed. NVRTC asks for it once.
 
 Whatever fails here is logged at the level debug, and the kernels are compiled at their first launch.
-`SUROGATE_COMPILE_AHEAD=1` turns it on. It is off otherwise, because it has not run on a GPU yet.
+`SUROGATE_COMPILE_AHEAD=0` turns it off.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Lock
@@ -46,7 +48,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 SWITCH = "SUROGATE_COMPILE_AHEAD"
-"""The environment variable that turns it on with the value 1."""
+"""The environment variable that turns it off with the value 0."""
 LONGEST = 60.0
 """Seconds to wait for the compilers at most."""
 
@@ -97,62 +99,79 @@ def noted(source: Source, device: torch.device) -> bool:
     return notes is not None
 
 
-@contextmanager
-def compiling(graph: fx.Graph) -> Iterator[None]:
-    """Compile the kernels of the graph's ops while the body compiles the graph; both are ready at the end."""
+class Compiling:
+    """Kernels that are being compiled."""
+
+    def __init__(self, notes: _Notes | None = None) -> None:
+        """Start the compilers."""
+        self._native: list[Future[None]] = []
+        self._triton: list[Future[None]] = []
+        if notes is None:
+            return
+        if notes.sources:
+            threads = ThreadPoolExecutor(len(notes.sources))
+            self._native = [threads.submit(source.compile, device) for source, device in notes.sources.values()]
+            threads.shutdown(wait=False)
+        self._triton = _submitted(notes.programs)
+
+    def before(self, call: Callable[..., T]) -> Callable[..., T]:
+        """The function, whose first call waits for the kernels."""
+        if not self._native and not self._triton:
+            return call
+        waiting = [self]
+
+        def run(*arguments: Any) -> T:
+            if waiting:
+                waiting.pop().wait()
+            return call(*arguments)
+
+        return run
+
+    def wait(self) -> None:
+        """Wait, but not for processes that are still starting: they go on meanwhile."""
+        wait(self._native, LONGEST)
+        if self._triton:
+            from torch._inductor.async_compile import AsyncCompile
+
+            if AsyncCompile.use_process_pool():
+                wait(self._triton, LONGEST)
+        done = [future for future in (*self._native, *self._triton) if future.done() and not future.cancelled()]
+        errors = [error for future in done if (error := future.exception()) is not None]
+        for error in errors:
+            _log_failure("a kernel was not compiled ahead", error)
+        counts = {"native": len(self._native), "triton": len(self._triton), "ready": len(done) - len(errors)}
+        log.info("kernels compiled ahead", **counts)
+
+
+def compiling(graph: fx.Graph) -> Compiling:
+    """Start to compile the kernels of the graph's ops."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in launching]
-    if not nodes or os.environ.get(SWITCH) != "1":
-        yield
-        return
-    with ExitStack() as stack:
-        try:
-            notes = _launches_of(nodes)
-            threads = stack.enter_context(ThreadPoolExecutor(max(1, len(notes.sources))))
-            native = [threads.submit(source.compile, device) for source, device in notes.sources.values()]
-            triton = _submitted(list(notes.programs.values()))
-        except Exception as error:
-            _log_failure("kernels are not compiled ahead", error)
-            native, triton = [], []
-        yield
-        try:
-            _finish(native, triton)
-        except Exception as error:
-            _log_failure("kernels compiled ahead are not waited for", error)
+    if not nodes or os.environ.get(SWITCH) == "0":
+        return Compiling()
+    try:
+        return Compiling(_launches_of(nodes))
+    except Exception as error:
+        _log_failure("kernels are not compiled ahead", error)
+        return Compiling()
 
 
 def _log_failure(event: str, error: BaseException, **named: Any) -> None:
     log.debug(event, error=f"{type(error).__name__}: {error}", **named)
 
 
-def _submitted(programs: Sequence[_Program]) -> list[Future[None]]:
+def _submitted(programs: Mapping[str, _Program]) -> list[Future[None]]:
     """The programs, in the processes of Inductor; without them, none."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     found: list[Future[None]] = []
     if programs and get_compile_threads() > 1:
         pool = AsyncCompile.process_pool()
-        for program in programs:
+        for key, program in programs.items():
             try:
-                found.append(pool.submit(program.compile))
+                found.append(pool.submit(partial(program.compile, key)))
             except Exception as error:  # a constant that cannot be sent
                 _log_failure("a kernel is not compiled ahead", error, kernel=program.name)
     return found
-
-
-def _finish(native: Sequence[Future[None]], triton: Sequence[Future[None]]) -> None:
-    """Wait, but not for processes that are still starting: they go on meanwhile."""
-    wait(native, LONGEST)
-    if triton:
-        from torch._inductor.async_compile import AsyncCompile
-
-        if AsyncCompile.use_process_pool():
-            wait(triton, LONGEST)
-    done = [future for future in (*native, *triton) if future.done() and not future.cancelled()]
-    errors = [error for future in done if (error := future.exception()) is not None]
-    for error in errors:
-        _log_failure("a kernel was not compiled ahead", error)
-    if native or triton:
-        log.info("kernels compiled ahead", native=len(native), triton=len(triton), ready=len(done) - len(errors))
 
 
 # --------------------------------------------------------------------------- what a graph launches
@@ -256,25 +275,38 @@ class _Program:
         source = ASTSource(function, dict(self.signature), dict(self.constants), dict(self.attributes))
         return source, GPUTarget(*self.target)
 
-    def missing(self) -> str | None:
-        """Triton's key of the program, or None if its cache has it."""
+    def key(self) -> str:
+        """Triton's key of the program."""
         from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
-        from triton.runtime.cache import get_cache_manager
 
         source, target = self._source()
         backend = make_backend(target)
         options = backend.parse_options(dict(self.options))
-        text = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
-        key = hashlib.sha256(text.encode()).hexdigest()
-        known = get_cache_manager(key).get_group(f"{source.name[:150]}.json")
-        return None if known else key
+        text: str = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+        return hashlib.sha256(text.encode()).hexdigest()
 
-    def compile(self) -> None:
-        """Compile into Triton's cache on disk."""
+    def compile(self, key: str) -> None:
+        """Compile into Triton's cache on disk, with the library that launches the program.
+
+        Raises `RuntimeError` if it has another key here, because the process that sent it would not find it.
+        """
         import triton
 
+        if (own := self.key()) != key:
+            raise RuntimeError(f"{self.name} has the key {own} here, and {key} where it is launched")
         source, target = self._source()
-        triton.compile(source, target=target, options=dict(self.options))
+        compiled = triton.compile(source, target=target, options=dict(self.options))
+        if target.backend == "cuda":
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            CudaLauncher(compiled.src, compiled.metadata)
+
+
+def _in_cache(key: str, name: str) -> bool:
+    """Whether Triton's cache on disk has the program."""
+    from triton.runtime.cache import get_cache_manager
+
+    return bool(get_cache_manager(key).get_group(f"{name[:150]}.json"))
 
 
 @contextmanager
@@ -305,7 +337,7 @@ def _noting_triton() -> Iterator[None]:
         if _notes.get() is not notes:
             return hook(fn=fn, compile=compile, **rest) if hook is not None else None
         program = _Program.of(fn.jit_function, compile, driver.active.get_current_target())
-        if (key := program.missing()) is not None:
+        if not _in_cache(key := program.key(), program.name):
             notes.programs[key] = program
         return True  # Triton then compiles nothing
 

@@ -180,6 +180,23 @@ def test_kernels_of_the_compile_processes_are_those_of_this_process(tmp_path: Pa
     assert json.loads(found[0]) == json.loads(found[1])
 
 
+def test_every_kernel_has_the_assembler_of_the_compile_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the ptxas that torch brings. This process takes it too, before anything is compiled."""
+    from torch._inductor import async_compile
+    from torch._inductor.runtime import compile_tasks
+
+    done: list[str] = []
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: done.append("ptxas"))
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: done.append("processes"))
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs: done.append("kernels"))
+    inductor.start_workers()
+    assert done == ["ptxas", "processes"]
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    inductor.compile_graph(torch.fx.GraphModule(torch.nn.Module(), graph), [torch.zeros(1)])
+    assert done[2:] == ["ptxas", "kernels"]
+
+
 def test_compile_processes_write_to_the_private_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import async_compile
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from concurrent.futures import Future
+from threading import Event
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def _(x: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ahead.SWITCH, "1")
+    monkeypatch.delenv(ahead.SWITCH, raising=False)
     SEEN.clear()
     for kernel in (DOUBLED, ADDED):
         kernel.__init__()  # type: ignore[misc]
@@ -94,8 +95,8 @@ def graph(function: Callable[..., Tensor], *sizes: int) -> fx.Graph:
 
 def test_kernels_of_marked_ops_are_compiled_once_and_not_launched() -> None:
     found = graph(lambda x: doubled(doubled(x)[4:]), 8)
-    with ahead.compiling(found):
-        assert not ahead.noting()
+    ahead.compiling(found).wait()
+    assert not ahead.noting()
     assert DOUBLED.compiled == [CPU]
     assert DOUBLED.launches == 0
     assert [seen[:2] for seen in SEEN] == [(True, True)] * 2
@@ -105,28 +106,35 @@ def test_kernels_of_marked_ops_are_compiled_once_and_not_launched() -> None:
 
 
 def test_an_op_inside_of_another_runs_too() -> None:
-    with ahead.compiling(graph(doubled_sum, 8, 8)):
-        pass
+    ahead.compiling(graph(doubled_sum, 8, 8)).wait()
     assert DOUBLED.compiled == ADDED.compiled == [CPU]
 
 
 def test_a_graph_without_marked_ops_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_launches_of", None)
-    with ahead.compiling(graph(lambda x: x + 1, 8)):
-        pass
+    call = abs
+    assert ahead.compiling(graph(lambda x: x + 1, 8)).before(call) is call
+
+
+def test_the_first_call_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, waited = Event(), []
+    monkeypatch.setattr(Kernel, "compile", lambda kernel, device: waited.append(go.wait(60)))
+    call = ahead.compiling(graph(doubled, 8)).before(lambda x: (x, list(waited)))
+    go.set()
+    assert call(1) == (1, [True])
+    assert call(2) == (2, [True])
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ahead.SWITCH, "0")
-    with ahead.compiling(graph(doubled, 8)):
-        pass
+    ahead.compiling(graph(doubled, 8)).wait()
     assert not SEEN
 
 
 def test_an_op_that_fails_costs_only_itself() -> None:
     found = graph(lambda x: doubled(reading(x)), 8)
-    with structlog.testing.capture_logs() as logs, ahead.compiling(found):
-        pass
+    with structlog.testing.capture_logs() as logs:
+        ahead.compiling(found).wait()
     assert DOUBLED.compiled == [CPU]
     (failed,) = [line for line in logs if line["log_level"] == "debug"]
     assert "reading" in failed["op"]
@@ -134,15 +142,10 @@ def test_an_op_that_fails_costs_only_itself() -> None:
 
 def test_a_compiler_that_fails_does_not_end_the_run() -> None:
     DOUBLED.error = RuntimeError("no compiler")
-    with structlog.testing.capture_logs() as logs, ahead.compiling(graph(doubled, 8)):
-        pass
+    with structlog.testing.capture_logs() as logs:
+        ahead.compiling(graph(doubled, 8)).wait()
     assert "no compiler" in next(line for line in logs if line["log_level"] == "debug")["error"]
     assert logs[-1]["ready"] == 0
-
-
-def test_an_error_of_the_body_is_shown() -> None:
-    with pytest.raises(ValueError, match="the body"), ahead.compiling(graph(doubled, 8)):
-        raise ValueError("the body")
 
 
 class Pool:
@@ -173,17 +176,20 @@ def program(**changes: Any) -> ahead._Program:
     return ahead._Program(**{"module": "no_such_module", "name": "f", "target": ("cuda", 90, 32), **empty, **changes})
 
 
+def notes(**programs: ahead._Program) -> ahead._Notes:
+    return ahead._Notes(programs=programs)
+
+
 def test_programs_are_sent_to_the_processes_of_inductor(pool: Pool) -> None:
     """One that cannot be sent does not keep the others."""
     with structlog.testing.capture_logs() as logs:
-        futures = ahead._submitted([program(constants={0: lambda: None}), program(name="g")])
-        ahead._finish([], futures)
-    assert len(futures) == 1
+        ahead.Compiling(notes(first=program(constants={0: lambda: None}), second=program(name="g"))).wait()
     assert [line["event"] for line in logs][:2] == ["a kernel is not compiled ahead", "a kernel was not compiled ahead"]
+    assert (logs[-1]["triton"], logs[-1]["ready"]) == (1, 0)
 
 
 def test_without_processes_triton_compiles_at_the_first_launch(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     from torch._inductor import async_compile
 
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
-    assert ahead._submitted([program()]) == []
+    assert ahead._submitted({"key": program()}) == []

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 FIRST = """
 import torch
+import triton.runtime.build
 from torch._inductor.async_compile import AsyncCompile
 from triton import knobs
 from surogate_core.dsl import inductor
@@ -34,12 +35,13 @@ inductor.start_workers()
 AsyncCompile.wait_pool_ready()
 signature = Signature((512, 208), torch.bfloat16, torch.device("cuda", 0))
 call = without_gradients(torch.ops.surogate_triton.swiglu_backward, [signature] * 3, compiler="inductor")
-found = []
+found, built, build = [], [], triton.runtime.build._build
+triton.runtime.build._build = lambda name, *rest: (built.append(name), build(name, *rest))[1]
 knobs.compilation.listener = lambda *, src, cache_hit, **rest: found.append((src.name, cache_hit))
 call([torch.ones(512, 208, dtype=torch.bfloat16, device="cuda")] * 3)
-print(*(hit for name, hit in found if name == "swiglu_backward"))
+print(*(hit for name, hit in found if name == "swiglu_backward"), "__triton_launcher" not in built)
 """
-"""A start with empty caches: whether the launch of a kernel found it compiled."""
+"""A start with empty caches: whether the launch of a kernel found it, and the library that launches it, compiled."""
 N = 512
 
 
@@ -108,8 +110,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def _nodes(op: Any, arguments: list[Any]) -> list[fx.Node]:
-    """A graph's only node, whose tensors are fake."""
+def _graph(op: Any, arguments: list[Any]) -> fx.Graph:
+    """A graph with one node, whose tensors are fake."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     graph, mode = fx.Graph(), FakeTensorMode()
@@ -119,7 +121,16 @@ def _nodes(op: Any, arguments: list[Any]) -> list[fx.Node]:
         if isinstance(value, torch.Tensor):
             found[-1] = graph.placeholder("x")
             found[-1].meta["val"] = mode.from_tensor(value)
-    return [graph.call_function(op._opoverload, tuple(found))]
+    graph.call_function(op._opoverload, tuple(found))
+    return graph
+
+
+def _notes(op: Any, arguments: list[Any], monkeypatch: pytest.MonkeyPatch) -> ahead._Notes:
+    """What is to be compiled for a graph."""
+    found: list[ahead._Notes] = []
+    monkeypatch.setattr(ahead, "Compiling", lambda notes=None: found.append(notes))
+    ahead.compiling(_graph(op, arguments))
+    return found[0]
 
 
 @contextmanager
@@ -151,15 +162,17 @@ def test_launches_find_what_was_compiled_ahead(case: Any, monkeypatch: pytest.Mo
     from triton.runtime.jit import JITFunction
 
     op, arguments = case()
-    nodes, launch = _nodes(op, arguments), JITFunction.run
-    notes = ahead._launches_of(nodes)
+    launch, made = JITFunction.run, []
+    monkeypatch.setattr("triton.backends.nvidia.driver.CudaLauncher", lambda source, metadata: made.append(source.name))
+    notes = _notes(op, arguments, monkeypatch)
     assert notes.programs
     assert JITFunction.run is launch
     kept = [*adapters._salts.values(), *adapters._zeros.values()]
     assert all(type(tensor) is torch.Tensor for tensor in kept), "fake tensors are of no use to a launch"
-    for program in notes.programs.values():
-        program.compile()
-    assert not ahead._launches_of(nodes).programs, "all are in the cache"
+    for key, program in notes.programs.items():
+        program.compile(key)
+    assert made == [program.name for program in notes.programs.values()]
+    assert not _notes(op, arguments, monkeypatch).programs, "all are in the cache"
     with _compiled(monkeypatch) as found:
         op._init_fn(*arguments)
     assert len(found) == len(notes.programs)
@@ -173,13 +186,24 @@ def test_nothing_is_launched_by_a_triton_that_interprets(monkeypatch: pytest.Mon
 
     with knobs.runtime.scope():
         knobs.runtime.interpret = True
-        assert not ahead._launches_of(_nodes(*_norm())).programs
+        assert not _notes(*_norm(), monkeypatch).programs
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper")
+def test_a_program_with_another_key_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another ptxas would be used: the launch would not find it."""
+    op, arguments = _swiglu()
+    # In this dtype no other test has it in Triton's memory.
+    (program,) = _notes(op, [x.half() for x in arguments], monkeypatch).programs.values()
+    with pytest.raises(RuntimeError, match=r"swiglu_backward has the key \w+ here, and other where it is launched"):
+        program.compile("other")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("switch", "ahead_of_launch"), [("1", "True"), ("0", "False")])
-def test_the_processes_of_inductor_compile_for_this_process(switch: str, ahead_of_launch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("switch", "found_both"), [("1", ["True", "True"]), ("0", ["False", "False"])])
+def test_the_processes_of_inductor_compile_for_this_process(switch: str, found_both: list[str], tmp_path: Path) -> None:
     caches = {name: str(tmp_path / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
     environment = {**os.environ, **caches, "TORCHINDUCTOR_COMPILE_THREADS": "4", ahead.SWITCH: switch}
     found = subprocess.check_output([sys.executable, "-c", FIRST], env=environment, text=True)
-    assert found.split()[-1] == ahead_of_launch
+    assert found.split()[-2:] == found_both
