@@ -94,6 +94,7 @@ CASES: dict[str, Training] = {
     "8B LoRA bf16, shared rows of 32k": replace(LONG, length=2**15),
     "8B LoRA bf16, shared rows of 32k, 16 documents": replace(LONG, rows=16),
     "8B LoRA bf16, shared rows of 128k": replace(LONG, length=2**17),
+    "8B LoRA bf16, shared rows of 256k": replace(LONG, length=2**18),
 }
 SEVERAL_ONLY = ("8B full, level 3, fp32 AdamW and masters",)
 """Cases that do not fit one GPU."""

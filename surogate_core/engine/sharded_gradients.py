@@ -18,10 +18,13 @@ from torch import Tensor
 from surogate_core.bundles import GradientStore
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.reduce import Allocate, plain_zeros
-from surogate_core.engine.schedule import EMBED, HEAD
+from surogate_core.engine.schedule import EMBED, HEAD, layer_key
 from surogate_core.engine.side_streams import FIRST, SideStream
 from surogate_core.engine.stages import Stages
 from surogate_core.kernels.registry import KernelTable, using
+
+LAST = (layer_key(0), EMBED)
+"""The pieces that a backward releases last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +46,10 @@ class ShardedGradients:
     With `written`, a layer's sums do not start from zeros: the backward writes them (`is_written`), which saves a pass
     over the buffer, and one that the additions would read.
 
-    With `once`, the embedding's sums, or the head's, stay in their buffer from micro-step to micro-step if no other
-    piece needs it, and are added over the ranks in the last one alone. That is less to send and to add, and no
-    computation runs beside the embedding's reduction.
+    With `later`, nothing is reduced at the end of a micro-step, where no computation is left to run beside it, unless
+    the micro-step is the last one. What the backward releases last, the first layer and the embedding, is reduced
+    beside the forward of the next micro-step. The sums of the embedding, or of the head, stay in their buffer if no
+    other piece needs it, and are reduced in the last micro-step alone, which also is less to send and to add.
     """
 
     def __init__(
@@ -56,13 +60,13 @@ class ShardedGradients:
         allocate: Allocate = plain_zeros,
         everywhere: bool = True,
         written: bool = False,
-        once: bool = False,
+        later: bool = False,
         kernels: KernelTable | None = None,
     ):
         """`allocate`: memory that the fabric writes to. `everywhere`: whether sums are over all replicas. `kernels`:
         those of the run.
         """
-        self._everywhere, self._written, self._once = everywhere, written, once
+        self._everywhere, self._written, self.later = everywhere, written, later
         self._kernels = kernels or KernelTable(device=device)
         self._stages, self._device, self._allocate = stages, device, allocate
         self._owned: dict[str, Owned] = {}
@@ -79,12 +83,19 @@ class ShardedGradients:
         """Whether the piece that stays has sums that are not yet reduced."""
         self._onto = False
         """Whether its shard has earlier sums, to which those in the buffer are added."""
+        self._deferred: list[str] = []
+        """The pieces that the next micro-step reduces."""
 
     @property
     def staying(self) -> str | None:
         """The piece that is reduced in the last micro-step of an optimizer step alone, if there is one."""
         others = [piece for piece in self._owned if not _is_layer(piece)]
-        return others[0] if self._once and len(others) == 1 else None
+        return others[0] if self.later and len(others) == 1 else None
+
+    @property
+    def _released_last(self) -> list[str]:
+        """The pieces that are reduced beside the next forward."""
+        return [piece for piece in LAST if piece in self._owned and piece != self.staying] if self.later else []
 
     def put_owned(self, piece: str, owned: Owned) -> None:
         """Keep this rank's part of a piece's range of sums."""
@@ -111,9 +122,26 @@ class ShardedGradients:
         self._first = first
         if self.staying is not None and (first or not self._continued):
             self._onto = not first
-            room = self._room_of(self.staying)
-            if room is not None:
-                room.piece = None
+            self._leave(self.staying)
+        deferred, self._deferred = self._deferred, []
+        if not first:
+            for piece in deferred:
+                self._reduce(piece, onto=True)
+            return
+        for piece in deferred:  # of a warm-up, or of a step that has failed
+            self._leave(piece)
+        if not self._last:
+            # The sums of this micro-step are added in the next one, which does not know whether there are earlier ones.
+            with self._side.after_compute():
+                for piece in self._released_last:
+                    self._owned[piece].shard.zero_()
+            self._reduced = self._side.done()
+
+    def _leave(self, piece: str) -> None:
+        """Free the piece's buffer, if it has one."""
+        room = self._room_of(piece)
+        if room is not None:
+            room.piece = None
 
     def prefetch(self, key: str) -> None:
         """Make zeros for the key's sums."""
@@ -175,15 +203,21 @@ class ShardedGradients:
     def release(self, key: str) -> None:
         """Start to add the sums of the piece's range over the ranks, into the shard."""
         self._side.join(self._zeroed.pop(key))
-        room = self._room_of(key) if key in self._owned else None
-        if room is None:
+        if key not in self._owned or self._room_of(key) is None:
             return
-        stays = key == self.staying
-        if stays:
+        if key == self.staying:
             self._continued = not self._last
-            if self._continued:
-                return
-        owned, staging = self._owned[key], self._staging
+            if not self._continued:
+                self._reduce(key, onto=self._onto)
+        elif not self._last and key in self._released_last:
+            self._deferred.append(key)
+        else:
+            self._reduce(key, onto=not self._first)
+
+    def _reduce(self, piece: str, *, onto: bool) -> None:
+        """Start to add the sums of the piece's range over the ranks. `onto`: to those that the shard has."""
+        room, owned, staging = self._room_of(piece), self._owned[piece], self._staging
+        assert room is not None
         assert staging is not None
         with self._side.after_compute(), using(self._kernels):
             self._stages.reduce(
@@ -191,7 +225,7 @@ class ShardedGradients:
                 owned.longest,
                 staging,
                 out=owned.shard,
-                onto=self._onto if stays else not self._first,
+                onto=onto,
                 everywhere=self._everywhere,
             )
         # The next piece's backward waits for the side stream, so no event is needed.

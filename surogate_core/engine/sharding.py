@@ -146,10 +146,9 @@ class Sharing:
         return self.context * place + self.part
 
     @property
-    def reduces_embedding_once(self) -> bool:
-        """Whether the sums of the embedding, or of the head, are made after those over micro-steps if one buffer is
-        enough for them. An exact order has no room for that, and where the number of micro-steps varies, none is known
-        to be the last one.
+    def reduces_later(self) -> bool:
+        """Whether a micro-step leaves sums to the next one (`ShardedGradients`). An exact order has no room for that,
+        and where the number of micro-steps varies, none is known to be the last one.
         """
         return self.reduces_each_micro_step and not self.exact and not self.varying
 

@@ -251,11 +251,11 @@ class Shares:
         ]
         if self.level:
             times = 1 if self.level == 1 else steps
-            # No backward is left beside the embedding's.
-            inner = self._others(GRADIENT * sum(self.decayed[1:]))
+            inner, outer = self._others(GRADIENT * sum(self.decayed[1:])), self._others(GRADIENT * self.decayed[0])
+            later = self.level >= 2 and not self.settings.exact and not self.settings.varying
             # `ShardedGradients.staying`.
-            once = not self.settings.exact and not self.settings.varying and not self.decayed[-1]
-            embedded = 1 if once else times
+            embedded = 1 if later and not self.decayed[-1] else times
+            beside_forward = embedded - 1 if later else 0
             found += [
                 Sent(
                     what="gradients of layers and head",
@@ -266,10 +266,20 @@ class Shares:
                     micro_steps=times,
                     ranks=self._among,
                 ),
+                # No backward is left beside the embedding's: the next micro-step's forward, or nothing.
+                Sent(
+                    what="gradients of the embedding, in the next micro-step",
+                    nbytes=beside_forward * outer,
+                    calls=beside_forward,
+                    how="exchange",
+                    beside="forward",
+                    micro_steps=beside_forward,
+                    ranks=self._among,
+                ),
                 Sent(
                     what="gradients of the embedding",
-                    nbytes=embedded * self._others(GRADIENT * self.decayed[0]),
-                    calls=embedded,
+                    nbytes=(embedded - beside_forward) * outer,
+                    calls=embedded - beside_forward,
                     how="exchange",
                     ranks=self._among,
                 ),

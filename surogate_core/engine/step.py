@@ -61,7 +61,7 @@ class StoreSet:
                 allocate=mesh.zeros,
                 everywhere=not sharing.replicas_once,
                 written=not sharing.exact,
-                once=sharing.reduces_embedding_once,
+                later=sharing.reduces_later,
                 kernels=kernels,
             )
             if sharing.shards_gradients
@@ -77,7 +77,7 @@ class StoreSet:
     @property
     def keeps_sums(self) -> bool:
         """Whether a micro-step that is not the last one of its optimizer step leaves sums that are not reduced."""
-        return isinstance(self.gradients, ShardedGradients) and self.gradients.staying is not None
+        return isinstance(self.gradients, ShardedGradients) and self.gradients.later
 
     def of_kind(self, kind: TensorKind | None) -> Store:
         """The store of an action of the schedule."""

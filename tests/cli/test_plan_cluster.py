@@ -24,7 +24,6 @@ MEASURED = [
     ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1"], 10.8e3, 0.977),
     ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1", "zero_level=2"], 10.5e3, 0.992),
     ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1", "zero_level=3"], 10.8e3, 0.955),
-    ("qwen3-8b", ["lora=false", "zero_level=3"], 11.8e3, 0.900),
     ("qwen3-4b", ["lora=false", "zero_level=2"], 20.5e3, 0.962),
     ("qwen3-4b", ["lora=false", "zero_level=1", "shard_weights=true"], 20.5e3, 0.954),
     ("qwen3-4b", ["lora=false", "zero_level=3"], 20.5e3, 0.939),

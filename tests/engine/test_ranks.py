@@ -401,7 +401,7 @@ def test_the_plan_knows_how_often_the_embedding_is_reduced(config: Mapping[str, 
 
     keys: dict[str, Any] = {"zero_level": 2, "exact": False, "build": tiny.SmallModel, "optimizer": tiny.ADAMW}
     planned = predict(tiny.assembly(config, ranks=2, micro_batches=6, **keys)).sent
-    assert [s.calls for s in planned if s.what == "gradients of the embedding"] == [count]
+    assert sum(s.calls for s in planned if s.what.startswith("gradients of the embedding")) == count
     by_rank = in_threads(2, work)
     assert [calls for calls, _ in by_rank] == [count] * 2
     alone, _ = trained(1, micro_batches=6, config=config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,8 +33,8 @@ SHAPES = {"embed": (52, 64), "weight": (16, 60), "norm": (64,), "head": (50, 64)
 class _Sums:
     """The store of one rank with its shards, for a model whose head is tied or has its own weight."""
 
-    def __init__(self, fabric: Fabric, *, tied: bool, written: bool = False, once: bool = False):
-        self.store = ShardedGradients(Stages.over(fabric), CPU, written=written, once=once)
+    def __init__(self, fabric: Fabric, *, tied: bool, written: bool = False, later: bool = False):
+        self.store = ShardedGradients(Stages.over(fabric), CPU, written=written, later=later)
         assert isinstance(self.store, GradientStore)
         self.norms = {key: torch.zeros(SHAPES["norm"]) for key in [*RANGES, HEAD]}
         self.shards = {}
@@ -166,7 +167,7 @@ def _once(world: int, passes: Sequence[int], *, tied: bool) -> list[tuple[dict[s
 
     def work(fabric: Fabric) -> tuple[dict[str, Tensor], list[int]]:
         counted = _Counted(fabric)
-        sums = _Sums(counted, tied=tied, written=True, once=True)
+        sums = _Sums(counted, tied=tied, written=True, later=True)
         for _ in range(2):  # what the first one leaves must not be in the second one's
             counted.lengths.clear()
             number = fabric.rank
@@ -229,11 +230,11 @@ def test_micro_steps_that_are_captured_by_kind_add_what_they_would(
     monkeypatch.setattr(sys.modules[__name__], "_gradients", lambda number, key, sums: given[key])
 
     def work(fabric: Fabric) -> _Sums:
-        return _Sums(fabric, tied=tied, written=True, once=True)
+        return _Sums(fabric, tied=tied, written=True, later=True)
 
     (sums,) = in_threads(1, work)
-    keeps = sums.store.staying is not None
-    order = [(i == 0, keeps and i == steps - 1) for i in range(steps)]
+    (plain,) = in_threads(1, lambda fabric: _Sums(fabric, tied=tied, written=True))
+    order = [(i == 0, i == steps - 1) for i in range(steps)]
     sums.micro_step(0, first=True, last=True)
     for first, last in [kind for kind in order if not kind[0]][:1]:
         sums.micro_step(0, first=first, last=last)
@@ -251,15 +252,68 @@ def test_micro_steps_that_are_captured_by_kind_add_what_they_would(
                     tensor.fill_(float("nan"))
             expected += given[EMBED][0].double() + (given[HEAD][1].double() if tied else 0)
             graphs[kind].replay()
+            plain.micro_step(0, first=kind[0])
         found = sums.shards[EMBED][: expected.numel()].view(expected.shape)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+        for key in sums.shards:
+            if not tied or key != EMBED:  # whose sums have another order
+                torch.testing.assert_close(sums.shards[key], plain.shards[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_nothing_is_reduced_at_the_end_of_a_micro_step_but_the_last_one(tied: bool) -> None:
+    """The first layer and the embedding wait for the next micro-step, and come first in it."""
+    first, *others = map(layer_key, range(LAYERS))
+    early = [*([] if tied else [HEAD]), *others[::-1]]
+    waiting = [first, *([] if tied else [EMBED])]
+    whole = [*early, first, EMBED]
+
+    def work(fabric: Fabric) -> list[list[tuple[str, bool]]]:
+        sums, reduced = _Sums(fabric, tied=tied, written=True, later=True), []
+        reduce = sums.store._reduce
+
+        def noted(piece: str, *, onto: bool) -> None:
+            reduced.append((piece, onto))
+            reduce(piece, onto=onto)
+
+        sums.store._reduce = noted  # type: ignore[method-assign]
+        steps = []
+        for begins, ends in [(True, False), (False, False), (False, True), (True, True)]:
+            sums.micro_step(fabric.rank, first=begins, last=ends)
+            steps.append(reduced.copy())
+            reduced.clear()
+        return steps
+
+    def all_of(pieces: Sequence[str], *, onto: bool) -> list[tuple[str, bool]]:
+        return [(piece, onto and not (tied and piece == EMBED)) for piece in pieces]
+
+    expected = [
+        all_of(early, onto=False),
+        all_of([*waiting, *early], onto=True),
+        all_of([*waiting, *whole], onto=True),
+        all_of(whole, onto=False),
+    ]
+    assert in_threads(2, work) == [expected] * 2
+
+
+def test_a_step_that_has_failed_leaves_nothing_to_the_next_one() -> None:
+    def work(fabric: Fabric, *, fails: bool) -> dict[str, Tensor]:
+        sums = _Sums(fabric, tied=False, written=True, later=True)
+        if fails:
+            sums.micro_step(7, first=True, last=False)
+        for i in range(2):
+            sums.micro_step(i, first=i == 0, last=i == 1)
+        return sums.shards
+
+    (expected,), (found,) = (in_threads(1, partial(work, fails=fails)) for fails in (False, True))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_pieces_that_share_a_buffer_are_reduced_in_each_micro_step() -> None:
     expected = _sequential(2, 4, tied=False, written=True)
 
     def work(fabric: Fabric) -> dict[str, Tensor]:
-        sums = _Sums(fabric, tied=False, written=True, once=True)
+        sums = _Sums(fabric, tied=False, written=True, later=True)
         assert sums.store.staying is None
         for step in range(2):
             for i in range(2):

@@ -56,7 +56,7 @@ def test_level_1_keeps_whole_sums_and_parts_of_weights(ranks: int) -> None:
     assert weights.copies(0) == third.copies(0) < first.copies(0)
     assert weights.gathered(from_host=True) == third.gathered(from_host=True)
     sent, of_first, of_third = ({s.what: s for s in one.sent} for one in (weights, first, third))
-    assert sent.keys() == of_third.keys()
+    assert sent.keys() == of_third.keys() - {"gradients of the embedding, in the next micro-step"}
     for what, one in sent.items():
         assert one == (of_first if "gradients" in what else of_third)[what], what
     assert shares(1, shard_weights=True).copies(123) == 123, "one rank has nobody to share with"
@@ -113,7 +113,7 @@ def test_one_piece_beside_the_layers_is_sent_once_unless_sums_are_exact() -> Non
     def embedding(level: int, **keys: object) -> tuple[int, int]:
         settings = replace(SETTINGS, zero_level=level, ranks=2, **keys)  # type: ignore[arg-type]
         tied = Shares(settings=settings, decayed=(*P[:-1], 0), undecayed=UNIT, frozen=(100, 0, 0, 100))
-        (found,) = (s for s in tied.sent if s.what == "gradients of the embedding")
+        (found,) = (s for s in tied.sent if s.what.startswith("gradients of the embedding"))
         return found.nbytes, found.calls
 
     once, steps = 4 * P[0] // 2, 4
@@ -121,6 +121,19 @@ def test_one_piece_beside_the_layers_is_sent_once_unless_sums_are_exact() -> Non
     for keys in ({"exact": True}, {"varying": True}):
         assert embedding(2, **keys) == (steps * once, steps)
         assert embedding(1, **keys) == (once, 1)
+
+
+def test_of_two_pieces_beside_the_layers_the_embedding_waits_for_the_next_forward() -> None:
+    def embedding(**keys: object) -> list[tuple[str, int, int]]:
+        settings = replace(SETTINGS, zero_level=2, ranks=2, **keys)  # type: ignore[arg-type]
+        apart = Shares(settings=settings, decayed=P, undecayed=UNIT, frozen=(100, 0, 0, 100))
+        found = [s for s in apart.sent if s.what.startswith("gradients of the embedding")]
+        return [(s.beside, s.nbytes, s.calls) for s in found]
+
+    once = 4 * P[0] // 2
+    assert embedding() == [("forward", 3 * once, 3), ("", once, 1)]
+    assert embedding(exact=True) == [("", 4 * once, 4)]
+    assert embedding(micro_batches=2) == [("", once, 1)]
 
 
 def test_so_are_its_sums_to_other_replicas() -> None:
@@ -157,6 +170,7 @@ def test_replicas_keep_a_part_of_their_group_and_send_their_sums() -> None:
 def test_what_hides_it() -> None:
     beside = {s.what: s.beside for s in shares(3, 2).sent}
     assert beside["gradients of layers and head"] == "backward"
+    assert beside["gradients of the embedding, in the next micro-step"] == "forward"
     assert beside["gradients of the embedding"] == ""
     assert beside["updated weights"] == "forward"
     assert beside["weights of layers"] == "both"
