@@ -48,8 +48,8 @@ class ShardedGradients:
 
     With `later`, nothing is reduced at the end of a micro-step, where no computation is left to run beside it, unless
     the micro-step is the last one. What the backward releases last, the first layer and the embedding, is reduced
-    beside the forward of the next micro-step. The sums of the embedding, or of the head, stay in their buffer if no
-    other piece needs it, and are reduced in the last micro-step alone, which also is less to send and to add.
+    beside the end of the next micro-step's forward. If no other piece needs their buffer, the sums of the embedding, or
+    of the head, stay in it and are reduced in the last micro-step alone, which also is less to send and to add.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class ShardedGradients:
         """Whether its shard has earlier sums, to which those in the buffer are added."""
         self._deferred: list[str] = []
         """The pieces that the next micro-step reduces."""
+        self._begins = False
+        """Whether no sums have been asked for in this micro-step."""
 
     @property
     def staying(self) -> str | None:
@@ -123,19 +125,11 @@ class ShardedGradients:
         if self.staying is not None and (first or not self._continued):
             self._onto = not first
             self._leave(self.staying)
-        deferred, self._deferred = self._deferred, []
-        if not first:
-            for piece in deferred:
-                self._reduce(piece, onto=True)
-            return
-        for piece in deferred:  # of a warm-up, or of a step that has failed
-            self._leave(piece)
-        if not self._last:
-            # The sums of this micro-step are added in the next one, which does not know whether there are earlier ones.
-            with self._side.after_compute():
-                for piece in self._released_last:
-                    self._owned[piece].shard.zero_()
-            self._reduced = self._side.done()
+        self._begins = True
+        if first:
+            for piece in self._deferred:  # of a warm-up, or of a step that has failed
+                self._leave(piece)
+            self._deferred.clear()
 
     def _leave(self, piece: str) -> None:
         """Free the piece's buffer, if it has one."""
@@ -143,8 +137,25 @@ class ShardedGradients:
         if room is not None:
             room.piece = None
 
+    def _reduce_deferred(self) -> None:
+        """Reduce what the micro-step before has left. By now the gathers of this one's forward are launched, if there
+        are any: the computation waits for those, and not for this.
+        """
+        self._begins = False
+        deferred, self._deferred = self._deferred, []
+        for piece in deferred:
+            self._reduce(piece, onto=True)
+        if self._first and not self._last:
+            # The sums of this micro-step are added in the next one, which does not know whether there are earlier ones.
+            with self._side.after_compute():
+                for piece in self._released_last:
+                    self._owned[piece].shard.zero_()
+            self._reduced = self._side.done()
+
     def prefetch(self, key: str) -> None:
         """Make zeros for the key's sums."""
+        if self._begins:
+            self._reduce_deferred()
         if key in self._zeroed:
             return
         pieces = {member.piece for member in self._members[key] if isinstance(member, Within)}
