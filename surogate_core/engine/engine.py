@@ -310,9 +310,12 @@ class Engine:
         return list(dict.fromkeys(found))
 
     def _adding_kinds(self) -> list[Kind]:
-        """A kind of micro-step that adds to sums of earlier ones, if that takes another kernel than the first sums."""
+        """A kind of micro-step that adds to sums of earlier ones, if that takes another kernel than the first sums.
+
+        The last kind, because the others may leave all that they add to the next micro-step.
+        """
         adding = [kind for kind in self._kinds() if not kind[2]]
-        return adding[:1] if self.sharing.shards_gradients else []
+        return adding[-1:] if self.sharing.shards_gradients else []
 
     def _capture_evaluation(self) -> None:
         """After the first micro-batch, which compiles the evaluation's programs, replace it by its CUDA graph."""

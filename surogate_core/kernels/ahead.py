@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 SWITCH = "SUROGATE_COMPILE_AHEAD"
 """The environment variable that turns it off with the value 0."""
 LONGEST = 60.0
-"""Seconds to wait for the compilers at most."""
+"""Seconds to wait at most for NVRTC, and then for Triton, at the first call of a graph."""
 
 launching: dict[Any, Callable[..., Any]] = {}
 """Custom op with the mark, as an overload (``torch.ops.namespace.name.default``) → its function."""
@@ -84,6 +84,8 @@ class _Notes:
 _notes: ContextVar[_Notes | None] = ContextVar("surogate_noted_launches", default=None)
 _one_at_a_time = Lock()
 """Triton's hooks are the whole process's."""
+_going: dict[Any, Future[None]] = {}
+"""A source and its device, or Triton's key → its compilation, which other graphs that launch it share."""
 
 
 def noting() -> bool:
@@ -110,7 +112,8 @@ class Compiling:
             return
         if notes.sources:
             threads = ThreadPoolExecutor(len(notes.sources))
-            self._native = [threads.submit(source.compile, device) for source, device in notes.sources.values()]
+            for key, (source, device) in notes.sources.items():
+                self._native.append(_shared(key, partial(threads.submit, source.compile, device)))
             threads.shutdown(wait=False)
         self._triton = _submitted(notes.programs)
 
@@ -130,11 +133,8 @@ class Compiling:
     def wait(self) -> None:
         """Wait, but not for processes that are still starting: they go on meanwhile."""
         wait(self._native, LONGEST)
-        if self._triton:
-            from torch._inductor.async_compile import AsyncCompile
-
-            if AsyncCompile.use_process_pool():
-                wait(self._triton, LONGEST)
+        if self._triton and _processes_run():
+            wait(self._triton, LONGEST)
         done = [future for future in (*self._native, *self._triton) if future.done() and not future.cancelled()]
         errors = [error for future in done if (error := future.exception()) is not None]
         for error in errors:
@@ -159,6 +159,25 @@ def _log_failure(event: str, error: BaseException, **named: Any) -> None:
     log.debug(event, error=f"{type(error).__name__}: {error}", **named)
 
 
+def _shared(key: Any, start: Callable[[], Future[None]]) -> Future[None]:
+    """The compilation of the key that is going on, or else a new one."""
+    found = _going.get(key)
+    if found is None or found.done():
+        found = _going[key] = start()
+    return found
+
+
+def _processes_run() -> bool:
+    """Whether the processes of Inductor have started."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    try:
+        return AsyncCompile.use_process_pool()
+    except Exception as error:  # they have ended
+        _log_failure("kernels compiled ahead are not waited for", error)
+        return False
+
+
 def _submitted(programs: Mapping[str, _Program]) -> list[Future[None]]:
     """The programs, in the processes of Inductor; without them, none."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
@@ -168,7 +187,7 @@ def _submitted(programs: Mapping[str, _Program]) -> list[Future[None]]:
         pool = AsyncCompile.process_pool()
         for key, program in programs.items():
             try:
-                found.append(pool.submit(partial(program.compile, key)))
+                found.append(_shared(key, partial(pool.submit, partial(program.compile, key))))
             except Exception as error:  # a constant that cannot be sent
                 _log_failure("a kernel is not compiled ahead", error, kernel=program.name)
     return found

@@ -19,6 +19,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -189,8 +190,8 @@ def _compiled(sources: Sources, name: str, architecture: str) -> Path:
     finally:
         nvrtc.destroyProgram(program)
     try:
-        # Several processes may do so at once; each writes a complete file.
-        partial = binary.with_suffix(f".{os.getpid()}.partial")
+        # Several processes and threads may do so at once; each writes a complete file.
+        partial = binary.with_suffix(f".{os.getpid()}.{get_ident()}.partial")
         partial.write_bytes(made)
         partial.replace(binary)
     except OSError:

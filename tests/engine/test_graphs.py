@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from rank_engines import engine_of
 
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
+from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 
@@ -44,3 +46,26 @@ def test_a_warm_up_leaves_nothing_in_the_first_steps(world: int, level: int) -> 
     cold, warm = (in_threads(world, partial(first_steps, level=level, warm=warm)) for warm in (False, True))
     assert warm == cold
     assert [count for count, _ in warm] == [int(level == 3)] * world
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_warm_up_adds_to_the_sums_of_the_first_layer(layers: int) -> None:
+    """A micro-step that is not the last one leaves them to the next, and with one layer that is all that it adds."""
+
+    def work(fabric: VirtualFabric) -> list[tuple[str, bool]]:
+        config = {**tiny.SMALL_CONFIG, "num_hidden_layers": layers}
+        engine = engine_of(fabric, micro_batches=8, zero_level=2, config=config)
+        store, added = engine.stores.gradients, []
+        assert isinstance(store, ShardedGradients)
+        reduce = store._reduce
+
+        def noted(piece: str, *, onto: bool) -> None:
+            added.append((piece, onto))
+            reduce(piece, onto=onto)
+
+        store._reduce = noted  # type: ignore[method-assign]
+        warm_up(engine.step.train, engine.update.run, engine.update.spoil, others=engine._adding_kinds())
+        return added
+
+    for added in in_threads(2, work):
+        assert ("layer 0", True) in added

@@ -82,6 +82,7 @@ def _(x: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ahead.SWITCH, raising=False)
+    monkeypatch.setattr(ahead, "_going", {})
     SEEN.clear()
     for kernel in (DOUBLED, ADDED):
         kernel.__init__()  # type: ignore[misc]
@@ -123,6 +124,18 @@ def test_the_first_call_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch) -
     go.set()
     assert call(1) == (1, [True])
     assert call(2) == (2, [True])
+
+
+def test_graphs_that_launch_the_same_kernel_share_its_compilation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go, compiled = Event(), []
+    monkeypatch.setattr(Kernel, "compile", lambda kernel, device: compiled.append(go.wait(60)))
+    both = [ahead.compiling(graph(doubled, 8)) for _ in range(2)]
+    go.set()
+    for one in both:
+        one.wait()
+    assert compiled == [True]
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +199,18 @@ def test_programs_are_sent_to_the_processes_of_inductor(pool: Pool) -> None:
         ahead.Compiling(notes(first=program(constants={0: lambda: None}), second=program(name="g"))).wait()
     assert [line["event"] for line in logs][:2] == ["a kernel is not compiled ahead", "a kernel was not compiled ahead"]
     assert (logs[-1]["triton"], logs[-1]["ready"]) == (1, 0)
+
+
+def test_processes_that_have_ended_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    from torch._inductor import async_compile
+
+    def ended() -> bool:
+        raise RuntimeError("Attempting to use a closed pool")
+
+    monkeypatch.setattr(async_compile.AsyncCompile, "use_process_pool", staticmethod(ended))
+    with structlog.testing.capture_logs() as logs:
+        ahead.Compiling(notes(key=program())).wait()
+    assert "kernels compiled ahead are not waited for" in [line["event"] for line in logs]
 
 
 def test_without_processes_triton_compiles_at_the_first_launch(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:

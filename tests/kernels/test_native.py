@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import ModuleType
 
 import pytest
@@ -164,6 +166,24 @@ def test_a_binary_is_compiled_once_for_its_own_target(nvrtc: FakeNvrtc, tmp_path
     assert len(nvrtc.compiled) == 2
     assert not nvrtc.open
     assert sorted(path.suffix for path in made.parent.iterdir()) == [".cubin", ".cubin"]
+
+
+def test_threads_that_compile_one_source_write_complete_files(
+    nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have written before one of them gives its file the final name."""
+    write, both = Path.write_bytes, Barrier(2, timeout=60)
+
+    def written(path: Path, made: bytes) -> int:
+        count = write(path, made)
+        if path.suffix == ".partial":
+            both.wait()
+        return count
+
+    monkeypatch.setattr(Path, "write_bytes", written)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda _: native._compiled(GATED, "gated_backward", "sm_90a"), range(2))
+    assert one == other, "a thread whose file was taken away writes another one"
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
