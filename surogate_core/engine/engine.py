@@ -43,6 +43,7 @@ from surogate_core.engine.traffic import Traffic
 from surogate_core.engine.update import StepResult, Update, norm_of
 from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import Deferred, TensorFile
+from surogate_core.kernels.ahead import wait_for_all
 from surogate_core.kernels.heads import SharedRows
 from surogate_core.mesh.mesh import Mesh, Rows
 
@@ -108,6 +109,8 @@ class Engine:
         self._prepare_steps(placement, progress)
         with self.mesh.first("compiled"):
             self._compile()
+            if self.mesh.world > 1:
+                wait_for_all()  # the other ranks then compile no kernel again
         self.mesh.connect(self.settings.device)
         self.sharing.stages.connect()
         if self._shared_rows is not None:

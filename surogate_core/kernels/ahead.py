@@ -155,6 +155,15 @@ def compiling(graph: fx.Graph) -> Compiling:
         return Compiling()
 
 
+def wait_for_all() -> None:
+    """Wait for the compilations of all graphs, so that other processes find the binaries."""
+    native = [future for key, future in _going.items() if not isinstance(key, str)]
+    triton = [future for key, future in _going.items() if isinstance(key, str)]
+    wait(native, LONGEST)
+    if triton and _processes_run():
+        wait(triton, LONGEST)
+
+
 def _log_failure(event: str, error: BaseException, **named: Any) -> None:
     log.debug(event, error=f"{type(error).__name__}: {error}", **named)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -218,3 +218,12 @@ def test_without_processes_triton_compiles_at_the_first_launch(monkeypatch: pyte
 
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
     assert ahead._submitted({"key": program()}) == []
+
+
+def test_all_graphs_are_waited_for_before_other_ranks_compile(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, done = Event(), []
+    monkeypatch.setattr(Kernel, "compile", lambda kernel, device: done.append(go.wait(60)))
+    ahead.compiling(graph(doubled, 8))
+    Timer(0.2, go.set).start()
+    ahead.wait_for_all()
+    assert done == [True]
