@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping
 from numbers import Real
+from types import TracebackType
 from typing import Any
 
 from surogate_core.bundles.environments import Environment, EnvironmentTask, Episode, Turn
@@ -67,6 +68,8 @@ def _answer(served: Served, request: Mapping[str, Any]) -> bytes:
         reason, line = "size", str(error)
     except BaseException as error:
         reason, line = "exception", ": ".join(filter(None, (type(error).__name__, _text(error))))
+        place = _place(error.__traceback__)
+        line = " ".join(line[: 4 * _LINE].split())[: _LINE - len(place)] + place
     return packed({"fault": [reason, " ".join(line[: 4 * _LINE].split())[:_LINE]]})
 
 
@@ -75,6 +78,17 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:
         return ""
+
+
+def _place(traceback: TracebackType | None) -> str:
+    """Module and line of the innermost call that is neither Python's own nor ours, in brackets; empty without one."""
+    found = ""
+    while traceback is not None:
+        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
+        if module and module.partition(".")[0] not in {"surogate_core", *sys.stdlib_module_names}:
+            found = f" ({module[-_LINE // 3 :]} line {traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return found
 
 
 class Served:

@@ -186,6 +186,13 @@ def surogate_environment():
         bundles.EnvironmentSpec(name="compared", build=Compared, options=Options),
     ]
 """
+
+
+def place(code: str) -> str:
+    """How a fault names the line of the source with `code`."""
+    return f" (plugin_hostile line {SOURCE[: SOURCE.index(code)].count(chr(10)) + 1})"
+
+
 TASK = EnvironmentTask(messages=({"role": "user", "content": "go"},))
 Opener = Callable[..., EnvironmentPool]
 
@@ -223,7 +230,7 @@ def test_tasks_and_facts(opened: Opener) -> None:
     assert tasks[0].data["pid"] != tasks[1].data["pid"]
     assert os.getpid() not in {task.data["pid"] for task in tasks}
     assert found[2:] == [
-        Fault(reason="exception", detail="KeyError: 'five'"),
+        Fault(reason="exception", detail="KeyError: 'five'" + place('KeyError("five")')),
         Fault(reason="invalid", detail="task returned str, not an EnvironmentTask"),
         Fault(reason="invalid", detail="the task has no message"),
     ]
@@ -266,7 +273,7 @@ def test_a_signal_ends_a_turn_after_the_present_requests(opened: Opener, workers
 
 FAULTS = [
     ("exit", "exception", "SystemExit: 3"),
-    ("raise", "exception", "ValueError: two lines"),
+    ("raise", "exception", "ValueError: two lines" + place("raise error")),
     ("silent", "exception", "AssertionError"),
     ("odd", "exception", "Odd"),
     ("interrupt", "exception", "KeyboardInterrupt"),
@@ -370,7 +377,7 @@ def test_what_is_odd_but_allowed(opened: Opener) -> None:
     pool = opened()
     pool.start([(1, EnvironmentTask(messages=TASK.messages, data={"rewards": "none"}))])
     pool.start([(2, EnvironmentTask(messages=TASK.messages, data={"never": True})), (3, TASK), (4, TASK)])
-    never = Fault(reason="exception", detail="ValueError: never starts")
+    never = Fault(reason="exception", detail="ValueError: never starts" + place('ValueError("never'))
     assert pool.reply([(1, "noisy"), (2, "x"), (3, "forked"), (4, "\ud800")]) == [
         Turn(done=True),
         never,
@@ -401,7 +408,10 @@ def test_attempts_at_one_task_are_compared(opened: Opener) -> None:
     ("broken", "message"),
     [
         ("refused", "environment=hostile: environment.broken is refused. Fix: leave it out"),
-        ("raised", "environment=hostile: it cannot be built: exception: RuntimeError: no luck."),
+        (
+            "raised",
+            "environment=hostile: it cannot be built: exception: RuntimeError: no luck" + place("RuntimeError(") + ".",
+        ),
         ("died", "environment=hostile: it cannot be built: exit: the worker process ended, exit code 9."),
     ],
 )

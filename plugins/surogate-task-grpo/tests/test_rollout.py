@@ -92,6 +92,8 @@ def test_generations_without_any_signal_are_repeated_and_then_an_error():
         collect(lambda number: (None, None), figures={"reason": "timeout"})
     with pytest.raises(UserError, match=r"has a reward: exception 90, the first: ValueError: broken\. Fix: "):
         collect(lambda number: (None, None), figures={"reason": "exception", "detail": "ValueError: broken"})
+    with pytest.raises(UserError, match=r"None of 45 groups of 2 completions has a reward: .* are all None\. Fix: see"):
+        collect(lambda number: (None, None))
 
 
 def test_a_step_without_any_reward_says_what_to_change():

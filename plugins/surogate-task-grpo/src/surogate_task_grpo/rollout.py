@@ -146,6 +146,8 @@ class Collector:
             detail = next((f", the first: {one.detail}" for one in played if one.fault and one.detail), "")
             fix = "; ".join(sorted({FIXES.get(reason, FIX) for reason in faults}))
             return f"None of {count} has a reward: {listed}{detail.rstrip('.')}. Fix: {fix}."
+        if not rewards:
+            return f"None of {count} has a reward: those of the environment are all None. Fix: {FIX}."
         shown = f"every reward is {rewards[0]:g}" if len(rewards) == 1 else "the rewards within each group are equal"
         return (
             f"Reinforcement learning has no signal: in {count}, {shown}. Fix: train on examples of good answers first "
