@@ -278,12 +278,11 @@ def _check(words: Words) -> int:
 
 def wrong_with(found: Checked, *, declared: bool) -> list[str]:
     """What a check finds wrong, one line each. `declared`: whether the environment says that it is deterministic."""
+    from surogate_core.environments.checking import REPEAT
+
     wrong = []
     if found.differences and declared:
-        wrong.append(
-            "it says that it is deterministic and is not. Fix: draw every choice from the task's number and seed, or "
-            "deterministic=False in its EnvironmentSpec"
-        )
+        wrong.append(f"it says that it is deterministic and is not. Fix: {REPEAT}")
     if sum(found.faults.values()) == found.episodes:
         wrong.append("every episode fails.")
     if len(found.names) > 1:

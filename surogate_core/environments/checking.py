@@ -11,11 +11,16 @@ from typing import Any
 from surogate_core.bundles.environments import EnvironmentTask, Fault, Rewards, Turn, total_reward
 from surogate_core.environments.order import held_out_numbers, training_numbers
 from surogate_core.environments.pool import EnvironmentPool
+from surogate_core.errors import UserError
 
 MOST_TURNS = 16
 """Replies of an episode at most."""
 ANSWER = "answer"
 """Field of a task's data that a reply of the check is taken from, if it is text."""
+
+
+REPEAT = "draw every choice from the task's number and seed, or deterministic=False in its EnvironmentSpec"
+"""What to do where an environment says that it is deterministic and is not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +68,20 @@ class Checked:
 
 def _plain(task: EnvironmentTask) -> dict[str, Any]:
     return {"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}
+
+
+def check_repeats(name: str, one: EnvironmentTask | Fault, other: EnvironmentTask | Fault) -> None:
+    """Raise `UserError` if a deterministic environment has given two tasks for one number. `name`: its own."""
+    if isinstance(one, Fault) or isinstance(other, Fault):
+        return
+    first, second = _plain(one), _plain(other)
+    for part in first:
+        if _bytes(first[part]) != _bytes(second[part]):
+            raise UserError(
+                f"environment={name} says that it is deterministic, and one task, asked for twice, had the {part} "
+                f"{_bytes(first[part])[:120]} and {_bytes(second[part])[:120]}. Fix: {REPEAT}; `surogate env check` "
+                f"shows more."
+            )
 
 
 def check(

@@ -32,6 +32,8 @@ PROCESSES = 64
 """Processes and threads that a worker may have."""
 FILE_SIZE = 256 << 20
 """Bytes of a file that a worker may write."""
+SOON = 0.5
+"""Seconds from the first fault until it is told, at most."""
 
 
 @dataclass(slots=True)
@@ -59,13 +61,18 @@ class EnvironmentPool:
         memory: int = MEMORY,
         processes: int = PROCESSES,
         stopped: Callable[[], bool] = lambda: False,
+        first_fault: Callable[[Fault], None] = lambda fault: None,
     ) -> None:
         """`environment`: the choice of the configuration. `timeout`: seconds of one task, reply or reward. `stopped`:
-        whether to ask for nothing more; tasks, replies and rewards then raise `Stopped`.
+        whether to ask for nothing more; tasks, replies and rewards then raise `Stopped`. `first_fault` is called once,
+        soon after the first fault of all, by the thread that waits for the answers.
 
         Raises `UserError` if the environment cannot be built.
         """
-        self._stopped = stopped
+        self._stopped, self._first_fault = stopped, first_fault
+        self._fault: Fault | None = None
+        """The first fault, until it is told."""
+        self._told = False
         offered = registry.bundles("environment")[environment.name]
         self.name = environment.name
         self.spec = offered.bundle
@@ -120,7 +127,7 @@ class EnvironmentPool:
         """The tasks of these numbers, in their order."""
 
         def one(place: int) -> EnvironmentTask | Fault:
-            found = self._workers[place % len(self._workers)].ask("task", number=numbers[place], seed=seed)
+            found = self._request(place % len(self._workers), "task", number=numbers[place], seed=seed)
             if isinstance(found, Fault):
                 return found
             return EnvironmentTask(messages=tuple(found["messages"]), data=found["data"], tools=tuple(found["tools"]))
@@ -196,7 +203,7 @@ class EnvironmentPool:
             return found
         absent = [self._present(episode) for episode in sound]  # a fault of one may have ended the process of all
         fault = next((fault for fault in absent if fault is not None), None)
-        compared = fault or self._workers[sound[0].worker].ask("group", episodes=[e.number for e in sound])
+        compared = fault or self._request(sound[0].worker, "group", episodes=[e.number for e in sound])
         for place, episode in enumerate(sound):
             before = found[episode.number]
             assert not isinstance(before, Fault)
@@ -217,9 +224,15 @@ class EnvironmentPool:
         return episode.fault
 
     def _ask(self, episode: _Episode, do: str, **arguments: Any) -> Any:
-        found = self._workers[episode.worker].ask(do, episode=episode.number, **arguments)
+        found = self._request(episode.worker, do, episode=episode.number, **arguments)
         if isinstance(found, Fault):
             episode.fault = found
+        return found
+
+    def _request(self, worker: int, do: str, **arguments: Any) -> Any:
+        found = self._workers[worker].ask(do, **arguments)
+        if isinstance(found, Fault) and self._fault is None:
+            self._fault = found
         return found
 
     def _spread(self, items: Sequence[Any], worker_of: Callable[[Any], int], one: Callable[[Any], T]) -> list[T]:
@@ -234,14 +247,25 @@ class EnvironmentPool:
                 if self._stopped():
                     raise Stopped
                 results[place] = one(items[place])
+                if len(parts) == 1:
+                    self._tell()
 
         if len(parts) == 1:
             work(*parts.values())
         else:
-            ended, _ = wait([self._threads.submit(work, places) for places in parts.values()])
-            for done in ended:
+            submitted = [self._threads.submit(work, places) for places in parts.values()]
+            going = set(submitted)
+            while going:
+                _, going = wait(going, SOON)
+                self._tell()
+            for done in submitted:
                 done.result()
         return [results[place] for place in range(len(items))]
+
+    def _tell(self) -> None:
+        if self._fault is not None and not self._told:
+            self._told = True
+            self._first_fault(self._fault)
 
 
 def _close_all(workers: Sequence[WorkerProcess], guardian: Guardian) -> None:

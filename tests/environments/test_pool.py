@@ -304,6 +304,25 @@ def test_what_an_environment_does_wrong_is_a_fault_of_the_episode(opened: Opener
         assert pool.rewards(["bad", "good"]) == [turn, {"length": 18.0}]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_fault_is_told_once_and_before_the_others(opened: Opener, workers: int) -> None:
+    told: list[tuple[Fault, int]] = []
+    pool = opened(timeout=1.0, workers=workers, first_fault=lambda fault: told.append((fault, len(answered))))
+    answered: list[Any] = []
+    request = pool._request
+
+    def noted(worker: int, do: str, **arguments: Any) -> Any:
+        answered.append(request(worker, do, **arguments))
+        return answered[-1]
+
+    pool._request = noted  # type: ignore[method-assign]
+    pool.start([(key, TASK) for key in range(4)])
+    assert all(isinstance(turn, Fault) for turn in pool.reply([(key, "network") for key in range(4)]))
+    ((fault, before),) = told
+    assert fault == Fault(reason="timeout", detail="reply took more than 1 s")
+    assert before < len(answered)
+
+
 def test_what_takes_too_long_is_killed_with_all_its_processes(opened: Opener) -> None:
     pool = opened(timeout=1.5)
     for act in ("network", "children"):

@@ -77,7 +77,7 @@ def surogate_rollout_engine():
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    with mock.patch("surogate_task_grpo.task.open_arena", side_effect=lambda context: Lengths("copy", 1)):
+    with mock.patch("surogate_task_grpo.task.open_arena", side_effect=lambda context, first_fault: Lengths("copy", 1)):
         yield
 
 

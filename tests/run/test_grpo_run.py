@@ -33,10 +33,10 @@ OPENED: list[EnvironmentPool] = []
 
 @pytest.fixture(autouse=True, scope="module")
 def _environment() -> Iterator[None]:
-    def arena(context: Any) -> Any:
+    def arena(context: Any, first_fault: Any) -> Any:
         chosen = context.config.environment
-        if chosen.name == "moody":
-            OPENED.append(open_arena(context))
+        if chosen.name in ("moody", "fickle"):
+            OPENED.append(open_arena(context, first_fault))
             return OPENED[-1]
         return Lengths(chosen.name, 2 if chosen.name == "reverse" else 1)
 
@@ -222,6 +222,40 @@ def test_faults_of_an_environment_are_counted_and_the_run_goes_on(
     assert set(faults) == {"exception", "invalid"}
     assert sum(sum(one["faults"].values()) for one in records(run, "rollouts")) == len(faults)
     assert all(one["reward"] is None for one in lines if one["reason"] in faults)
+    told = [one["message"] for one in records(run, "notice") if "the first fault" in one["message"]]
+    assert len(told) == 1
+    assert told[0].startswith(tuple(f"environment=moody: the first fault: {reason}: " for reason in faults))
+
+
+FICKLE = """
+import random
+from surogate_core import bundles, hookimpl
+
+class Fickle:
+    size = 4
+
+    def task(self, number, seed):
+        text = f"what is {random.random()}?"
+        return bundles.EnvironmentTask(messages=({"role": "user", "content": text},))
+
+    def start(self, task):
+        raise AssertionError
+
+@hookimpl
+def surogate_environment():
+    return bundles.EnvironmentSpec(name="fickle", build=lambda options: Fickle())
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_environment_that_is_not_as_deterministic_as_it_says_ends_the_run(
+    keys: list[str], tmp_path: Path, run_here: RunHere, install_plugin: Callable[..., Path], workers: int
+) -> None:
+    install_plugin("environment-fickle", FICKLE)
+    changed = ("environment=fickle", f"environment_workers={workers}", "eval_steps=0", "max_steps=2")
+    words = r"environment=fickle says .*, asked for twice, had the messages .* Fix: draw every choice from the task's"
+    with pytest.raises(UserError, match=words):
+        run_here(tmp_path / "run", *keys, *changed, registry=load_plugins())
 
 
 def test_the_plan_has_the_memory_of_generation(keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ class Lengths:
     size, held_out = 7, 3
 
     def __init__(self, name: str, turns: int):
-        self.spec = SimpleNamespace(name=name, weights={})
+        self.spec = SimpleNamespace(name=name, weights={}, deterministic=True)
         self._turns = turns
         self._replies: dict[Any, list[str]] = {}
 

@@ -88,12 +88,24 @@ def test_generations_without_any_signal_are_repeated_and_then_an_error():
         collect(lambda number: (0.0, 0.0), max_refills=1, max_attempts_without_signal=2)
     with pytest.raises(UserError, match=r"the rewards within each group are equal"):
         collect(lambda number: (number, number))
-    with pytest.raises(UserError, match=r"has a reward: timeout 90\."):
-        collect(lambda number: (None, None), figures={"reason": "timeout"})
+    with pytest.raises(UserError, match=r"has a reward: exit 90\."):
+        collect(lambda number: (None, None), figures={"reason": "exit"})
     with pytest.raises(UserError, match=r"has a reward: exception 90, the first: ValueError: broken\. Fix: "):
         collect(lambda number: (None, None), figures={"reason": "exception", "detail": "ValueError: broken"})
     with pytest.raises(UserError, match=r"None of 45 groups of 2 completions has a reward: .* are all None\. Fix: see"):
         collect(lambda number: (None, None))
+
+
+@pytest.mark.parametrize(("prompts", "completions"), [(3, 6), (1, 4)])
+def test_prompts_are_not_replaced_where_every_episode_takes_too_long(prompts, completions):
+    """Each costs the whole time limit, so a step would go on for hours. One prompt alone may be slow."""
+    match = rf"timeout {completions}, the first: reply took more than 1 s\. Fix: a larger environment_timeout"
+    with pytest.raises(UserError, match=match):
+        collect(
+            lambda number: (None, None),
+            figures={"reason": "timeout", "detail": "reply took more than 1 s"},
+            prompts_per_step=prompts,
+        )
 
 
 def test_a_step_without_any_reward_says_what_to_change():

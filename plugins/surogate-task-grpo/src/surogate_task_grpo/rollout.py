@@ -29,11 +29,13 @@ PENALTY = "length_penalty"
 """Name of the reward that `truncated_completions=penalty` adds."""
 DIVERGENCE = "kl_penalty"
 """Name of the reward that the loss type rloo adds if beta is not 0."""
+TIMEOUT = "timeout"
 FIX = "see what the environment does with `surogate env check`"
 """If no completion has a reward."""
 FIXES = {
     TOO_LONG: "a larger sequence_len, or shorter prompts",
     TEMPLATE: "a `template` that takes the messages of the environment",
+    TIMEOUT: "a larger environment_timeout if the environment is only slow; `surogate env check` shows what it does",
     FAULT: "a reward model whose scores are numbers; `surogate eval` measures it",
 }
 """The same by the reason of the fault."""
@@ -94,6 +96,8 @@ class Collector:
                     break
                 groups += self._groups(missing)
                 refills += bool(attempt or refill)
+                if len(groups) > 1 and all(one.reason == TIMEOUT for group in groups for one in group.played):
+                    raise UserError(self._why_no_signal(groups))  # more of them would take as long
             if any(group.has_signal for group in groups):
                 return self._judged(groups, refills)
         raise UserError(self._why_no_signal(groups))

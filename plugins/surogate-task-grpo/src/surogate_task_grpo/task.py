@@ -16,6 +16,8 @@ from surogate_core.batch import WEIGHTS, MicroBatch
 from surogate_core.bundles import (
     ApartEngine,
     EnvironmentSpec,
+    EnvironmentTask,
+    Fault,
     OnlineContext,
     RolloutEngine,
     RolloutEngineSpec,
@@ -23,6 +25,7 @@ from surogate_core.bundles import (
     Sampling,
     Stopped,
 )
+from surogate_core.environments.checking import check_repeats
 from surogate_core.environments.order import held_out_numbers, training_numbers
 from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import UserError
@@ -131,8 +134,8 @@ def planned(config: RunConfig, options: GRPOOptions, weights: Weights) -> tuple[
     return nbytes + more, f"{sentence}; {said}"
 
 
-def open_arena(context: OnlineContext) -> EnvironmentPool:
-    """The worker processes of the run's environment."""
+def open_arena(context: OnlineContext, first_fault: Callable[[Fault], None]) -> EnvironmentPool:
+    """The worker processes of the run's environment. `first_fault`: see `EnvironmentPool`."""
     config, options = context.config, context.options
     assert config.environment is not None
     cores = (os.cpu_count() or 1) // context.together.local_world
@@ -143,6 +146,7 @@ def open_arena(context: OnlineContext) -> EnvironmentPool:
         workers=workers,
         timeout=options.environment_timeout,
         stopped=context.stopped,
+        first_fault=first_fault,
     )
 
 
@@ -158,10 +162,12 @@ class GRPOSteps:
             self._judge = RewardModel(self.options.reward_model, context, shape, ending)
         self._ahead = Ahead()
         # A generation ahead belongs to the checkpoint, so a signal waits for it.
-        self.arena = open_arena(replace(context, stopped=self._is_stopped))
+        self.arena = open_arena(replace(context, stopped=self._is_stopped), self._tell_fault)
         self.spec: EnvironmentSpec = self.arena.spec
         weakref.finalize(self, self.arena.close)
         recording = self.options.log_completions and self._together.rank == 0
+        self._repeats = not self.spec.deterministic
+        """Whether the environment was found to give the same task twice, or need not."""
         self.record = Record(context.directory) if recording else None
         self.drawn = 0
         """Prompts taken."""
@@ -354,6 +360,15 @@ class GRPOSteps:
     def _is_stopped(self) -> bool:
         return self._ahead.closed or (not self._ahead.begun and self.context.stopped())
 
+    def _tell_fault(self, fault: Fault) -> None:
+        """Say what the first fault of the environment is. A thread that generates ahead says nothing."""
+        if not self._ahead.begun:
+            message = (
+                f"environment={self.arena.name}: the first fault: {str(fault).rstrip('.')}. Such completions have no "
+                f"reward, and each step counts them. `surogate env check` shows what the environment does."
+            )
+            self.context.emit(Notice(level="warning", message=message))
+
     def _end_if_closed(self, left: int) -> None:
         """Called for each token of a generation ahead."""
         if self._ahead.closed:
@@ -433,6 +448,15 @@ class GRPOSteps:
         self.drawn += count
         return list(zip(numbers, places, strict=True))
 
+    def _tasks(self, places: Sequence[int]) -> list[EnvironmentTask | Fault]:
+        """The tasks of the environment. The first one of the run is asked for twice, if possible in two processes."""
+        if self._repeats or not places:
+            return self.arena.tasks(places, self._seed)
+        other, *tasks = self.arena.tasks([places[0], *places], self._seed)
+        check_repeats(self.spec.name, tasks[0], other)
+        self._repeats = True
+        return tasks
+
     def _play(self, prompts: Prompts, samples: int, sampling: Sampling, watch: Callable[[int], None]) -> list[Played]:
         """The episodes of prompts; each rank plays its own, and gets those of all."""
         player, together = self._player, self._together
@@ -440,7 +464,7 @@ class GRPOSteps:
 
         def own() -> list[Played]:
             mine = prompts[together.rank :: together.world]
-            tasks = self.arena.tasks([place for _, place in mine], self._seed)
+            tasks = self._tasks([place for _, place in mine])
             numbers = [number for number, _ in mine]
             return player.play(list(zip(numbers, tasks, strict=True)), samples, sampling, watch)
 
