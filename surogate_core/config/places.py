@@ -64,7 +64,8 @@ def check_model_is_there(config: RunConfig) -> None:
     if not path.exists():
         near = _nearest(path)
         message = f"there is no directory {source}."
-        raise ConfigError([Problem(key="model", message=message, fix=f"model={near}" if near else "")])
+        fix = f"model={near}" if near else "the directory of a model, a hub id such as Qwen/Qwen3-0.6B, or model=qwen3"
+        raise ConfigError([Problem(key="model", message=message, fix=fix)])
 
 
 def _model(config: RunConfig) -> Found:

@@ -99,7 +99,10 @@ class EnvironmentPool:
         facts = self._workers[0].build()
         if isinstance(facts, Fault):
             self.close()
-            detail = facts.detail if facts.reason == REFUSED else f"it cannot be built: {facts}."
+            detail = facts.detail
+            if facts.reason != REFUSED:
+                owner = f"plugin {offered.plugin.name}"
+                detail = f"it cannot be built: {facts}. Fix: its options, or the code of {owner}"
             raise UserError(f"environment={self.name}: {detail}")
         self.size: int | None = facts["size"]
         """Number of tasks to train on, or None if there is no end of them."""

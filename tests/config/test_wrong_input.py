@@ -118,8 +118,8 @@ def test_a_home_directory_in_a_file_is_the_users(load: Any, monkeypatch: pytest.
         ("./bass", " Fix: model=./base"),
         ("./elsewhere", " Fix: model=./base"),
         ("run/modle/", " Fix: model=run/model"),
-        ("a/b/c", ""),
-        ("~no-such-user/model", ""),
+        ("a/b/c", " Fix: the directory of a model, a hub id such as Qwen/Qwen3-0.6B, or model=qwen3"),
+        ("~no-such-user/model", " Fix: the directory of a model, a hub id such as Qwen/Qwen3-0.6B, or model=qwen3"),
     ],
 )
 @pytest.mark.parametrize("more", [[], ["learning_rate=1e-3,1e-4", "-m"]])

@@ -193,6 +193,7 @@ def place(code: str) -> str:
     return f" (plugin_hostile line {SOURCE[: SOURCE.index(code)].count(chr(10)) + 1})"
 
 
+FIX = ". Fix: its options, or the code of plugin hostile"
 TASK = EnvironmentTask(messages=({"role": "user", "content": "go"},))
 Opener = Callable[..., EnvironmentPool]
 
@@ -429,9 +430,9 @@ def test_attempts_at_one_task_are_compared(opened: Opener) -> None:
         ("refused", "environment=hostile: environment.broken is refused. Fix: leave it out"),
         (
             "raised",
-            "environment=hostile: it cannot be built: exception: RuntimeError: no luck" + place("RuntimeError(") + ".",
+            "environment=hostile: it cannot be built: exception: RuntimeError: no luck" + place("RuntimeError(") + FIX,
         ),
-        ("died", "environment=hostile: it cannot be built: exit: the worker process ended, exit code 9."),
+        ("died", "environment=hostile: it cannot be built: exit: the worker process ended, exit code 9" + FIX),
     ],
 )
 def test_an_environment_that_cannot_be_built_ends_with_one_line(broken: str, message: str, opened: Opener) -> None:
