@@ -76,19 +76,13 @@ class EnvironmentPool:
         offered = registry.bundles("environment")[environment.name]
         self.name = environment.name
         self.spec = offered.bundle
-        policy = registry.policy
         given = {
             "path": sys.path,
             "name": environment.name,
             "options": plain(environment.options) if environment.options is not None else {},
             "timeout": timeout,
             "limits": {"memory": memory, "processes": processes, "file_size": FILE_SIZE},
-            "policy": {
-                "block": dict(policy.block),
-                "allow": [[where, sorted(names)] for where, names in policy.allow]
-                + [["a worker process of an environment", [offered.plugin.name]]],
-                "locks": [asdict(rule) for rule in policy.locks],
-            },
+            "policy": _policy_of_workers(registry, offered.plugin.name),
         }
         self._guardian = Guardian()
         self._workers = [WorkerProcess(given, timeout, self._guardian.mark) for _ in range(max(1, workers))]
@@ -269,6 +263,17 @@ class EnvironmentPool:
         if self._fault is not None and not self._told:
             self._told = True
             self._first_fault(self._fault)
+
+
+def _policy_of_workers(registry: Registry, plugin: str) -> dict[str, Any]:
+    """The plugin policy of the worker processes, which need one plugin alone, as JSON values."""
+    policy = registry.policy
+    allowed = [[where, sorted(names)] for where, names in policy.allow]
+    return {
+        "block": dict(policy.block),
+        "allow": [*allowed, ["a worker process of an environment", [plugin]]],
+        "locks": [asdict(rule) for rule in policy.locks],
+    }
 
 
 def _close_all(workers: Sequence[WorkerProcess], guardian: Guardian) -> None:

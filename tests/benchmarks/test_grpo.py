@@ -26,10 +26,8 @@ def recorded(steps: int, *, rollouts: bool) -> list[dict[str, Any]]:
         seconds = {"generate": 6.0, "score": 1.0} if rollouts else {}
         if rollouts:
             found.append(event("rollouts", step, end - 3, seconds=seconds, tokens=600, truncated=1.0))
-        figures = {"logprob_gap/mean": 0.01}
-        found.append(
-            event("step_end", step, end, seconds=10.0, tokens=900, peak_memory_bytes=2**30 * step, figures=figures)
-        )
+        of_step = {"loss": 1 / step, "tokens": 900, "peak_memory_bytes": 2**30 * step}
+        found.append(event("step_end", step, end, seconds=10.0, figures={"logprob_gap/mean": 0.01}, **of_step))
     return found
 
 
@@ -64,6 +62,7 @@ def test_figures_are_those_of_the_steps_that_count(
     assert full["phases"] == {"generate": 6.0, "score": 1.0, "train": 3.0}
     assert (full["generated_per_second"], full["trained_per_second"]) == (100.0, 300.0)
     assert (full["memory"], full["gap"], full["truncated"]) == (4.0, 0.01, 1.0)
+    assert full["losses"] == sft["losses"] == [1, 1 / 2, 1 / 3, 1 / 4]
     assert sft["phases"] == {"train": 10.0}
     assert sft["trained_per_second"] == 90.0
     assert lora["error"] == "surogate: no room"
