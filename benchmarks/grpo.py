@@ -77,7 +77,7 @@ class Found:
     gap: float | None = None
     first_rollout: float | None = None
     losses: list[float] = field(default_factory=list)
-    """Of every step of a run of ours, to compare runs with."""
+    """The loss of each step of a Surogate run, for comparing runs."""
     memory: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
     error: str | None = None

@@ -33,7 +33,7 @@ PROCESSES = 64
 FILE_SIZE = 256 << 20
 """Bytes of a file that a worker may write."""
 SOON = 0.5
-"""Seconds from the first fault until it is told, at most."""
+"""Within so many seconds the first fault is reported."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class EnvironmentPool:
         """
         self._stopped, self._first_fault = stopped, first_fault
         self._fault: Fault | None = None
-        """The first fault, until it is told."""
+        """The first fault of all."""
         self._told = False
         offered = registry.bundles("environment")[environment.name]
         self.name = environment.name
