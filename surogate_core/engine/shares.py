@@ -255,7 +255,7 @@ class Shares:
             later = self.level >= 2 and not self.settings.exact and not self.settings.varying
             # `ShardedGradients.staying`.
             embedded = 1 if later and not self.decayed[-1] else times
-            beside_forward = embedded - 1 if later else 0
+            deferred = embedded - 1 if later else 0
             found += [
                 Sent(
                     what="gradients of layers and head",
@@ -269,17 +269,17 @@ class Shares:
                 # No backward is left beside the embedding's: the next micro-step's forward, or nothing.
                 Sent(
                     what="gradients of the embedding, in the next micro-step",
-                    nbytes=beside_forward * outer,
-                    calls=beside_forward,
+                    nbytes=deferred * outer,
+                    calls=deferred,
                     how="exchange",
                     beside="forward",
-                    micro_steps=beside_forward,
+                    micro_steps=deferred,
                     ranks=self._among,
                 ),
                 Sent(
                     what="gradients of the embedding",
-                    nbytes=(embedded - beside_forward) * outer,
-                    calls=embedded - beside_forward,
+                    nbytes=(embedded - deferred) * outer,
+                    calls=embedded - deferred,
                     how="exchange",
                     ranks=self._among,
                 ),

@@ -17,8 +17,6 @@ MOST_TURNS = 16
 """Replies of an episode at most."""
 ANSWER = "answer"
 """Field of a task's data that a reply of the check is taken from, if it is text."""
-
-
 REPEAT = "draw every choice from the task's number and seed, or deterministic=False in its EnvironmentSpec"
 """What to do where an environment says that it is deterministic and is not."""
 

@@ -33,7 +33,7 @@ PROCESSES = 64
 FILE_SIZE = 256 << 20
 """Bytes of a file that a worker may write."""
 SOON = 0.5
-"""Within so many seconds the first fault is reported."""
+"""The first fault is reported within this many seconds."""
 
 
 @dataclass(slots=True)

@@ -132,9 +132,7 @@ class Compiling:
 
     def wait(self) -> None:
         """Wait, but not for processes that are still starting: they go on meanwhile."""
-        wait(self._native, LONGEST)
-        if self._triton and _processes_run():
-            wait(self._triton, LONGEST)
+        _wait(self._native, self._triton)
         done = [future for future in (*self._native, *self._triton) if future.done() and not future.cancelled()]
         errors = [error for future in done if (error := future.exception()) is not None]
         for error in errors:
@@ -159,6 +157,10 @@ def wait_for_all() -> None:
     """Wait for the compilations of all graphs, so that other processes find the binaries."""
     native = [future for key, future in _going.items() if not isinstance(key, str)]
     triton = [future for key, future in _going.items() if isinstance(key, str)]
+    _wait(native, triton)
+
+
+def _wait(native: Sequence[Future[None]], triton: Sequence[Future[None]]) -> None:
     wait(native, LONGEST)
     if triton and _processes_run():
         wait(triton, LONGEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from lengths import Lengths
 from run_fixtures import KILLER
 
+from surogate_core.bundles import Fault
 from surogate_core.errors import ConfigError
 from surogate_core.plugins.registry import Registry, load_plugins
 
@@ -108,6 +110,29 @@ def run(keys: list[str], run_here: RunHere, registry: Registry) -> Callable[...,
 
 def result(run: Path, digests: Digests) -> tuple[bytes, dict[str, str]]:
     return (run / "rollouts.jsonl").read_bytes(), digests(run / "adapter")
+
+
+def test_a_fault_of_a_generation_ahead_is_told_when_it_is_taken(
+    tmp_path: Path, run: Callable[..., int], records: Records
+) -> None:
+    told: list[str] = []
+
+    class Late(Lengths):
+        def reply(self, replies: Any) -> Any:
+            if threading.current_thread().name.startswith("rollouts") and not told:
+                told.append("")
+                self.first_fault(Fault(reason="timeout", detail="reply took more than 10 s"))
+            return super().reply(replies)
+
+    def arena(context: Any, first_fault: Any) -> Any:
+        found = Late("copy", 1)
+        found.first_fault, found.name = first_fault, "copy"
+        return found
+
+    with mock.patch("surogate_task_grpo.task.open_arena", arena):
+        assert run(tmp_path / "run", "eval_environment_tasks=0", "max_refills=0") == 0
+    (notice,) = [one for one in records(tmp_path / "run", "notice") if "the first fault" in one["message"]]
+    assert notice["message"].startswith("environment=copy: the first fault: timeout: reply took more than 10 s.")
 
 
 def test_each_generation_is_sampled_with_the_weights_of_one_step_before(

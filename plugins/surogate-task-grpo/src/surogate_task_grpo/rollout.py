@@ -30,6 +30,7 @@ PENALTY = "length_penalty"
 DIVERGENCE = "kl_penalty"
 """Name of the reward that the loss type rloo adds if beta is not 0."""
 TIMEOUT = "timeout"
+"""Reason of a fault: the environment has not answered within `environment_timeout`."""
 FIX = "see what the environment does with `surogate env check`"
 """If no completion has a reward."""
 FIXES = {

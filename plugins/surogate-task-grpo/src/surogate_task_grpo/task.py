@@ -165,9 +165,11 @@ class GRPOSteps:
         self.arena = open_arena(replace(context, stopped=self._is_stopped), self._tell_fault)
         self.spec: EnvironmentSpec = self.arena.spec
         weakref.finalize(self, self.arena.close)
-        recording = self.options.log_completions and self._together.rank == 0
         self._repeats = not self.spec.deterministic
         """Whether the environment was found to give the same task twice, or need not."""
+        self._untold: list[Notice] = []
+        """Notices of a generation ahead, whose thread emits nothing."""
+        recording = self.options.log_completions and self._together.rank == 0
         self.record = Record(context.directory) if recording else None
         self.drawn = 0
         """Prompts taken."""
@@ -353,6 +355,8 @@ class GRPOSteps:
         except Exception as error:
             self._failure = error
             return
+        finally:
+            self._tell()
         generation.overlapped = self._seconds
         self._seconds, self._since = {"wait": waited}, time.perf_counter()
         self._next = self._finished(generation, self._ahead.step)
@@ -361,13 +365,19 @@ class GRPOSteps:
         return self._ahead.closed or (not self._ahead.begun and self.context.stopped())
 
     def _tell_fault(self, fault: Fault) -> None:
-        """Say what the first fault of the environment is. A thread that generates ahead says nothing."""
+        """Say what the first fault of the environment is; of a generation ahead, when it is taken."""
+        message = (
+            f"environment={self.arena.name}: the first fault: {str(fault).rstrip('.')}. Such completions have no "
+            f"reward, and each step counts them. `surogate env check` shows what the environment does."
+        )
+        self._untold.append(Notice(level="warning", message=message))
         if not self._ahead.begun:
-            message = (
-                f"environment={self.arena.name}: the first fault: {str(fault).rstrip('.')}. Such completions have no "
-                f"reward, and each step counts them. `surogate env check` shows what the environment does."
-            )
-            self.context.emit(Notice(level="warning", message=message))
+            self._tell()
+
+    def _tell(self) -> None:
+        for notice in self._untold:
+            self.context.emit(notice)
+        self._untold.clear()
 
     def _end_if_closed(self, left: int) -> None:
         """Called for each token of a generation ahead."""
