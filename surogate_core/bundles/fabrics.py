@@ -103,8 +103,9 @@ class FabricContext:
     """Number of this rank."""
     world: int
     """Number of ranks, at least 2."""
-    local_world: int
-    """Number of ranks on this machine."""
+    near: int
+    """Number of ranks on each machine: neighbours, with numbers from a multiple of it. All ranks have the same number
+    here: N on one machine, and 0 if machines have different numbers, or if neighbours are on different machines."""
     device: torch.device
     """The compute device of this rank."""
     store: dist.Store
@@ -114,13 +115,8 @@ class FabricContext:
     offers: Sequence[FabricSpec] = ()
     """All fabrics of the run's plugins, for one that chooses among them."""
 
-    @property
-    def one_machine(self) -> bool:
-        """Whether all ranks are on one machine."""
-        return self.world == self.local_world
 
-
-def _anywhere(device_type: str, one_machine: bool) -> bool:
+def _anywhere(device_type: str, near: int, world: int) -> bool:
     return True
 
 
@@ -133,8 +129,9 @@ class FabricSpec:
     build: Callable[[Any, FabricContext], Fabric]
     """(options, what it is built from) → the fabric of this rank, which opens nothing before `connect`. Called in runs
     of several ranks only."""
-    supports: Callable[[str, bool], bool] = _anywhere
-    """(`cuda` or `cpu`, whether all ranks are on one machine) → whether it can connect such ranks."""
+    supports: Callable[[str, int, int], bool] = _anywhere
+    """(`cuda` or `cpu`, ranks of each machine as in `FabricContext.near`, number of all ranks) → whether it can connect
+    such ranks."""
     priority: int | None = None
     """`fabric=auto` takes the highest priority that supports the ranks and connects: copy_engines has 20, nccl and gloo
     10. None: only its name chooses it."""

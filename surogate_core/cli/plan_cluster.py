@@ -31,6 +31,8 @@ class Traffic:
     """Bytes that each node sends to other nodes."""
     seconds: float
     """Time with nothing beside it; 0 if the wires are not known."""
+    copied: float
+    """Part of it in which copy engines move the data: all that stays inside a node."""
 
 
 Model = Callable[[Cluster, "Sent"], Traffic]
@@ -80,7 +82,7 @@ def flat(cluster: Cluster, sent: Sent) -> Traffic:
         each = _latency(cluster, inner=of.members - of.nodes, outer=of.nodes - 1)
     inner, outer = _seconds(cluster, sent, inside, between)
     seconds = max(inner, outer) + sent.calls * each if cluster.timed else 0.0
-    return Traffic(inside=inside, between=between, seconds=seconds)
+    return Traffic(inside=inside, between=between, seconds=seconds, copied=seconds if of.nodes == 1 else 0.0)
 
 
 def hierarchical(cluster: Cluster, sent: Sent) -> Traffic:
@@ -97,7 +99,7 @@ def hierarchical(cluster: Cluster, sent: Sent) -> Traffic:
         latency += _latency(cluster, inner=0, outer=of.nodes - 1 if ring else 1)
     inner, outer = _seconds(cluster, sent, inside, between)
     seconds = inner + outer + sent.calls * latency if cluster.timed else 0.0
-    return Traffic(inside=inside, between=between, seconds=seconds)
+    return Traffic(inside=inside, between=between, seconds=seconds, copied=seconds if of.nodes == 1 else inner)
 
 
 def _latency(cluster: Cluster, *, inner: int, outer: int) -> float:
@@ -176,19 +178,21 @@ class Cost:
 def cost(cluster: Cluster, sent: Sequence[Sent], work: Work, model: Model = flat) -> Cost:
     """An optimizer step in which each rank sends `sent`.
 
-    Between nodes NCCL moves the data. Its kernels slow the computation beside them, so it hides less.
+    What leaves a node is moved by NCCL, whose kernels slow the computation beside them, so that it hides less.
     """
     each = tuple(model(cluster, one) for one in sent)
     if not cluster.timed:
         return Cost(each=each, wire=None, seconds=None, alone=None)
     alone = None if cluster.tokens_per_second is None else work.alone(cluster)
     computing = 0.0 if alone is None else max(alone - work.update, 0.0)
+    together = sum(one.seconds for one in each)
+    copied = sum(one.copied for one in each) / together if together else 1.0
     wire = wire_of(
         sent,
         _Timed(cluster=cluster, model=model),
         computing=computing / work.micro_steps,
         micro_steps=work.micro_steps,
-        hidden=HIDDEN if cluster.nodes == 1 else HIDDEN_NCCL,
+        hidden=copied * HIDDEN + (1 - copied) * HIDDEN_NCCL,
     )
     seconds = None if alone is None else alone - work.shared * min(work.update, alone) + wire.exposed
     return Cost(each=each, wire=wire, seconds=seconds, alone=alone)

@@ -25,7 +25,7 @@ class Auto(Delegate):
         self.rank, self.world = context.rank, context.world
         self._context = context
         able = [(s.priority, s) for s in context.offers if s.priority is not None]
-        able = [(p, s) for p, s in able if s.supports(context.device.type, context.one_machine)]
+        able = [(p, s) for p, s in able if s.supports(context.device.type, context.near, context.world)]
         self._left = [spec for _, spec in sorted(able, key=lambda found: (-found[0], found[1].name))]
         if not self._left:
             library = "NCCL" if context.device.type == "cuda" else "gloo"

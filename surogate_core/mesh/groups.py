@@ -94,7 +94,7 @@ class GroupFabric(Fabric):
         """The group of this rank among those into which all ranks of the run are divided."""
         if family == self._family:
             return self
-        found, own = GroupFabric(self._context), self._context.rank
+        found, own = self._empty(), self._context.rank
         found._family = family
         for ranks in family:
             # All ranks take part in making every group.
@@ -106,7 +106,15 @@ class GroupFabric(Fabric):
         found.largest([0.0])
         if self._device.type == "cuda":
             found.add(torch.ones(1, device=self._device))
+        found._opened()
         return found
+
+    def _empty(self) -> GroupFabric:
+        """A fabric of the same kind, for a group."""
+        return GroupFabric(self._context)
+
+    def _opened(self) -> None:
+        """What this kind of fabric needs once its ranks are connected. All ranks of the run call it."""
 
     def close(self) -> None:
         """As `Fabric.close`."""

@@ -66,6 +66,8 @@ class Mesh:
     """Collectives on tensors of the compute device; None before `connect`, and where there is one rank."""
     local_world: int = 1
     """Ranks on this machine."""
+    near: int = 0
+    """As `FabricContext.near`; 0 also where it is not known yet. On one machine it is not needed."""
     node: int = 0
     """Ranks of each machine, if what goes between machines has a stage of its own; 0 treats all ranks alike."""
     swap: Callable[[Any], list[Any]] | None = field(default=None, repr=False)
@@ -151,7 +153,7 @@ class Mesh:
             FabricContext(
                 rank=self.rank,
                 world=self.world,
-                local_world=self.local_world,
+                near=self.world if self.local_world == self.world else self.near,
                 device=device,
                 store=dist.PrefixStore("fabric", self.store),
                 gather=self.gather,

@@ -21,23 +21,23 @@ def groups(options: NoOptions, context: FabricContext) -> Fabric:
 
 
 def copy_engines(options: NoOptions, context: FabricContext) -> Fabric:
-    """GPUs that write into each other's memory; NCCL moves what is small."""
+    """GPUs of a machine that write into each other's memory; NCCL moves what is small, and all between machines."""
     from surogate_core.mesh.peers import PeerFabric
 
     return PeerFabric(context)
 
 
-def _nccl(device_type: str, one_machine: bool) -> bool:
+def _nccl(device_type: str, near: int, world: int) -> bool:
     import torch.distributed as dist
 
     return device_type == "cuda" and dist.is_available() and dist.is_nccl_available()
 
 
-def _nccl_on_one_machine(device_type: str, one_machine: bool) -> bool:
-    return one_machine and _nccl(device_type, one_machine)
+def _nccl_and_neighbours(device_type: str, near: int, world: int) -> bool:
+    return near > 1 and _nccl(device_type, near, world)
 
 
-def _gloo(device_type: str, one_machine: bool) -> bool:
+def _gloo(device_type: str, near: int, world: int) -> bool:
     import torch.distributed as dist
 
     return device_type == "cpu" and dist.is_available() and dist.is_gloo_available()
@@ -48,7 +48,7 @@ FABRICS = (
     FabricSpec(
         name="copy_engines",
         build=copy_engines,
-        supports=_nccl_on_one_machine,
+        supports=_nccl_and_neighbours,
         priority=20,
         groups=True,
         across=True,

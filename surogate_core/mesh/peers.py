@@ -1,8 +1,10 @@
-"""GPUs of one machine that write into each other's memory by copy engines, while all multiprocessors compute.
+"""GPUs of a machine that write into each other's memory by copy engines, while all multiprocessors compute.
 
 NCCL moves data by kernels. They take multiprocessors from products that fill all of them, which then need another
 wave. Here each rank maps the buffers of the others (CUDA IPC) and copies into them. Flags in GPU memory say when a
 buffer may be written and when it is complete; streams write and wait for them without a kernel.
+
+On several machines, groups inside a machine work so, and NCCL moves the rest.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class _Buffer:
     address: int
     nbytes: int
     tensor: Tensor
-    peers: list[int] = field(default_factory=list)
-    """Addresses here of the same buffer of every rank; empty until it is shared."""
+    peers: dict[int, int] = field(default_factory=dict)
+    """Rank of this machine → address here of its buffer of the same number; empty until it is shared."""
 
 
 class _Bytes:
@@ -51,11 +53,12 @@ class _Bytes:
 
 
 class PeerMemory:
-    """Buffers that all ranks allocate alike, in the same order, and that each can write to on every other."""
+    """Buffers that all ranks allocate alike, in the same order, and that each can write to on those of its machine."""
 
-    def __init__(self, device: torch.device, *, rank: int, gather: Callable[[Any], list[Any]]):
-        """`gather`: `Mesh.gather`."""
+    def __init__(self, device: torch.device, *, rank: int, near: int, gather: Callable[[Any], list[Any]]):
+        """`near`: neighbouring ranks of each machine. `gather`: `Mesh.gather`."""
         self._device, self._rank, self._gather = device, rank, gather
+        self._near = range(rank - rank % near, rank - rank % near + near)
         self._buffers: list[_Buffer] = []
         self._connected = False
 
@@ -85,7 +88,7 @@ class PeerMemory:
         return whole[:used].view(dtype)
 
     def share(self) -> None:
-        """Map the buffers of all ranks. All ranks call it. Raises `MachineError` on all if one of them cannot."""
+        """Map the buffers of this machine's ranks. All ranks call it. Raises `MachineError` on all if one cannot."""
         self._connected = True
         new = [buffer for buffer in self._buffers if not buffer.peers]
         try:
@@ -105,38 +108,45 @@ class PeerMemory:
         """Map new buffers; what went wrong, or nothing."""
         try:
             for number, buffer in enumerate(new):
-                buffer.peers = [
-                    buffer.address if rank == self._rank else driver.attach(bytes.fromhex(found[number][0]))
-                    for rank, found in enumerate(by_rank)
-                ]
+                buffer.peers = {self._rank: buffer.address}
+                for rank in self._near:
+                    if rank != self._rank:
+                        buffer.peers[rank] = driver.attach(bytes.fromhex(by_rank[rank][number][0]))
         except MachineError as error:
             return str(error)
         return ""
 
-    def addresses(self, tensor: Tensor) -> list[int] | None:
-        """The addresses here of each rank's memory in the place of a tensor; None if it is not in such a buffer."""
+    def addresses(self, tensor: Tensor, ranks: Sequence[int]) -> list[int] | None:
+        """The addresses here of these ranks' memory in the place of a tensor; None if it is not in such a buffer.
+
+        `ranks`: of this machine.
+        """
         address = tensor.data_ptr()
         for buffer in self._buffers:
             if buffer.peers and buffer.address <= address < buffer.address + buffer.nbytes:
-                return [peer + address - buffer.address for peer in buffer.peers]
+                return [buffer.peers[rank] + address - buffer.address for rank in ranks]
         return None
 
     def close(self) -> None:
         """Unmap the others' memory. The own memory is freed with the process: others may still have it mapped."""
         for buffer in self._buffers:
-            for rank, address in enumerate(buffer.peers):
+            for rank, address in buffer.peers.items():
                 if rank != self._rank:
                     driver.detach(address)
-            buffer.peers = []
+            buffer.peers = {}
 
 
 class PeerFabric(GroupFabric):
-    """`GroupFabric`, but large exchanges and gathers whose target is in `PeerMemory` go by copy engines."""
+    """`GroupFabric`, but among ranks of one machine, large exchanges and gathers whose target is in `PeerMemory` go by
+    copy engines.
+    """
 
-    def __init__(self, context: FabricContext):
+    def __init__(self, context: FabricContext, memory: PeerMemory | None = None):
+        """`memory`: that of the fabric of which this one is a group."""
         super().__init__(context)
-        self._memory = PeerMemory(context.device, rank=context.rank, gather=context.gather)
+        self._memory = memory or PeerMemory(context.device, rank=context.rank, near=context.near, gather=context.gather)
         self._flags: list[int] | None = None
+        """Addresses of each rank's; None among ranks of several machines."""
         self._channels: dict[int, int] = {}
         """Stream → its flags. All ranks use streams in the same order."""
 
@@ -145,11 +155,22 @@ class PeerFabric(GroupFabric):
         super().connect()
         try:
             self._memory.share()
-            flags = self._memory.zeros(CHANNELS * 2 * self.world, torch.int32)
+            self._opened()
         except MachineError as error:
             self.close()
             raise MachineError(f"the GPUs cannot write into each other's memory: {error}") from None
-        self._flags = self._memory.addresses(flags)
+
+    def _empty(self) -> PeerFabric:
+        """As in `GroupFabric`."""
+        return PeerFabric(self._context, self._memory)
+
+    def _opened(self) -> None:
+        """As in `GroupFabric`. The flags of groups of which each is inside a machine."""
+        near = self._context.near
+        # All ranks of the run decide alike, and so allocate alike.
+        if all(ranks[0] // near == ranks[-1] // near for ranks in self._family):
+            flags = self._memory.zeros(CHANNELS * 2 * self.world, torch.int32)
+            self._flags = self._memory.addresses(flags, self._ranks)
 
     def zeros(self, elements: int, dtype: torch.dtype) -> Tensor | None:
         """As `Fabric.zeros`."""
@@ -167,7 +188,7 @@ class PeerFabric(GroupFabric):
 
     def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
         """As `Fabric.exchange`."""
-        rooms = self._memory.addresses(received_NK)
+        rooms = self._rooms(received_NK)
         if rooms is None or received_NK[0].nbytes < SMALLEST:
             super().exchange(parts, received_NK)
             return
@@ -179,11 +200,15 @@ class PeerFabric(GroupFabric):
         own = parts[self.rank]
         largest = max(parts, key=lambda part: part.numel())
         # The longest part decides: all ranks take the same way.
-        if largest.nbytes < SMALLEST or self._memory.addresses(largest) is None:
+        if largest.nbytes < SMALLEST or self._rooms(largest) is None:
             super().gather(parts)
             return
-        rooms = self._memory.addresses(own) if own.numel() else None
+        rooms = self._rooms(own) if own.numel() else None
         self._copy([(r, rooms[r], own) for r in range(self.world)] if rooms is not None else [])
+
+    def _rooms(self, tensor: Tensor) -> list[int] | None:
+        """The addresses of each rank's memory in the place of a tensor; None if they cannot be written to."""
+        return None if self._flags is None else self._memory.addresses(tensor, self._ranks)
 
     def _copy(self, copies: Sequence[tuple[int, int, Tensor]]) -> None:
         """(rank, address, values): write values into the others' memory; begins and ends on all ranks together."""

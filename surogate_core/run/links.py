@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 
 
 def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
-    """Have the ranks connected by the fabric that the configuration names.
+    """Find the machines, and have the ranks connected by the fabric that the configuration names. All ranks call it.
 
     Raises `ConfigError` if it cannot connect them on the run's device, and `MachineError` if none can.
     """
+    if mesh.world == 1:
+        return
+    mesh.near = neighbours(mesh)
+    mesh.node = mesh.near if config.hierarchical_reduction and 1 < mesh.near < mesh.world else 0
     if mesh.store is None:
         return
     device, specs = resolve_device(config), registry.all("fabric")
     spec: FabricSpec = specs[config.fabric.name]
-    one_machine = mesh.local_world == mesh.world
-    if not spec.supports(device.type, one_machine):
+    if not spec.supports(device.type, mesh.near, mesh.world):
         what = "GPUs" if device.type == "cuda" else "processes on the CPU"
-        where = "" if one_machine else " of several machines"
+        where = "" if mesh.near == mesh.world else " of several machines"
         message = f"{spec.name} cannot connect {what}{where} here."
         raise ConfigError([Problem(key="fabric", message=message, fix="fabric: auto")])
     offers = [
@@ -43,17 +46,17 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
     mesh.choose(partial(spec.build, config.fabric.options), device, offers)
 
 
-def ranks_of_node(config: RunConfig, mesh: Mesh) -> int:
-    """`Mesh.node`: the ranks of each machine if sums have a stage inside it, otherwise 0. All ranks call it.
+def neighbours(mesh: Mesh) -> int:
+    """`Mesh.near`. All ranks call it.
 
     srun's cyclic distribution deals ranks out to the machines in turn. Neighbours are on different machines then.
     """
-    here = [socket.gethostname(), mesh.local_world]
-    machines: list[tuple[str, int]] = mesh.gather(here) if mesh.world > 1 else [("", 1)]
+    if mesh.local_world == mesh.world:
+        return mesh.world
+    machines: list[tuple[str, int]] = mesh.gather([socket.gethostname(), mesh.local_world])
     counts = {count for _, count in machines}
     count = min(counts)
-    staged = config.hierarchical_reduction and len(counts) == 1 and 1 < count < mesh.world
-    if not staged or mesh.world % count:
+    if len(counts) > 1 or mesh.world % count:
         return 0
     names = [name for name, _ in machines]
     together = all(len(set(names[at : at + count])) == 1 for at in range(0, mesh.world, count))

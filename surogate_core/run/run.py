@@ -30,7 +30,7 @@ from surogate_core.run.experts import idle_parameters, product_notes
 from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
-from surogate_core.run.links import choose_fabric, ranks_of_node, slow_links
+from surogate_core.run.links import choose_fabric, slow_links
 from surogate_core.run.next_commands import next_commands
 from surogate_core.run.outputs import Outputs
 from surogate_core.run.prepare import (
@@ -81,7 +81,6 @@ def train(config: RunConfig, registry: Registry, *, watch: Watch | None = None, 
     """
     mesh = mesh or Mesh()
     config = replace(config, gpus=mesh.world)
-    choose_fabric(config, registry, mesh)
     try:
         return _Run(config, registry, watch=watch, mesh=mesh).main()
     finally:
@@ -119,6 +118,7 @@ class _Run:
                 if self.outputs is not None:
                     self.bus = self.outputs.watch()
                     self.mesh.lifeline.on_failure(self._stuck)
+                choose_fabric(self.config, self.registry, self.mesh)
                 return self._phases()
             except CalledOff as off:
                 failed = unwatched.failure_of_another(self.mesh)
@@ -252,10 +252,9 @@ class _Run:
         return replace(base, config=replace(config, gradient_accumulation_steps=accumulation)), checkpoint
 
     def _compare(self, base: Base, material: Material, checkpoint: Checkpoint | None) -> None:
-        """Raise `UserError` if the ranks would not train the same model on the same rows. Find the machines."""
+        """Raise `UserError` if the ranks would not train the same model on the same rows."""
         if self.mesh.world == 1:
             return
-        self.mesh.node = ranks_of_node(self.config, self.mesh)
         check_equal(self.mesh.gather(facts_of(base, material, self.registry, checkpoint)))
         self.notes += unequal_devices(self.mesh.gather(_in_words(base.device)))
 

@@ -264,9 +264,9 @@ def _path_of(value: Any, what: str) -> str:
 
 def _device(spec: FabricSpec, world: int = WORLD) -> str:
     """The device of the processes; raises `NotApplicable` if the fabric has none here."""
-    if spec.supports("cuda", True) and len(visible(os.environ)) >= world:
+    if spec.supports("cuda", world, world) and len(visible(os.environ)) >= world:
         return "cuda"
-    if not spec.supports("cpu", True):
+    if not spec.supports("cpu", world, world):
         raise NotApplicable(f"it needs {world} GPUs")
     return "cpu"
 
@@ -399,7 +399,7 @@ def connects_groups_of_neighbouring_ranks(fabric: FabricSpec) -> None:
     """
     if not fabric.groups:
         raise NotApplicable("its spec does not say groups=True, so ranks cannot share rows through it")
-    enough = fabric.supports("cpu", True) or len(visible(os.environ)) >= GROUPED
+    enough = fabric.supports("cpu", GROUPED, GROUPED) or len(visible(os.environ)) >= GROUPED
     world = GROUPED if enough else WORLD
     by_rank = list(enumerate(zip(_of(fabric, world, groups=True), _expected(world, True), strict=True)))
     for rank, (found, expected) in by_rank:

@@ -99,10 +99,25 @@ def test_a_step_is_what_one_gpu_computes_and_what_is_not_hidden() -> None:
     assert found.alone == 4
     assert found.wire.hidden == pytest.approx(HIDDEN_NCCL * found.wire.seconds)
     assert found.seconds == pytest.approx(4 - 0.5 + found.wire.seconds * (1 - HIDDEN_NCCL) + WAIT)
-    assert found.efficiency == pytest.approx(4 / found.seconds)
+    assert found.seconds and found.efficiency == pytest.approx(4 / found.seconds)
     near = cost(cluster(1, 2, speed=1000), [one], work)
     assert near.wire is not None
     assert near.wire.hidden == pytest.approx(HIDDEN * near.wire.seconds), "copy engines leave the multiprocessors alone"
+
+
+def test_the_stage_inside_a_node_is_hidden_as_on_one_machine() -> None:
+    both = cluster(2, 4, "nvlink4,8GB/s", speed=1000)
+    work = Work(tokens=40_000, micro_steps=1, update=0.0, shared=0.0)
+    one = sent(16e9, 8, beside="backward")
+    traffic = hierarchical(both, one)
+    assert traffic.copied == pytest.approx(hierarchical(cluster(1, 4), sent(16e9, 4)).seconds, rel=1e-3)
+    found = cost(both, [one], work, hierarchical)
+    assert found.wire is not None
+    hidden = HIDDEN * traffic.copied + HIDDEN_NCCL * (traffic.seconds - traffic.copied)
+    assert found.wire.hidden == pytest.approx(hidden)
+    assert flat(both, one).copied == 0
+    shard = sent(16e9, 4, ranks=4)
+    assert flat(both, shard).copied == flat(both, shard).seconds, "a group that no machine leaves"
 
 
 def test_what_is_not_given_is_not_invented() -> None:

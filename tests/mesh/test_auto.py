@@ -18,7 +18,7 @@ from surogate_core.mesh.offers import FABRICS
 HERE = FabricContext(
     rank=0,
     world=2,
-    local_world=2,
+    near=2,
     device=torch.device("cpu"),
     store=dist.HashStore(),
     gather=lambda value: [value, value],
@@ -66,7 +66,7 @@ def spec(
     priority: int | None,
     *,
     works: bool = True,
-    supports: Callable[[str, bool], bool] = lambda device, local: True,
+    supports: Callable[[str, int, int], bool] = lambda device, near, world: True,
     made: list[Named] | None = None,
 ) -> FabricSpec:
     def build(options: Options, context: FabricContext) -> Fabric:
@@ -90,8 +90,8 @@ def chosen(*offers: FabricSpec, **context: Any) -> Any:
 
 
 def test_the_highest_priority_that_supports_the_ranks_is_chosen() -> None:
-    local = spec("local", 30, supports=lambda device, local: local)
-    gpus = spec("gpus", 20, supports=lambda device, local: device == "cuda")
+    local = spec("local", 30, supports=lambda device, near, world: near == world)
+    gpus = spec("gpus", 20, supports=lambda device, near, world: device == "cuda")
     offers = (spec("named_only", None), spec("b", 5), spec("a", 5), gpus, local)
     assert chosen(*offers) == "local"
     assert chosen(*offers, world=4) == "a"
@@ -130,12 +130,12 @@ def test_a_torch_without_collectives_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_cores_own_fabrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy engines on one machine, NCCL on several, gloo on CPUs."""
+    """Copy engines where ranks are on one machine, NCCL where none are, gloo on CPUs."""
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     able = {
         place: [s.name for s in FABRICS if s.priority is not None and s.supports(*place)]
-        for place in (("cuda", True), ("cuda", False), ("cpu", True), ("cpu", False))
+        for place in (("cuda", 4, 4), ("cuda", 2, 4), ("cuda", 1, 4), ("cuda", 0, 4), ("cpu", 4, 4), ("cpu", 1, 4))
     }
-    assert list(able.values()) == [["copy_engines", "nccl"], ["nccl"], ["gloo"], ["gloo"]]
+    assert list(able.values()) == [["copy_engines", "nccl"]] * 2 + [["nccl"]] * 2 + [["gloo"]] * 2
     priorities = {s.name: s.priority for s in FABRICS}
     assert priorities == {"auto": None, "copy_engines": 20, "nccl": 10, "gloo": 10}

@@ -27,9 +27,7 @@ WORLD = 3
 
 
 def context(store: dist.Store, rank: int, world: int, device: torch.device) -> FabricContext:
-    return FabricContext(
-        rank=rank, world=world, local_world=world, device=device, store=store, gather=lambda value: [value]
-    )
+    return FabricContext(rank=rank, world=world, near=world, device=device, store=store, gather=lambda value: [value])
 
 
 def _collectives(fabric: Fabric) -> list[Tensor]:

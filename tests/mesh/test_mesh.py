@@ -44,7 +44,7 @@ def test_the_fabric_allocates_before_and_after_it_is_connected() -> None:
     built: list[Own] = []
     mesh.choose(lambda context: built.append(Own(context)) or built[0], CPU)  # type: ignore[func-returns-value]
     (fabric,) = built
-    assert (fabric.context.rank, fabric.context.world, fabric.context.one_machine) == (0, 2, False)
+    assert (fabric.context.rank, fabric.context.world, fabric.context.near) == (0, 2, 0)
     assert mesh.zeros(3, torch.bfloat16, CPU).tolist() == [0, 0, 0]
     assert mesh.zeros(0, torch.bfloat16, CPU).tolist() == []
     assert mesh.zeros(5, torch.bfloat16, torch.device("meta")).is_meta

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from surogate_core.bundles import FabricContext
+from surogate_core.bundles import Fabric, FabricContext
 from surogate_core.errors import MachineError
 from surogate_core.mesh import peers
 from surogate_core.mesh.groups import GroupFabric
@@ -37,9 +37,11 @@ class FakeDriver:
     def __init__(self) -> None:
         self.blocks: list[Any] = []
         self.maps = True
+        self.attached = 0
         self.late = False
         self.streams: dict[int, ThreadPoolExecutor] = {}
         self._left: dict[int, list[Future[None]]] = {}
+        self._lock = threading.Lock()
 
     def then(self, work: Callable[[], None], stream: int | None = None) -> None:
         """Put work on a stream, by default this rank's."""
@@ -53,8 +55,9 @@ class FakeDriver:
             work.result()
 
     def allocate(self, nbytes: int) -> int:
-        self.blocks.append(ctypes.create_string_buffer(nbytes))
-        return ctypes.addressof(self.blocks[-1])
+        block = ctypes.create_string_buffer(nbytes)
+        self.blocks.append(block)
+        return ctypes.addressof(block)
 
     def export(self, address: int) -> bytes:
         return address.to_bytes(8, "little")
@@ -62,6 +65,8 @@ class FakeDriver:
     def attach(self, handle: bytes) -> int:
         if not self.maps and threading.current_thread().name.endswith("_1"):  # one of them
             raise MachineError("mapping another GPU's memory failed: CUDA error 217")
+        with self._lock:
+            self.attached += 1
         return int.from_bytes(handle, "little")
 
     def detach(self, address: int) -> None:
@@ -111,12 +116,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         pool.shutdown()
 
 
-def fabric_of(virtual: VirtualFabric) -> PeerFabric:
+def fabric_of(virtual: VirtualFabric, near: int = 0) -> PeerFabric:
     gather = virtual.mesh().gather
     context = FabricContext(
         rank=virtual.rank,
         world=virtual.world,
-        local_world=virtual.world,
+        near=near or virtual.world,
         device=CPU,
         store=dist.HashStore(),
         gather=gather,
@@ -180,30 +185,77 @@ def test_ranks_write_what_virtual_ranks_exchange(world: int, driver: FakeDriver)
     in_threads(world, work)
 
 
-def test_groups_and_bytes_of_other_memory_go_by_nccl(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchanges of shared rows, and `Mesh.gather_bytes`."""
-    calls: list[tuple[str, type, int]] = []
+@pytest.fixture
+def by_nccl(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, tuple[int, ...]]]:
+    """(collective, ranks) of what copy engines leave to NCCL, which does nothing here."""
+    found: set[tuple[str, tuple[int, ...]]] = set()
     for name in ("exchange", "gather"):
-        monkeypatch.setattr(
-            GroupFabric, name, lambda self, *given, name=name: calls.append((name, type(self), self.world))
-        )
+        monkeypatch.setattr(GroupFabric, name, lambda self, *given, name=name: found.add((name, tuple(self._ranks))))
     monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: object())
     monkeypatch.setattr(dist, "all_reduce", lambda values, op=None, group=None: None)
+    return found
+
+
+def rows_from(group: Fabric, rank: int, received: torch.Tensor, driver: FakeDriver) -> tuple[list[float], list[float]]:
+    """What arrives from each member of a group by `exchange` and by `gather`. `rank`: this one's in the whole run."""
+    received.fill_(-1.0)
+    own = torch.full((received.shape[1],), 1.0 + rank)  # lives until it is copied
+    group.exchange([own] * group.world, received)
+    driver.finish()
+    exchanged = [row.mean().item() for row in received]
+    received.fill_(-1.0)
+    received[group.rank].fill_(1.0 + rank)
+    group.gather(list(received))
+    driver.finish()
+    return exchanged, [row.mean().item() for row in received]
+
+
+@pytest.mark.parametrize("near", [2, 4])
+def test_groups_of_one_machine_write_and_others_use_nccl(
+    near: int, driver: FakeDriver, by_nccl: set[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Four ranks on two machines, and on one."""
+
+    def work(virtual: VirtualFabric) -> None:
+        fabric = fabric_of(virtual, near)
+        rows = {size: zeros(fabric, size * 50, torch.float32).view(size, 50) for size in (2, 4)}
+        fabric.connect()
+        inside, across = fabric.within(2), fabric.across(2)
+        assert (inside.rank, inside.world) == (virtual.rank % 2, 2)
+        rank = virtual.rank
+        members = {inside: [rank // 2 * 2, rank // 2 * 2 + 1], across: [rank % 2, rank % 2 + 2], fabric: [0, 1, 2, 3]}
+        for group, ranks in members.items():
+            arrives = group is inside or near == 4
+            expected = [1.0 + r if arrives or r == rank else -1.0 for r in ranks]
+            exchanged, gathered = rows_from(group, rank, rows[group.world], driver)
+            assert gathered == expected
+            del exchanged[group.rank], expected[group.rank]  # what is in the own row is undefined
+            assert exchanged == expected
+        fabric.close()
+
+    in_threads(4, work)
+    far = {(name, ranks) for name in ("exchange", "gather") for ranks in ((0, 2), (1, 3), (0, 1, 2, 3))}
+    assert by_nccl == (far if near == 2 else set())
+    # Each of four ranks maps two buffers and its flags, of the others of its machine.
+    assert driver.attached == (4 * 1 * 3 if near == 2 else 4 * 3 * 5)
+
+
+def test_bytes_of_other_memory_go_by_nccl(driver: FakeDriver, by_nccl: set[tuple[str, tuple[int, ...]]]) -> None:
+    """As those of `Mesh.gather_bytes`."""
 
     def work(virtual: VirtualFabric) -> None:
         fabric = fabric_of(virtual)
         zeros(fabric, 1000, torch.float32)
         fabric.connect()
-        for size in (4, 2):
-            group = fabric.within(size)
-            assert (group.rank, group.world) == (virtual.rank % size, size)
-            rows = torch.zeros(size, 5000, dtype=torch.uint8)
+        for group in (fabric, fabric.within(2)):
+            rows = torch.zeros(group.world, 5000, dtype=torch.uint8)
             group.exchange(list(rows.unbind()), torch.empty_like(rows))
-        fabric.gather(list(torch.zeros(4, 5000, dtype=torch.uint8).unbind()))
+            group.gather(list(rows.unbind()))
         fabric.close()
 
     in_threads(4, work)
-    assert set(calls) == {("exchange", PeerFabric, 4), ("exchange", GroupFabric, 2), ("gather", PeerFabric, 4)}
+    groups = ((0, 1, 2, 3), (0, 1), (2, 3))
+    assert by_nccl == {(name, ranks) for name in ("exchange", "gather") for ranks in groups}
 
 
 def test_if_one_rank_cannot_all_hear_of_it(driver: FakeDriver) -> None:

@@ -15,7 +15,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.errors import ConfigError
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.links import choose_fabric, no_peer_access, ranks_of_node, slow_links
+from surogate_core.run.links import choose_fabric, neighbours, no_peer_access, slow_links
 
 
 def test_the_named_fabric_is_built_with_its_options(installed: Registry) -> None:
@@ -29,7 +29,7 @@ def test_the_named_fabric_is_built_with_its_options(installed: Registry) -> None
 
 def test_a_fabric_that_cannot_connect_the_ranks_is_refused(installed: Registry) -> None:
     for local_world, where in ((2, ""), (1, " of several machines")):
-        mesh = Mesh(rank=0, world=2, local_world=local_world, store=dist.HashStore())
+        mesh = Mesh(rank=0, world=2, local_world=local_world, store=dist.HashStore(), swap=lambda value: [value, value])
         with pytest.raises(ConfigError) as error:
             choose_fabric(configured(installed, "fabric=copy_engines"), installed, mesh)
         assert f"fabric: copy_engines cannot connect processes on the CPU{where} here." in str(error.value)
@@ -57,6 +57,7 @@ def test_auto_takes_a_fabric_with_groups_where_gpus_share_rows(
         ([3, 3, 3, 1], [], 0),
         ([2, 2, 2, 2], ["hierarchical_reduction=false"], 0),
     ],
+    ids=str,
 )
 def test_machines_are_known_if_they_have_equally_many_ranks(
     counts: list[int], keys: list[str], node: int, installed: Registry
@@ -64,17 +65,17 @@ def test_machines_are_known_if_they_have_equally_many_ranks(
     config = configured(installed, *keys)
     for rank, count in enumerate(counts):
         mesh = Mesh(rank=rank, world=4, local_world=count, swap=lambda value: [["here", n] for n in counts])
-        assert ranks_of_node(config, mesh) == node
-    assert ranks_of_node(config, Mesh()) == 0
+        choose_fabric(config, installed, mesh)
+        assert mesh.node == node
+        assert mesh.near == (counts[0] if len(set(counts)) == 1 else 0), "which does not depend on the stages"
 
 
-def test_ranks_that_are_dealt_out_to_the_machines_in_turn_have_one_stage(installed: Registry) -> None:
+def test_ranks_that_are_dealt_out_to_the_machines_in_turn_have_one_stage() -> None:
     """As by `srun --distribution=cyclic`: neighbours are on different machines."""
-    config = configured(installed)
-    for names, node in (("abab", 0), ("aabb", 2)):
+    for names, near in (("abab", 0), ("aabb", 2)):
         told = [[name, 2] for name in names]
         mesh = Mesh(rank=0, world=4, local_world=2, swap=partial(_told, told))
-        assert ranks_of_node(config, mesh) == node
+        assert neighbours(mesh) == near
 
 
 def _told(values: list[Any], value: Any) -> list[Any]:
