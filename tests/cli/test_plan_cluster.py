@@ -99,7 +99,8 @@ def test_a_step_is_what_one_gpu_computes_and_what_is_not_hidden() -> None:
     assert found.alone == 4
     assert found.wire.hidden == pytest.approx(HIDDEN_NCCL * found.wire.seconds)
     assert found.seconds == pytest.approx(4 - 0.5 + found.wire.seconds * (1 - HIDDEN_NCCL) + WAIT)
-    assert found.seconds and found.efficiency == pytest.approx(4 / found.seconds)
+    assert found.seconds
+    assert found.efficiency == pytest.approx(4 / found.seconds)
     near = cost(cluster(1, 2, speed=1000), [one], work)
     assert near.wire is not None
     assert near.wire.hidden == pytest.approx(HIDDEN * near.wire.seconds), "copy engines leave the multiprocessors alone"
