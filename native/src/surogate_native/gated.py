@@ -48,6 +48,7 @@ def launch(
     """Run a kernel of gated.cuh that writes to `out`; the parts of du, of dB and of the other dA."""
     n, features = dh_NF.shape
     rank = du_NR.shape[1]
+    assert fits(n, features)
     dh, gate, up = (t if t.stride(1) == 1 else t.contiguous() for t in (dh_NF, gate_NF, up_NF))
     chunks = features // FEATURES
     parts = max(1, BLOCKS // chunks)
@@ -56,8 +57,6 @@ def launch(
     du_parts = dh.new_empty((2 * chunks, n, rank), dtype=torch.float32)
     db_parts = dh.new_empty((parts, 2 * features, rank), dtype=torch.float32)
     da_parts = dh.new_empty((parts, rank, features), dtype=torch.float32)
-    # The kernel counts the elements of du's parts in 32 bits, and the bytes of the codes.
-    assert max(du_parts.numel(), n * 2 * features) < 2**32
     module.launch(
         name,
         (chunks, parts),
@@ -75,6 +74,11 @@ def launch(
         shared=shared,
     )
     return du_parts, db_parts, da_parts
+
+
+def fits(n: int, features: int, *, codes: bool = False) -> bool:
+    """Whether the kernels' counts of 32 bits suffice: of the elements of du's parts, and of the bytes of FP8 codes."""
+    return n * max(2 * features // FEATURES * RANK, 2 * features if codes else 0) < 2**32
 
 
 def parts_bytes(n: int, features: int, rank: int) -> int:
@@ -96,6 +100,8 @@ class Ops:
     """Backward of SwiGLU and the projections before it: (dx, dA, dB, dA of the projection after it, …)."""
     widened: bool
     """Whether the projections' input has additional columns for u."""
+    codes: bool
+    """Whether the kernel writes FP8 codes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +146,8 @@ def matched(backward: fx.Node, ops: Ops) -> Gated | None:
     if str(inner.target) != "surogate_triton.swiglu_backward.default":
         return None
     dh, gate, up = edits.args(inner)
+    if not fits(*dh.meta["val"].shape, codes=ops.codes):
+        return None
     if set(users(inner)) != {backward} or set(dh.users) != {inner} or dh.target is not operator.getitem:
         return None
     down_backward, number = edits.args(dh)

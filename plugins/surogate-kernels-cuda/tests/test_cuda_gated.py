@@ -82,6 +82,29 @@ def test_the_kernel_is_its_formulas(tokens: int, features: int, scale: float) ->
     assert close(da_down, du_down.double().t() @ (g * sigmoid * v))
 
 
+def test_rows_past_4_gibi_elements_are_computed_too() -> None:
+    """174,763 rows and more of a feed-forward part of 12,288: what an 8B model's rows of 256k tokens need."""
+    from surogate_kernels_cuda.gated import gated_backward
+
+    tokens, features, width, rows = 174_900, 12_288, 128, 300
+    if torch.cuda.mem_get_info()[0] < 50 * 2**30:
+        pytest.skip("needs 50 GiB")
+    shape, _ = shapes(width, features)
+    both, _ = panel(shape, 0)
+    joined = torch.zeros(tokens, 2 * features, dtype=torch.bfloat16, device="cuda")
+    dh = torch.zeros(tokens, features, dtype=torch.bfloat16, device="cuda")
+    # Only the last rows are not zero, so all sums are theirs.
+    joined[-rows:], dh[-rows:] = random(rows, 2 * features, seed=1), random(rows, features, seed=2)
+    du_down, x, u = random(tokens, R, seed=3), random(tokens, width + 128, seed=4), random(tokens, 2 * R, seed=5)
+    found = gated_backward(dh, joined[:, :features], joined[:, features:], du_down, x, u, both, width, R, SCALE)
+    few = [t[-rows:].contiguous() for t in (dh, joined[:, :features], joined[:, features:], du_down, x, u)]
+    dx, *sums = gated_backward(*few, both, width, R, SCALE)
+    assert torch.equal(found[0][-rows:], dx)
+    assert not found[0][:-rows].any()
+    for long, short in zip(found[1:], sums, strict=True):
+        assert close(long, short.double(), 1e-5)
+
+
 def test_a_nan_is_seen_and_equal_inputs_give_equal_bits() -> None:
     from surogate_kernels_cuda.gated import gated_backward
 

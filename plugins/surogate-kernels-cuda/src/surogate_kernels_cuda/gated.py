@@ -132,6 +132,7 @@ def rewrite(joint: fx.Graph) -> None:
         down=own.down_backward.default,
         gated=own.gated_backward.default,
         widened=True,
+        codes=False,
     )
     for _ in rewritten(joint, ops):
         pass

@@ -142,6 +142,7 @@ def scaled_gated_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """SwiGLU and the projections before it: (dx, dA and dB of both, dA of the projection behind, figures)."""
     (n, features), inputs = dh_NF.shape, x_NI.shape[1]
+    assert gated.fits(n, features, codes=True)
     outputs = [features, features]
     dh, gate, up, x_NI = (t if t.stride(1) == 1 else t.contiguous() for t in (dh_NF, gate_NF, up_NF, x_NI))
     _, a_IR, b_OR = scaled.parts_of(panel, inputs, outputs, rank)
@@ -231,6 +232,7 @@ def rewrite(joint: fx.Graph) -> None:
         down=found.scaled_down_backward.default,
         gated=found.scaled_gated_backward.default,
         widened=False,
+        codes=True,
     )
     for part in gated.rewritten(joint, ops):
         if [user.target for user in part.h.users] == [found.scaled_linears.default]:
