@@ -24,9 +24,10 @@ MEASURED = [
     ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1"], 10.8e3, 0.977),
     ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1", "zero_level=2"], 10.5e3, 0.992),
     ("qwen3-8b", ["lora=false", "gradient_accumulation_steps=1", "zero_level=3"], 10.8e3, 0.955),
-    ("qwen3-4b", ["lora=false", "zero_level=2"], 20.5e3, 0.962),
+    ("qwen3-8b", ["lora=false", "zero_level=3"], 11.9e3, 0.926),
+    ("qwen3-4b", ["lora=false", "zero_level=2"], 20.4e3, 0.962),
     ("qwen3-4b", ["lora=false", "zero_level=1", "shard_weights=true"], 20.5e3, 0.954),
-    ("qwen3-4b", ["lora=false", "zero_level=3"], 20.5e3, 0.939),
+    ("qwen3-4b", ["lora=false", "zero_level=3"], 20.4e3, 0.940),
 ]
 """Two H200s (docs/evidence/several-gpus.md): model, keys, tokens/s of one GPU, efficiency of two."""
 MEASURED_GATHERS = [(16, 67e-6), (64, 191e-6), (256, 665e-6), (1024, 2.48e-3)]
