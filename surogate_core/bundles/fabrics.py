@@ -104,8 +104,8 @@ class FabricContext:
     world: int
     """Number of ranks, at least 2."""
     near: int
-    """Number of ranks on each machine: neighbours, with numbers from a multiple of it. All ranks have the same number
-    here: N on one machine, and 0 if machines have different numbers, or if neighbours are on different machines."""
+    """Ranks on each machine, if all machines have equally many and they are neighbours: machine i has the ranks from
+    i · near on. N on one machine, otherwise 0. All ranks have the same number here."""
     device: torch.device
     """The compute device of this rank."""
     store: dist.Store

@@ -28,6 +28,8 @@ class Cluster:
     """What connects the nodes; None with one node, or if it is not known."""
     tokens_per_second: float | None = None
     """Measured speed of one GPU alone; None if it is not given."""
+    copies: bool = True
+    """Whether copy engines move what stays inside a node."""
 
     @property
     def ranks(self) -> int:

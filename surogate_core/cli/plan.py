@@ -204,6 +204,7 @@ def _of_cluster(
         update=0.0 if gpu is None else update_seconds(config, registry, prediction, gpu),
         shared=1 - 1 / sharing.parts(config) if sharing.level(config) else 0.0,
     )
+    cluster = replace(cluster, copies=sharing.copies(config))
     sent, fabric = prediction.sent, registry.get("fabric", config.fabric.name)
     return ClusterPlan(
         cluster=cluster,

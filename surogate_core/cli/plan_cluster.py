@@ -32,7 +32,7 @@ class Traffic:
     seconds: float
     """Time with nothing beside it; 0 if the wires are not known."""
     copied: float
-    """Part of it in which copy engines move the data: all that stays inside a node."""
+    """Part of it in which the data stays inside a node, where copy engines can move it."""
 
 
 Model = Callable[[Cluster, "Sent"], Traffic]
@@ -127,6 +127,12 @@ class _Timed:
         """Time of all calls of a step, with nothing beside them."""
         return self.model(self.cluster, sent).seconds
 
+    def hidden(self, sent: Sent) -> float:
+        """Share of it that computation beside it hides at most."""
+        of = self.model(self.cluster, sent)
+        copied = of.copied / of.seconds if self.cluster.copies and of.seconds else 0.0
+        return HIDDEN_NCCL + (HIDDEN - HIDDEN_NCCL) * copied
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -185,14 +191,11 @@ def cost(cluster: Cluster, sent: Sequence[Sent], work: Work, model: Model = flat
         return Cost(each=each, wire=None, seconds=None, alone=None)
     alone = None if cluster.tokens_per_second is None else work.alone(cluster)
     computing = 0.0 if alone is None else max(alone - work.update, 0.0)
-    together = sum(one.seconds for one in each)
-    copied = sum(one.copied for one in each) / together if together else 1.0
     wire = wire_of(
         sent,
         _Timed(cluster=cluster, model=model),
         computing=computing / work.micro_steps,
         micro_steps=work.micro_steps,
-        hidden=copied * HIDDEN + (1 - copied) * HIDDEN_NCCL,
     )
     seconds = None if alone is None else alone - work.shared * min(work.update, alone) + wire.exposed
     return Cost(each=each, wire=wire, seconds=seconds, alone=alone)

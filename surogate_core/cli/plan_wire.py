@@ -40,6 +40,10 @@ class Timed(Protocol):
         """Time of all calls of a step, with nothing beside them."""
         ...
 
+    def hidden(self, sent: Sent) -> float:
+        """Share of it that computation beside it hides at most."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireRates:
@@ -48,17 +52,23 @@ class WireRates:
     exchange: float
     """Bytes a second in one direction."""
     gather: float
+    copies: bool = True
+    """Whether copy engines move the data, and not NCCL."""
 
     @classmethod
-    def of(cls, gpu: Gpu | None, *, bus: float) -> WireRates:
+    def of(cls, gpu: Gpu | None, *, bus: float, copies: bool = True) -> WireRates:
         """The rates of a GPU of the table; `bus`: bytes a second of the bus where it has no NVLink, or is not known."""
         if gpu is None or gpu.link is None:
-            return cls(exchange=UNLINKED * bus, gather=UNLINKED * bus)
-        return cls(exchange=LINKED["exchange"] * gpu.link, gather=LINKED["gather"] * gpu.link)
+            return cls(exchange=UNLINKED * bus, gather=UNLINKED * bus, copies=copies)
+        return cls(exchange=LINKED["exchange"] * gpu.link, gather=LINKED["gather"] * gpu.link, copies=copies)
 
     def seconds(self, sent: Sent) -> float:
         """Time of all calls of a step, with nothing beside them."""
         return sent.nbytes / (self.exchange if sent.how == "exchange" else self.gather) + CALL * sent.calls
+
+    def hidden(self, sent: Sent) -> float:
+        """As `Timed.hidden`."""
+        return HIDDEN if self.copies else HIDDEN_NCCL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +90,18 @@ class Wire:
         return self.seconds - self.hidden + self.wait
 
 
-def wire_of(sent: Sequence[Sent], rates: Timed, *, computing: float, micro_steps: int, hidden: float = HIDDEN) -> Wire:
-    """The transfers beside micro-steps that take `computing` seconds each, which hide the share `hidden` at most."""
+def wire_of(sent: Sequence[Sent], rates: Timed, *, computing: float, micro_steps: int) -> Wire:
+    """The transfers beside micro-steps that take `computing` seconds each."""
     windows = {"forward": FORWARD, "backward": 1 - FORWARD, "both": 1.0, "": 0.0}
-    hideable = 0.0
+    hideable = hidden = 0.0
     for one in sent:
-        hideable += min(rates.seconds(one), windows[one.beside] * one.micro_steps * computing)
+        fits = min(rates.seconds(one), windows[one.beside] * one.micro_steps * computing)
+        hideable += fits
+        hidden += rates.hidden(one) * fits
+    room = min(micro_steps * computing / hideable, 1.0) if hideable else 0.0
     return Wire(
         nbytes=sum(one.nbytes for one in sent),
         seconds=sum(map(rates.seconds, sent)),
-        hidden=hidden * min(hideable, micro_steps * computing),
+        hidden=hidden * room,
         wait=WAIT if sent else 0.0,
     )

@@ -39,6 +39,11 @@ def replicates(config: RunConfig) -> bool:
     return 0 < config.dp_shard_size < config.gpus
 
 
+def copies(config: RunConfig) -> bool:
+    """Whether copy engines move what the GPUs of one machine send each other."""
+    return config.fabric.name in ("auto", "copy_engines")
+
+
 def parts(config: RunConfig) -> int:
     """GPUs among which the model is shared out."""
     return config.dp_shard_size if replicates(config) else max(config.gpus, 1)

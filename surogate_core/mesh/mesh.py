@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 _OVER = "the run is over"
+AT_ONCE = 64
+"""Keys that a rank asks for in one request while it waits for them."""
 CONNECTING_SECONDS = 300.0
 """The time in which the collectives of ranks that are all there open and work once."""
 
@@ -94,7 +96,7 @@ class Mesh:
 
     def wait_for(self, event: str) -> None:
         """Wait until some rank has told of the event, however long it takes."""
-        self._wait(f"event {event}", 0.02)
+        self._wait([f"event {event}"], 0.02)
 
     @contextmanager
     def first(self, event: str) -> Iterator[None]:
@@ -117,9 +119,9 @@ class Mesh:
                 raise CalledOff
             time.sleep(seconds)
 
-    def _wait(self, key: str, seconds: float) -> None:
+    def _wait(self, keys: list[str], seconds: float) -> None:
         if self.store is not None:
-            self.until(partial(self.store.check, [key]), seconds)
+            self.until(partial(self.store.check, keys), seconds)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank: JSON values. Before or after `connect`."""
@@ -129,12 +131,11 @@ class Mesh:
             return [value]
         self._gathered += 1
         self.store.set(f"gather {self._gathered} {self.rank}", json.dumps(value))
-        found = []
-        for rank in range(self.world):
-            key = f"gather {self._gathered} {rank}"
-            self._wait(key, 0.002)
-            found.append(json.loads(self.store.get(key)))
-        return found
+        keys = [f"gather {self._gathered} {rank}" for rank in range(self.world)]
+        # N ranks that ask for each key by itself would send rank 0 2 · N² requests.
+        for at in range(0, self.world, AT_ONCE):
+            self._wait(keys[at : at + AT_ONCE], 0.002)
+        return [json.loads(value) for value in self.store.multi_get(keys)]
 
     def choose(
         self, build: Callable[[FabricContext], Fabric], device: torch.device, offers: Sequence[FabricSpec] = ()

@@ -96,13 +96,13 @@ class PeerMemory:
         except MachineError as error:
             told = str(error)
         by_rank = self._gather(told)
-        failed = next((str(found) for found in by_rank if isinstance(found, str)), "")
-        if not failed:
+        failed = told if isinstance(told, str) else ""
+        if not any(isinstance(found, str) for found in by_rank):
             assert all([n for _, n in found] == [b.nbytes for b in new] for found in by_rank), "unequal buffers"
             failed = self._attach(new, by_rank)
-        for reason in self._gather(failed):
+        for rank, reason in enumerate(self._gather(failed)):
             if reason:
-                raise MachineError(reason)
+                raise MachineError(f"rank {rank}: {reason}")
 
     def _attach(self, new: Sequence[_Buffer], by_rank: Sequence[Sequence[tuple[str, int]]]) -> str:
         """Map new buffers; what went wrong, or nothing."""

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 
+def check_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
+    """Raise `ConfigError` if the ranks are on one machine and the fabric cannot connect them."""
+    if mesh.store is not None and mesh.local_world == mesh.world:
+        _check(config, registry.get("fabric", config.fabric.name), mesh.world, mesh.world)
+
+
 def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
     """Find the machines, and have the ranks connected by the fabric that the configuration names. All ranks call it.
 
@@ -31,19 +37,29 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
     mesh.node = mesh.near if config.hierarchical_reduction and 1 < mesh.near < mesh.world else 0
     if mesh.store is None:
         return
-    device, specs = resolve_device(config), registry.all("fabric")
+    specs = registry.all("fabric")
     spec: FabricSpec = specs[config.fabric.name]
-    if not spec.supports(device.type, mesh.near, mesh.world):
-        what = "GPUs" if device.type == "cuda" else "processes on the CPU"
-        where = "" if mesh.near == mesh.world else " of several machines"
-        message = f"{spec.name} cannot connect {what}{where} here."
-        raise ConfigError([Problem(key="fabric", message=message, fix="fabric: auto")])
+    _check(config, spec, mesh.near, mesh.world)
     offers = [
         other
         for other in specs.values()
         if (other.groups or config.context_parallel_size == 1) and (other.across or not replicates(config))
     ]
-    mesh.choose(partial(spec.build, config.fabric.options), device, offers)
+    mesh.choose(partial(spec.build, config.fabric.options), resolve_device(config), offers)
+
+
+def _check(config: RunConfig, spec: FabricSpec, near: int, world: int) -> None:
+    """Raise `ConfigError` if a fabric cannot connect the ranks."""
+    kind = resolve_device(config).type
+    if spec.supports(kind, near, world):
+        return
+    what = "GPUs" if kind == "cuda" else "processes on the CPU"
+    where = "here"
+    if near != world:
+        found = f"{near} on each" if near else "not equally many on each, or not neighbouring ranks"
+        where = f"of these machines: {found}"
+    message = f"{spec.name} cannot connect {what} {where}."
+    raise ConfigError([Problem(key="fabric", message=message, fix="fabric: auto")])
 
 
 def neighbours(mesh: Mesh) -> int:
@@ -51,13 +67,13 @@ def neighbours(mesh: Mesh) -> int:
 
     srun's cyclic distribution deals ranks out to the machines in turn. Neighbours are on different machines then.
     """
-    if mesh.local_world == mesh.world:
-        return mesh.world
     machines: list[tuple[str, int]] = mesh.gather([socket.gethostname(), mesh.local_world])
     counts = {count for _, count in machines}
     count = min(counts)
     if len(counts) > 1 or mesh.world % count:
         return 0
+    if count == mesh.world:
+        return count
     names = [name for name, _ in machines]
     together = all(len(set(names[at : at + count])) == 1 for at in range(0, mesh.world, count))
     return count if together else 0

@@ -30,7 +30,7 @@ from surogate_core.run.experts import idle_parameters, product_notes
 from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
-from surogate_core.run.links import choose_fabric, slow_links
+from surogate_core.run.links import check_fabric, choose_fabric, slow_links
 from surogate_core.run.next_commands import next_commands
 from surogate_core.run.outputs import Outputs
 from surogate_core.run.prepare import (
@@ -81,6 +81,7 @@ def train(config: RunConfig, registry: Registry, *, watch: Watch | None = None, 
     """
     mesh = mesh or Mesh()
     config = replace(config, gpus=mesh.world)
+    check_fabric(config, registry, mesh)
     try:
         return _Run(config, registry, watch=watch, mesh=mesh).main()
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,19 @@ def test_the_stage_inside_a_node_is_hidden_as_on_one_machine() -> None:
     assert flat(both, one).copied == 0
     shard = sent(16e9, 4, ranks=4)
     assert flat(both, shard).copied == flat(both, shard).seconds, "a group that no machine leaves"
+
+
+def test_each_transfer_is_hidden_by_what_moves_it() -> None:
+    """Sums of replicas have nothing beside them, and change nothing of what copy engines move inside a machine."""
+    both = cluster(2, 4, "nvlink4,8GB/s", speed=1000)
+    work = Work(tokens=40_000, micro_steps=1, update=0.0, shared=0.0)
+    shards, replicas = sent(16e9, 4, ranks=4, beside="both"), sent(8e9, 2, ranks=2, stride=4)
+    found = cost(both, [shards, replicas], work, hierarchical)
+    assert found.wire is not None
+    assert found.wire.hidden == pytest.approx(HIDDEN * hierarchical(both, shards).seconds)
+    by_nccl = cost(replace(both, copies=False), [shards, replicas], work, hierarchical)
+    assert by_nccl.wire is not None
+    assert by_nccl.wire.hidden == pytest.approx(HIDDEN_NCCL * hierarchical(both, shards).seconds)
 
 
 def test_what_is_not_given_is_not_invented() -> None:

@@ -45,6 +45,11 @@ def test_the_fabric_allocates_before_and_after_it_is_connected() -> None:
     mesh.choose(lambda context: built.append(Own(context)) or built[0], CPU)  # type: ignore[func-returns-value]
     (fabric,) = built
     assert (fabric.context.rank, fabric.context.world, fabric.context.near) == (0, 2, 0)
+    for here, near in ((2, 2), (4, 4)):
+        other = Mesh(rank=0, world=4, local_world=here, near=2, store=dist.HashStore())
+        other.choose(Own, CPU)
+        assert isinstance(other._built, Own)
+        assert other._built.context.near == near
     assert mesh.zeros(3, torch.bfloat16, CPU).tolist() == [0, 0, 0]
     assert mesh.zeros(0, torch.bfloat16, CPU).tolist() == []
     assert mesh.zeros(5, torch.bfloat16, torch.device("meta")).is_meta

@@ -240,6 +240,23 @@ def test_groups_of_one_machine_write_and_others_use_nccl(
     assert driver.attached == (4 * 1 * 3 if near == 2 else 4 * 3 * 5)
 
 
+def test_if_one_group_leaves_its_machine_nccl_serves_all(
+    driver: FakeDriver, by_nccl: set[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Groups of two on two machines of three: all ranks allocate alike, so all have flags or none has."""
+
+    def work(virtual: VirtualFabric) -> None:
+        fabric = fabric_of(virtual, near=3)
+        received = zeros(fabric, 100, torch.float32).view(2, 50)
+        fabric.connect()
+        exchanged, _ = rows_from(fabric.within(2), virtual.rank, received, driver)
+        assert exchanged == [-1.0, -1.0]
+        fabric.close()
+
+    in_threads(6, work)
+    assert by_nccl == {(name, ranks) for name in ("exchange", "gather") for ranks in ((0, 1), (2, 3), (4, 5))}
+
+
 def test_bytes_of_other_memory_go_by_nccl(driver: FakeDriver, by_nccl: set[tuple[str, tuple[int, ...]]]) -> None:
     """As those of `Mesh.gather_bytes`."""
 
@@ -264,7 +281,7 @@ def test_if_one_rank_cannot_all_hear_of_it(driver: FakeDriver) -> None:
     def work(virtual: VirtualFabric) -> None:
         fabric = fabric_of(virtual)
         zeros(fabric, 8, torch.float32)
-        with pytest.raises(MachineError, match=r"cannot write into each other's memory: .* CUDA error 217"):
+        with pytest.raises(MachineError, match=r"cannot write into each other's memory: rank 1: .* CUDA error 217"):
             fabric.connect()
 
     in_threads(3, work)

@@ -15,25 +15,40 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.errors import ConfigError
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.links import choose_fabric, neighbours, no_peer_access, slow_links
+from surogate_core.run.links import check_fabric, choose_fabric, neighbours, no_peer_access, slow_links
 
 
 def test_the_named_fabric_is_built_with_its_options(installed: Registry) -> None:
-    mesh = Mesh(rank=1, world=2, local_world=2, store=dist.HashStore())
+    mesh = of_two(rank=1)
     choose_fabric(configured(installed, "fabric=gloo"), installed, mesh)
     assert type(mesh._built).__name__ == "GroupFabric"
-    mesh = Mesh(rank=1, world=2, local_world=2, store=dist.HashStore())
+    mesh = of_two(rank=1)
     choose_fabric(configured(installed), installed, mesh)
     assert type(mesh._built).__name__ == "Auto"
 
 
 def test_a_fabric_that_cannot_connect_the_ranks_is_refused(installed: Registry) -> None:
-    for local_world, where in ((2, ""), (1, " of several machines")):
-        mesh = Mesh(rank=0, world=2, local_world=local_world, store=dist.HashStore(), swap=lambda value: [value, value])
+    config = configured(installed, "fabric=copy_engines")
+    for counts, where in (([2, 2], "here"), ([1, 1], "of these machines: 1 on each")):
+        mesh = of_two(local_world=counts[0])
         with pytest.raises(ConfigError) as error:
-            choose_fabric(configured(installed, "fabric=copy_engines"), installed, mesh)
-        assert f"fabric: copy_engines cannot connect processes on the CPU{where} here." in str(error.value)
+            choose_fabric(config, installed, mesh)
+        assert f"fabric: copy_engines cannot connect processes on the CPU {where}." in str(error.value)
         assert "fabric: auto" in str(error.value)
+    unequal = Mesh(
+        rank=0, world=3, local_world=2, store=dist.HashStore(), swap=lambda _: [["a", 2], ["a", 2], ["b", 1]]
+    )
+    with pytest.raises(ConfigError, match="of these machines: not equally many on each, or not neighbouring ranks"):
+        choose_fabric(config, installed, unequal)
+
+
+def test_ranks_of_one_machine_are_refused_before_the_run_begins(installed: Registry) -> None:
+    config = configured(installed, "fabric=copy_engines")
+    alone = Mesh(rank=0, world=2, local_world=2, store=dist.HashStore())  # the other one may not be there yet
+    with pytest.raises(ConfigError, match="cannot connect processes on the CPU here"):
+        check_fabric(config, installed, alone)
+    check_fabric(config, installed, Mesh(rank=0, world=2, local_world=1, store=dist.HashStore()))
+    check_fabric(config, installed, Mesh())
 
 
 def test_auto_takes_a_fabric_with_groups_where_gpus_share_rows(
@@ -43,7 +58,7 @@ def test_auto_takes_a_fabric_with_groups_where_gpus_share_rows(
     first = replace(found["gloo"].bundle, name="first", priority=99, groups=False)
     monkeypatch.setitem(found, "first", replace(found["gloo"], bundle=first))
     for size, chosen in ((1, "first"), (2, "gloo")):
-        mesh: Any = Mesh(rank=0, world=2, local_world=2, store=dist.HashStore())
+        mesh: Any = of_two()
         choose_fabric(configured(installed, f"context_parallel_size={size}"), installed, mesh)
         assert mesh._built._chosen.name == chosen
 
@@ -55,6 +70,7 @@ def test_auto_takes_a_fabric_with_groups_where_gpus_share_rows(
         ([4, 4, 4, 4], [], 0),
         ([1, 1, 1, 1], [], 0),
         ([3, 3, 3, 1], [], 0),
+        ([3, 3, 3, 3], [], 0),
         ([2, 2, 2, 2], ["hierarchical_reduction=false"], 0),
     ],
     ids=str,
@@ -67,7 +83,7 @@ def test_machines_are_known_if_they_have_equally_many_ranks(
         mesh = Mesh(rank=rank, world=4, local_world=count, swap=lambda value: [["here", n] for n in counts])
         choose_fabric(config, installed, mesh)
         assert mesh.node == node
-        assert mesh.near == (counts[0] if len(set(counts)) == 1 else 0), "which does not depend on the stages"
+        assert mesh.near == (0 if 3 in counts else counts[0]), "which does not depend on the stages"
 
 
 def test_ranks_that_are_dealt_out_to_the_machines_in_turn_have_one_stage() -> None:
@@ -76,6 +92,12 @@ def test_ranks_that_are_dealt_out_to_the_machines_in_turn_have_one_stage() -> No
         told = [[name, 2] for name in names]
         mesh = Mesh(rank=0, world=4, local_world=2, swap=partial(_told, told))
         assert neighbours(mesh) == near
+
+
+def of_two(*, rank: int = 0, local_world: int = 2) -> Mesh:
+    """One of two ranks; the other one says the same."""
+    store = dist.HashStore()
+    return Mesh(rank=rank, world=2, local_world=local_world, store=store, swap=lambda value: [value, value])
 
 
 def _told(values: list[Any], value: Any) -> list[Any]:
