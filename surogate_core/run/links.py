@@ -98,14 +98,18 @@ def no_peer_access(unreachable: Sequence[Sequence[int]]) -> list[str]:
 
 
 def _unreachable(mesh: Mesh, device: torch.device) -> list[int]:
-    """Ranks of this machine whose GPU this rank's GPU cannot reach. Its own GPU is the first that it sees."""
+    """Ranks of this machine whose GPU this rank's GPU cannot reach. Its own GPU is the first that it sees.
+
+    None if the ranks of a machine are not neighbours: which of them has which GPU is not known then.
+    """
+    here = mesh.world if mesh.local_world == mesh.world else mesh.near
     seen = torch.cuda.device_count() if device.type == "cuda" else 0
-    if mesh.local_world < 2 or seen < mesh.local_world:
+    if here < 2 or seen < here:
         return []
-    first, own = mesh.rank - mesh.rank % mesh.local_world, mesh.rank % mesh.local_world
+    first, own = mesh.rank - mesh.rank % here, mesh.rank % here
     others = [(own + number) % seen for number in range(seen)]
     return [
         first + place
         for number, place in enumerate(others)
-        if number and place < mesh.local_world and not torch.cuda.can_device_access_peer(device, number)
+        if number and place < here and not torch.cuda.can_device_access_peer(device, number)
     ]

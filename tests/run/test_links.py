@@ -136,3 +136,5 @@ def test_the_order_of_the_visible_gpus_is_each_ranks_own(monkeypatch: pytest.Mon
     (note,) = slow_links(mesh, torch.device("cuda", 0))
     assert asked == [2, 3]
     assert note.startswith("The GPUs of ranks 1 and 2 have no peer access")
+    in_turn = Mesh(rank=2, world=6, local_world=3, near=0, swap=lambda value: [value])
+    assert slow_links(in_turn, torch.device("cuda", 0)) == [], "ranks 0, 2 and 4 are on this machine, and not 3 to 5"
