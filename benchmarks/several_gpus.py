@@ -94,7 +94,6 @@ CASES: dict[str, Training] = {
     "8B LoRA bf16, shared rows of 32k": replace(LONG, length=2**15),
     "8B LoRA bf16, shared rows of 32k, 16 documents": replace(LONG, rows=16),
     "8B LoRA bf16, shared rows of 128k": replace(LONG, length=2**17),
-    "8B LoRA bf16, shared rows of 256k": replace(LONG, length=2**18),
     "8B LoRA bf16, shared rows of 288k, no graphs": replace(LONG, length=9 * 2**15, graphs=False),
 }
 SEVERAL_ONLY = ("8B full, level 3, fp32 AdamW and masters",)

@@ -69,7 +69,7 @@ class Mesh:
     local_world: int = 1
     """Ranks on this machine."""
     near: int = 0
-    """As `FabricContext.near`; 0 also where it is not known yet. On one machine it is not needed."""
+    """As `FabricContext.near`; 0 also where it is not known yet."""
     node: int = 0
     """Ranks of each machine, if what goes between machines has a stage of its own; 0 treats all ranks alike."""
     swap: Callable[[Any], list[Any]] | None = field(default=None, repr=False)
@@ -83,6 +83,10 @@ class Mesh:
     """The device whose tensors the fabric moves; None is the CPU."""
     _built: Fabric | None = field(default=None, repr=False)
     """The fabric before it is connected, which has memory already."""
+
+    def __post_init__(self) -> None:
+        if self.local_world == self.world:
+            self.near = self.world
 
     @property
     def leads(self) -> bool:
@@ -154,7 +158,7 @@ class Mesh:
             FabricContext(
                 rank=self.rank,
                 world=self.world,
-                near=self.world if self.local_world == self.world else self.near,
+                near=self.near,
                 device=device,
                 store=dist.PrefixStore("fabric", self.store),
                 gather=self.gather,

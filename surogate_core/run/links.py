@@ -102,14 +102,13 @@ def _unreachable(mesh: Mesh, device: torch.device) -> list[int]:
 
     None if the ranks of a machine are not neighbours: which of them has which GPU is not known then.
     """
-    here = mesh.world if mesh.local_world == mesh.world else mesh.near
     seen = torch.cuda.device_count() if device.type == "cuda" else 0
-    if here < 2 or seen < here:
+    if mesh.near < 2 or seen < mesh.near:
         return []
-    first, own = mesh.rank - mesh.rank % here, mesh.rank % here
+    first, own = mesh.rank - mesh.rank % mesh.near, mesh.rank % mesh.near
     others = [(own + number) % seen for number in range(seen)]
     return [
         first + place
         for number, place in enumerate(others)
-        if number and place < here and not torch.cuda.can_device_access_peer(device, number)
+        if number and place < mesh.near and not torch.cuda.can_device_access_peer(device, number)
     ]
