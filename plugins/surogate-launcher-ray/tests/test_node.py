@@ -242,17 +242,40 @@ def test_without_ray_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+class AuthenticationError(Exception):
+    """Ray's error of that name, which is none of Python's."""
+
+    __module__ = "ray.exceptions"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ConnectionError("Could not find any running\nRay instance."),
+            r"no Ray cluster answers \(Could not find any running Ray instance\.\)\. Fix: `ray start --head` .* one\.$",
+        ),
+        (
+            ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379"),
+            r"no Ray cluster answers .* has InvalidAuthToken, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to",
+        ),
+        (
+            AuthenticationError("Token authentication is enabled but no token was found."),
+            r"this program has no token for it \(Token .*\)\. Fix: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH",
+        ),
+    ],
+)
+def test_a_cluster_that_does_not_answer(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Ray:
         is_initialized = staticmethod(lambda: False)
 
         @staticmethod
         def init(address: str, **keys: Any) -> None:
-            raise ConnectionError("Could not find any running\nRay instance.")
+            raise error
 
     monkeypatch.setitem(sys.modules, "ray", Ray)
     launcher = surogate_launcher_ray.surogate_launcher()
-    with pytest.raises(
-        MachineError, match=r"ray_address=auto: no Ray cluster answers \(Could not find any running Ray"
-    ):
+    with pytest.raises(MachineError, match=f"launcher.ray_address=auto: {said}"):
         launcher.launch(Probe(directory=str(tmp_path)), launcher.options(), load_plugins())  # type: ignore[arg-type]

@@ -102,16 +102,36 @@ def connected(address: str) -> Iterator[Any]:
     keys = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **keys)
-    except (OSError, RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split())
-        raise MachineError(
-            f"launcher.ray_address={address}: no Ray cluster answers ({text[:SHOWN]}). Fix: `ray start --head` "
-            f"on one machine and `ray start --address=HOST:PORT` on the others, or launcher.ray_address=local for one."
-        ) from error
+    except Exception as error:
+        if not isinstance(error, OSError | RuntimeError | ValueError) and not _is_ray_error(error):
+            raise
+        raise _refused(address, error) from error
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _is_ray_error(error: Exception) -> bool:
+    """Whether it is one of `ray.exceptions`, among them that of a cluster with tokens if none is found here."""
+    return type(error).__module__.partition(".")[0] == "ray"
+
+
+def _refused(address: str, error: Exception) -> MachineError:
+    """Why there is no connection. A wrong token looks to Ray as if nobody answered; only its log names it."""
+    start = (
+        "`ray start --head` on one machine and `ray start --address=HOST:PORT` on the others, or "
+        "launcher.ray_address=local for one"
+    )
+    token = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file that has the cluster's token"
+    if type(error).__name__ == "AuthenticationError":
+        what, fix = "this program has no token for it", token
+    elif isinstance(error, ConnectionError) and "Failed to connect" in str(error):
+        what, fix = "no Ray cluster answers", f"{start}. If Ray's log above has InvalidAuthToken, {token}"
+    else:
+        what, fix = "no Ray cluster answers", start
+    text = " ".join(str(error).split())
+    return MachineError(f"launcher.ray_address={address}: {what} ({text[:SHOWN]}). Fix: {fix}.")
 
 
 def machine_here(ray: Any) -> str:
