@@ -34,6 +34,8 @@ class Gpu:
     """Bytes a second from or to the host, in one direction."""
     link: float | None = None
     """Bytes a second to other GPUs over NVLink, in one direction; None if they are reached over the bus."""
+    peers: bool = True
+    """Whether two of them can write into each other's memory."""
     source: str
     """Where the rates are from."""
     halved: bool = False

@@ -123,10 +123,12 @@ def _plan(
     from surogate_core.engine.prediction import Counts
     from surogate_core.run.assemble import resolve_device, resolve_model
     from surogate_core.run.fitting import assembly_of, placed, settled_for
+    from surogate_core.run.links import check_planned
 
     budget = None if fit is None else plan_fit.parse_size(fit)
     config = _with_number(config, resolve_device(config))
     sharing.check(config, registry.get("optimizer", config.optimizer.name))
+    check_planned(config, registry, near=config.gpus if cluster is None else cluster.per_node)
     asked = config
     resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
@@ -160,21 +162,22 @@ def _plan(
         **_caches(config, registry, resolved),
         **experts,
     )
-    plan = replace(plan, more_gpus=_more_gpus(plan, registry, predicted))
+    plan = replace(plan, shared_out=_shared_out(plan, registry, predicted))
     fitting = None if budget is None else plan_fit.proposals(config, registry, predicted, rates=rates)
     _print(plan, fitting, budget, switches)
     nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)
     return MachineError.exit_code if nothing_fits else 0
 
 
-def _more_gpus(plan: Plan, registry: Registry, predicted: Predictor) -> tuple[tuple[str, ...], int] | None:
-    """On how many GPUs of one machine a run fits that does not fit on these; None if it fits, or on none."""
+def _shared_out(plan: Plan, registry: Registry, predicted: Predictor) -> tuple[tuple[str, ...], int] | None:
+    """How these GPUs, or more of one machine, can share out a run that does not fit; None if it fits, or in no way."""
     from surogate_core.cli import plan_fit, plan_view
 
     device = plan.settings.device
-    if plan.fits is not False or device.type != "cuda" or plan.room.device is None or plan.cluster is not None:
+    if plan.fits is not False or device.type != "cuda" or plan.room.device is None:
         return None
-    return plan_fit.more_gpus(plan.config, registry, predicted, plan.room.device / plan_view.MARGIN)
+    config, memory = plan.config, plan.room.device / plan_view.MARGIN
+    return plan_fit.shared_out(config, registry, predicted, memory, more=plan.cluster is None)
 
 
 def _estimate(config: RunConfig, registry: Registry, model: Model, prediction: Prediction, gpu: Gpu) -> Speed:
@@ -204,7 +207,7 @@ def _of_cluster(
         update=0.0 if gpu is None else update_seconds(config, registry, prediction, gpu),
         shared=1 - 1 / sharing.parts(config) if sharing.level(config) else 0.0,
     )
-    cluster = replace(cluster, copies=sharing.copies(config))
+    cluster = replace(cluster, copies=sharing.copies(config) and (gpu is None or gpu.peers))
     sent, fabric = prediction.sent, registry.get("fabric", config.fabric.name)
     return ClusterPlan(
         cluster=cluster,

@@ -89,16 +89,20 @@ class Predictor:
         return self._place(config, self.counts(config))
 
 
-def more_gpus(
-    config: RunConfig, registry: Registry, predicted: Predictor, memory: float
+def shared_out(
+    config: RunConfig, registry: Registry, predicted: Predictor, memory: float, *, more: bool
 ) -> tuple[tuple[str, ...], int] | None:
-    """The least number of GPUs, and what they share out, with which the run needs at most `memory` bytes of each: as
-    overrides, and the bytes; None if 8 are too few.
+    """What the run's GPUs share out, or the least number that is larger and what those share out, with which a run
+    that does not fit needs at most `memory` bytes of each GPU: as overrides, and the bytes; None if there is no way.
+
+    `more`: whether there may be more GPUs, up to 8.
     """
     optimizer = registry.get("optimizer", config.optimizer.name)
-    for gpus in (n for n in EXACT_RANKS if n > config.gpus and n % config.context_parallel_size == 0):
+    larger = [n for n in EXACT_RANKS if more and n > config.gpus and n % config.context_parallel_size == 0]
+    for gpus in (config.gpus, *larger):
         on_them = replace(config, gpus=gpus)
-        for changes in [{}, *sharing.shares_more(on_them, registry)]:
+        as_it_is: list[dict[str, Any]] = [{}] if gpus != config.gpus else []
+        for changes in [*as_it_is, *sharing.shares_more(on_them, registry)]:
             changed = replace(on_them, **changes)
             try:
                 sharing.check(changed, optimizer)

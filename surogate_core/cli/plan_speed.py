@@ -83,7 +83,7 @@ def speed(
     update = update_seconds(config, registry, prediction, gpu)
     idle = LAYER_SECONDS * config.gradient_accumulation_steps * sum(1 for _ in model.blocks(1))
     ranks, micro_steps, computing = prediction.ranks, config.gradient_accumulation_steps, tokens * each + idle
-    rates = WireRates.of(gpu, bus=gpu.bus, copies=sharing.copies(config))
+    rates = WireRates.of(gpu, bus=gpu.bus, copies=sharing.copies(config) and gpu.peers)
     wire = wire_of(prediction.sent, rates, computing=computing / micro_steps, micro_steps=micro_steps)
     own = update / sharing.parts(config) if sharing.level(config) else update
     seconds = computing + own + more + wire.exposed

@@ -78,8 +78,8 @@ class Plan:
     """Bytes of the caches of samples, and a sentence about them."""
     rollouts: tuple[int, str] = (0, "")
     """The same for a task that samples its steps from the model."""
-    more_gpus: tuple[tuple[str, ...], int] | None = None
-    """On how many GPUs it fits if it does not fit on these: overrides, and what it needs of each."""
+    shared_out: tuple[tuple[str, ...], int] | None = None
+    """How GPUs can share out a run that does not fit: overrides, and what it needs of each."""
 
     @property
     def base(self) -> int:
@@ -121,7 +121,7 @@ def as_json(plan: Plan, **extra: Any) -> str:
         "gpu": None if plan.gpu is None else plan.gpu.title,
         "gpus": prediction.ranks,
         "fits": plan.fits,
-        "fits_with": [] if plan.more_gpus is None else list(plan.more_gpus[0]),
+        "fits_with": [] if plan.shared_out is None else list(plan.shared_out[0]),
         "memory_bytes": plan.room.device,
         "tokens_per_second": None if speed is None else speed.tokens_per_second,
         "seconds_per_step": None if speed is None else speed.seconds,
@@ -204,9 +204,9 @@ def _fit(plan: Plan) -> str:
     if plan.fits:
         return f"yes: {sizes}"
     changes = f"--fit {plan.room.device / 2**30 * 0.99:.3g}GiB proposes what to change"
-    if plan.more_gpus is None:
+    if plan.shared_out is None:
         return f"no: {sizes}; {changes}"
-    overrides, each = plan.more_gpus
+    overrides, each = plan.shared_out
     return f"no: {sizes}; {changes}; {' '.join(overrides)} needs {human_bytes(each)} of each GPU"
 
 
@@ -230,6 +230,8 @@ def _sends(plan: Plan) -> str:
         return f"{sent} a step from each to the others"
     wire, ranks = plan.speed.wire, plan.prediction.ranks
     over = "NVLink" if plan.gpu.link is not None else f"PCIe, because {plan.gpu.title} has no NVLink"
+    if not plan.gpu.peers:
+        over += ", and through host memory"
     hidden = f", {wire.hidden / wire.seconds:.0%} of it beside computation" if wire.hidden else ""
     return (
         f"{sent} a step from each GPU over {over}: {step_time(wire.seconds)}{hidden}; "

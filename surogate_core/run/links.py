@@ -48,6 +48,17 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
     mesh.choose(partial(spec.build, config.fabric.options), resolve_device(config), offers)
 
 
+def check_planned(config: RunConfig, registry: Registry, *, near: int) -> None:
+    """As `check_fabric`, for GPUs that need not be here; `near` of them in each machine.
+
+    A fabric that connects nothing here may lack a library that the machine with the GPUs has.
+    """
+    spec: FabricSpec = registry.get("fabric", config.fabric.name)
+    here = resolve_device(config).type == "cpu" or torch.cuda.is_available()
+    if config.gpus > 1 and (here or spec.supports("cpu", near, config.gpus)):
+        _check(config, spec, near, config.gpus)
+
+
 def _check(config: RunConfig, spec: FabricSpec, near: int, world: int) -> None:
     """Raise `ConfigError` if a fabric cannot connect the ranks."""
     kind = resolve_device(config).type

@@ -140,6 +140,26 @@ def test_what_does_not_fit_says_on_how_many_gpus_it_would(capsys: Any) -> None:
     assert "Fits     yes" in capsys.readouterr().out
     assert main(["plan", *arguments]) == 0
     assert "; gpus=2 needs" in capsys.readouterr().out
+    for same_number in (["gpus=2"], ["num_nodes=2", "gpus_per_node=1"]):
+        assert main(["plan", *arguments, *same_number, "zero_level=0", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["fits"], found["fits_with"]) == (False, ["zero_level=1"]), "with as many GPUs as there are"
+
+
+def test_gpus_that_cannot_write_into_each_others_memory(capsys: Any) -> None:
+    shared = ["lora=false", "zero_level=3", "gpus=2"]
+    by_copies, by_nccl = plan(*shared, "--gpu", "rtx4090"), plan(*shared, "--gpu", "rtx4090", "fabric=nccl")
+    assert by_copies["hidden_seconds"] == by_nccl["hidden_seconds"], "such GPUs have no copy engines for it"
+    linked = plan(*shared), plan(*shared, "fabric=nccl")
+    assert linked[0]["hidden_seconds"] > linked[1]["hidden_seconds"]
+    assert "no NVLink, and through host memory" in text(*shared, "--gpu", "rtx4090")
+
+
+def test_a_fabric_that_connects_no_gpus_is_refused(capsys: Any) -> None:
+    for words in (["gpus=2"], ["num_nodes=2", "gpus_per_node=2"]):
+        assert main(["plan", *KEYS, "lora=true", "fabric=gloo", *words]) == 2
+        assert "fabric (command line): gloo cannot connect GPUs" in capsys.readouterr().err
+    assert main(["plan", *KEYS, "lora=true", "fabric=gloo"]) == 0, "one GPU has no one to exchange with"
 
 
 def test_a_cpu_has_processes(capsys: Any) -> None:
