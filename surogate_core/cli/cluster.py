@@ -59,7 +59,7 @@ def own_words(words: Sequence[str]) -> tuple[list[str], Cluster | None]:
         return others, None
     if "gpus_per_node" not in found:
         given = " ".join(f"{key}={value}" for key, value in found.items())
-        raise UserError(f"{given}: how many GPUs has a node? Fix: add gpus_per_node=8")
+        raise UserError(f"{given}: the number of GPUs of a node is missing. Fix: add gpus_per_node=8")
     nodes = _count("num_nodes", found.get("num_nodes", "1"))
     per_node = _count("gpus_per_node", found["gpus_per_node"])
     cluster = Cluster(nodes=nodes, per_node=per_node)

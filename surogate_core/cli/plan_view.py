@@ -185,7 +185,8 @@ def _device(plan: Plan) -> str:
         return "on the CPU of this machine" + (f", {ranks} processes" if ranks > 1 else "")
     count = f"{ranks} × " if ranks > 1 else ""
     if plan.cluster is not None:
-        count = f"{plan.cluster.cluster.nodes} nodes of {plan.cluster.cluster.per_node} × "
+        nodes = plan.cluster.cluster.nodes
+        count = f"{nodes} {'node' if nodes == 1 else 'nodes'} of {plan.cluster.cluster.per_node} × "
     return f"on {count}{plan.gpu.title if plan.gpu is not None else 'a GPU that is not in the table'}"
 
 

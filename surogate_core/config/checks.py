@@ -21,6 +21,7 @@ class Rule:
     wrong: Callable[[Values], bool]
     """Whether the values contradict each other; absent keys have their defaults."""
     message: str
+    """A key in braces stands for its value."""
     fix: str
 
 
@@ -115,14 +116,17 @@ SHARED_ROWS: tuple[Rule, ...] = (
         name="groups_of_gpus",
         key="context_parallel_size",
         wrong=lambda v: v["gpus"] % v["context_parallel_size"] > 0,
-        message="does not divide `gpus`, the GPUs of the run, into groups that share rows.",
-        fix="gpus: a multiple of it, or context_parallel_size: 1",
+        message="is {context_parallel_size} and does not divide gpus={gpus} into groups that share rows.",
+        fix="a number that divides gpus, or context_parallel_size: 1",
     ),
     Rule(
         name="parts_of_rows",
         key="context_parallel_size",
         wrong=lambda v: v["sequence_len"] % v["context_parallel_size"] > 0,
-        message="does not divide `sequence_len`, so that the GPUs would have unequal parts of a row.",
+        message=(
+            "is {context_parallel_size} and does not divide sequence_len={sequence_len}, so that the GPUs would "
+            "have unequal parts of a row."
+        ),
         fix="sequence_len: a multiple of it",
     ),
     *(
@@ -161,8 +165,8 @@ SEVERAL: tuple[Rule, ...] = (
         name="groups_that_share_out",
         key="dp_shard_size",
         wrong=lambda v: several(v) and v["dp_shard_size"] > 0 and v["gpus"] % v["dp_shard_size"] > 0,
-        message="does not divide `gpus`, the GPUs of the run, into groups that share out the model.",
-        fix="gpus: a multiple of it, or dp_shard_size: 0",
+        message="is {dp_shard_size} and does not divide gpus={gpus} into groups that share out the model.",
+        fix="a number that divides gpus, or dp_shard_size: 0",
     ),
     Rule(
         name="groups_of_one",

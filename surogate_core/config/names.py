@@ -20,6 +20,8 @@ KEYS = frozenset(schema.KEYS)
 COMMAND_LINE = "command line"
 """The place of what is set by an override."""
 DATA_KEYS = ("datasets", "validation_datasets")
+SELECTIONS = ("optimizer", "recipe", "offload", "launcher", "fabric", "rollout", "environment")
+"""Keys whose value is a `Selection` of the kind of the same name."""
 LIST_GROUPS = frozenset({"monitor"})
 """Groups of which several options are chosen at once."""
 OPTIONAL_GROUPS = frozenset({"environment"})
@@ -62,10 +64,26 @@ def unknown_key(
         return Problem(key=key, message="there is no such field.", where=where, fix=fix)
     near = get_close_matches(last, names, n=1, cutoff=0.7)
     message = "there is no such key."
+    if not near and known is not None and (others := _with_option(key, registry)):
+        return Problem(
+            key=key,
+            message="there is no such key.",
+            where=where,
+            fix=f"leave it, or choose {' or '.join(others)}, which has it",
+        )
     if not near and known is not None:
         message = f"there is no such key; known here: {', '.join(names) or 'none'}."
     prefix = key[: len(key) - len(last)] if known is not None else ""
     return Problem(key=key, message=message, where=where, fix=f"{prefix}{near[0]}" if near else "")
+
+
+def _with_option(key: str, registry: Registry) -> list[str]:
+    """The bundles of a group that have the option of ``group.option``, as ``group=name``."""
+    kind, _, option = key.partition(".")
+    if kind not in SELECTIONS:
+        return []
+    bundles = registry.all(kind).items()
+    return [f"{kind}={name}" for name, bundle in bundles if option in {field.name for field in fields(bundle.options)}]
 
 
 def unknown_name(group: str, name: str, where: str, registry: Registry, known: Iterable[str], key: str = "") -> Problem:

@@ -21,11 +21,12 @@ NAMES: frozenset[tuple[str, str]] = frozenset()
 COMMANDS: frozenset[str] = frozenset()
 """Sub-commands of `surogate`."""
 
+PLAN = "on the command line of `surogate plan`"
 ELSEWHERE = {
-    "num_nodes": "launcher=ray launcher.num_nodes=N; without launcher it is a word of `surogate plan` only",
-    "gpus_per_node": "launcher=ray launcher.gpus_per_node=M; without launcher it is a word of `surogate plan` only",
-    "interconnect": "leave it: it is a word of `surogate plan` only",
-    "tokens_per_second": "leave it: it is a word of `surogate plan` only",
+    "num_nodes": f"launcher=ray launcher.num_nodes=N for a run, or num_nodes=N {PLAN}",
+    "gpus_per_node": f"launcher=ray launcher.gpus_per_node=M for a run, or gpus_per_node=M {PLAN}",
+    "interconnect": f"leave it, or write interconnect=… {PLAN}",
+    "tokens_per_second": f"leave it, or write tokens_per_second=… {PLAN}",
 }
 """Word of one command → what to write instead."""
 

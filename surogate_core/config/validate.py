@@ -16,7 +16,7 @@ from surogate_core.config.checks import RULES, model_dtype
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.flat import FlatValues
 from surogate_core.config.model_keys import unknown_model_keys
-from surogate_core.config.names import COMMAND_LINE, LIST_GROUPS, OPTIONAL_GROUPS, unknown_key, unknown_name
+from surogate_core.config.names import COMMAND_LINE, LIST_GROUPS, OPTIONAL_GROUPS, SELECTIONS, unknown_key, unknown_name
 from surogate_core.config.places import PLACES_READ, check_places, expand_home
 from surogate_core.config.schema import INSTANTIATE_KEYS, KEYS, ModelSelection, RunConfig, Selection
 from surogate_core.config.typed import Builder, split_names
@@ -25,9 +25,6 @@ from surogate_core.files.paths import too_long
 from surogate_core.files.prompts import fault_of
 from surogate_core.plugins.functions import code_of, mistake
 from surogate_core.plugins.registry import Registry
-
-SELECTIONS = ("optimizer", "recipe", "offload", "launcher", "fabric", "rollout", "environment")
-"""Keys whose value is a `Selection` of the kind of the same name."""
 
 
 def validate(
@@ -475,4 +472,4 @@ class _Validator:
             except KeyError:
                 continue
             if contradictory:
-                self._problem(rule.key, rule.message, rule.fix)
+                self._problem(rule.key, rule.message.format_map(sound), rule.fix)

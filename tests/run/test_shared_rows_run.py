@@ -68,5 +68,5 @@ def test_two_groups_of_two_processes(tmp_path: Path, base: list[str], ranks: Wor
 
 
 def test_one_process_cannot_share_rows(tmp_path: Path, base: list[str], ranks: World) -> None:
-    with pytest.raises(ConfigError, match=r"context_parallel_size.*does not divide `gpus`"):
+    with pytest.raises(ConfigError, match=r"context_parallel_size.*does not divide gpus=1"):
         ranks.run(1, tmp_path / "run", *base, *LORA, *KEYS, "context_parallel_size=2")
