@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surogate_core.config import offload
+from surogate_core.errors import Problem
 
 Values = Mapping[str, Any]
 
@@ -23,6 +24,10 @@ class Rule:
     message: str
     """A key in braces stands for its value."""
     fix: str
+
+    def problem(self, values: Values) -> Problem:
+        """What is wrong with these values."""
+        return Problem(key=self.key, message=self.message.format_map(values), fix=self.fix)
 
 
 def _recompute_part(part: str) -> Rule:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from surogate_core.bundles import TensorKind
+from surogate_core.bundles import OffloaderSpec, TensorKind
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
 
 KINDS: Mapping[str, frozenset[TensorKind]] = {
     "offload_residual": frozenset({"residuals"}),
@@ -21,6 +24,12 @@ KINDS: Mapping[str, frozenset[TensorKind]] = {
 
 EXPERTS = "qlora_offload_experts"
 """The key that moves the frozen experts, which are a part of a kind."""
+
+
+def kinds_of(config: RunConfig, offloader: OffloaderSpec) -> frozenset[TensorKind]:
+    """The kinds that the keys move; without such keys, all kinds of the offloader."""
+    keys = {key: getattr(config, key) for key in (*KINDS, EXPERTS)}
+    return chosen(keys) if asked(keys) else offloader.kinds
 
 
 def asked(values: Mapping[str, Any]) -> bool:

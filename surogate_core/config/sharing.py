@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.bundles import OptimizerSpec, TensorKind
+from surogate_core.bundles import OffloaderSpec, OptimizerSpec, TensorKind
+from surogate_core.config import offload
 from surogate_core.config.checks import EXACT_RANKS, SEVERAL, several
 from surogate_core.config.schema import KEYS, RunConfig
 from surogate_core.errors import ConfigError, Problem
@@ -119,6 +120,19 @@ def online_problems(task: str, values: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
+def off_the_device(config: RunConfig, offloader: OffloaderSpec) -> list[Problem]:
+    """The mistakes of moving what several GPUs need on the device."""
+    moves = offload.kinds_of(config, offloader)
+    if offloader.place == "device":
+        return []
+    found = [wrong] if (wrong := misplaced(config, moves)) is not None else []
+    try:
+        exact(config, moves_gradients="gradients" in moves)
+    except ConfigError as error:
+        found += error.problems
+    return found
+
+
 def misplaced(config: RunConfig, moves: Collection[TensorKind]) -> Problem | None:
     """The mistake of moving tensors that every GPU needs whole on the device. `moves`: what the offloader moves."""
     shared = level(config)
@@ -140,7 +154,7 @@ def misplaced(config: RunConfig, moves: Collection[TensorKind]) -> Problem | Non
 def check(config: RunConfig, optimizer: OptimizerSpec) -> None:
     """Raise `ConfigError` if the keys contradict the number of ranks, which torchrun or SLURM may have set."""
     values = {key: getattr(config, key) for key in KEYS}
-    problems = [Problem(key=r.key, message=r.message, fix=r.fix) for r in SEVERAL if r.wrong(values)]
+    problems = [rule.problem(values) for rule in SEVERAL if rule.wrong(values)]
     if problem := whole_matrices(optimizer, values):
         problems.append(problem)
     if problems:

@@ -77,6 +77,7 @@ def validate(
     if not wrong_keys & PLACES_READ:
         check.problems += check_places(config, where)
     if not check.problems:
+        check.off_the_device(config)
         check.task_check(config)
     return (None, check.problems) if check.problems else (expand_home(config), [])
 
@@ -384,6 +385,11 @@ class _Validator:
                 message = f"offloader {name} does not place {', '.join(sorted(wanted - offered))}."
                 self._problem(key, message, f"{key}: false, or offload: {offloader_of_keys()}")
 
+    def off_the_device(self, config: RunConfig) -> None:
+        """Hold what the offloader moves against what several GPUs need on the device."""
+        found = sharing.off_the_device(config, self.registry.bundles("offload")[config.offload.name].bundle)
+        self.problems += [replace(problem, where=self.where(problem.key)) for problem in found]
+
     def fabric(self, built: Mapping[str, Any]) -> None:
         """GPUs that share rows, and replicas, need a fabric that connects groups."""
         chosen, shared = built["fabric"], built["context_parallel_size"]
@@ -472,4 +478,4 @@ class _Validator:
             except KeyError:
                 continue
             if contradictory:
-                self._problem(rule.key, rule.message.format_map(sound), rule.fix)
+                self.problems.append(replace(rule.problem(sound), where=self.where(rule.key)))

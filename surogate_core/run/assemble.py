@@ -363,8 +363,7 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
     GPUs need whole tensors on the device that it moves.
     """
     offloader: OffloaderSpec = registry.get("offload", config.offload.name)
-    keys = {key: getattr(config, key) for key in (*offload.KINDS, offload.EXPERTS)}
-    kinds = offload.chosen(keys) if offload.asked(keys) else offloader.kinds
+    kinds = offload.kinds_of(config, offloader)
     stepped = kinds & {"master", "gradients", "optimizer"}
     alone = config.cpu_training and config.gpus == 1
     if stepped and not offloader.addressable and not alone and resolve_device(config).type == "cuda":
@@ -375,8 +374,8 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
         else:
             message += " Several GPUs write gradients there."
         raise ConfigError([Problem(key="offload", message=message, fix=fix)])
-    if offloader.place != "device" and (wrong := sharing.misplaced(config, kinds)):
-        raise ConfigError([wrong])
+    if wrong := sharing.off_the_device(config, offloader):
+        raise ConfigError(wrong)
     return replace(offloader, kinds=kinds)
 
 

@@ -83,6 +83,10 @@ class Job:
             raise ConfigError([Problem(key="gpus", message=message, fix="launcher=local, or gpus=1")])
         config = replace(config, gpus=world)
         sharing.check(config, registry.get("optimizer", config.optimizer.name))
+        quick_import("surogate_core.run.assemble")
+        from surogate_core.run.assemble import resolve_offloader
+
+        resolve_offloader(config, registry)  # an error now leaves nothing in the output directory
         met = mesh() if mesh is not None else _met(world)
         # Under torchrun, only rank 0 gives a run without `output_dir` its directory.
         place = met.gather(config.output_dir)[0]

@@ -101,6 +101,20 @@ def test_what_every_gpu_has_whole_is_not_moved(load: Load) -> None:
     assert wrong("lora=true", "gpus=2", moves=everything) is None
 
 
+def test_what_must_stay_on_the_device_is_told_before_a_run_starts(problems: Problems, load: Load) -> None:
+    (problem,) = problems("model=qwen3-0.6b", "lora=false", "gpus=2", "offload_grads=true")
+    assert (problem.key, "every GPU keeps whole gradients" in problem.message) == ("zero_level", True)
+    (problem,) = problems("model=qwen3-0.6b", "lora=true", "offload=host", "exact_reduction=true")
+    assert (problem.key, "which offload=host moves" in problem.message) == ("exact_reduction", True)
+    assert load("model=qwen3-0.6b", "lora=false", "gpus=2", "zero_level=2", "offload_grads=true").offload_grads
+
+
+def test_the_number_of_gpus_that_torchrun_set_is_shown(load: Load, registry: Registry) -> None:
+    config = replace(load("model=qwen3-0.6b", "lora=false", "gpus=2", "dp_shard_size=2"), gpus=3)
+    with pytest.raises(ConfigError, match="is 2 and does not divide gpus=3"):
+        sharing.check(config, registry.get("optimizer", "adamw"))
+
+
 def test_what_more_can_be_shared_out(load: Load, registry: Registry) -> None:
     def more(*keys: str, task: str = "sft") -> list[dict[str, Any]]:
         config = load("model=qwen3-0.6b", "lora=false", "gpus=2", *keys)
