@@ -39,8 +39,9 @@ monitor: [console, jsonl]
 learning_rate: 2e-4
 ```
 
-Everything is checked before anything is loaded or written, and all mistakes are reported together, each with its
-file and line, the nearest valid name and the fix. Numbers are written without quotes, switches are `true` or `false`.
+Keys and values are checked before anything is loaded or written, and all mistakes are reported together, each with its
+file and line, the nearest valid name and the fix. What depends on the model or the machine is checked at the start of
+the run, before any long work. Numbers are written without quotes, switches are `true` or `false`.
 
 ## On the command line
 

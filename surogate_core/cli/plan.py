@@ -119,20 +119,16 @@ def _plan(
     from surogate_core.cli import plan_fit, plan_view
     from surogate_core.cli.plan_length import length_of
     from surogate_core.cli.plan_room import Room
-    from surogate_core.config import sharing
     from surogate_core.engine.prediction import Counts
     from surogate_core.run.assemble import resolve_device, resolve_model
     from surogate_core.run.fitting import assembly_of, placed, settled_for
-    from surogate_core.run.links import check_planned
 
     budget = None if fit is None else plan_fit.parse_size(fit)
-    config = _with_number(config, resolve_device(config))
-    sharing.check(config, registry.get("optimizer", config.optimizer.name))
-    check_planned(config, registry, near=config.gpus if cluster is None else cluster.per_node)
-    asked = config
-    resolved = resolve_model(config, registry, weights_needed=False)
     device = resolve_device(config)
-    room = Room.here(config, gpu := gpu or _here(device))
+    gpu = gpu or _here(device)
+    asked = config = _checked(config, registry, device, gpu, cluster)
+    resolved = resolve_model(config, registry, weights_needed=False)
+    room = Room.here(config, gpu)
     # What --fit proposes is named as changes of the fastest setting.
     free = None if budget is not None else room.device
     config = settled_for(config, registry, resolved, room=free)
@@ -169,6 +165,24 @@ def _plan(
     return MachineError.exit_code if nothing_fits else 0
 
 
+def _checked(
+    config: RunConfig, registry: Registry, device: torch.device, gpu: Gpu | None, cluster: Cluster | None
+) -> RunConfig:
+    """The configuration with a number of GPUs that can be connected; raises `ConfigError` and `UserError`."""
+    from surogate_core.config import sharing
+    from surogate_core.run.links import check_planned
+
+    if cluster is not None and device.type != "cuda":
+        raise UserError("num_nodes, gpus_per_node: a cluster has GPUs, and none is here. Fix: add --gpu h200")
+    config = _with_number(config, device)
+    sharing.check(config, registry.get("optimizer", config.optimizer.name))
+    check_planned(config, registry, near=config.gpus if cluster is None else cluster.per_node)
+    if config.gpus > 1 and config.fabric.name == "copy_engines" and gpu is not None and not gpu.peers:
+        message = f"copy_engines needs GPUs that can write into each other's memory, and two {gpu.title} cannot."
+        raise ConfigError([Problem(key="fabric", message=message, fix="fabric: auto")])
+    return config
+
+
 def _shared_out(plan: Plan, registry: Registry, predicted: Predictor) -> tuple[tuple[str, ...], int] | None:
     """How these GPUs, or more of one machine, can share out a run that does not fit; None if it fits, or in no way."""
     from surogate_core.cli import plan_fit, plan_view
@@ -195,19 +209,16 @@ def _of_cluster(
     """What a step costs on the cluster; raises `UserError` where there are no GPUs."""
     from surogate_core.cli import plan_cluster
     from surogate_core.cli.plan_cluster_view import ClusterPlan
-    from surogate_core.cli.plan_speed import update_seconds
+    from surogate_core.cli.plan_speed import can_copy, update_seconds
     from surogate_core.config import sharing
-    from surogate_core.run.assemble import resolve_device
 
-    if resolve_device(config).type != "cuda":
-        raise UserError("num_nodes, gpus_per_node: a cluster has GPUs, and none is here. Fix: add --gpu h200")
     work = plan_cluster.Work(
         tokens=sharing.tokens_of_rank(config) * config.gradient_accumulation_steps,
         micro_steps=config.gradient_accumulation_steps,
         update=0.0 if gpu is None else update_seconds(config, registry, prediction, gpu),
         shared=1 - 1 / sharing.parts(config) if sharing.level(config) else 0.0,
     )
-    cluster = replace(cluster, copies=sharing.copies(config) and (gpu is None or gpu.peers))
+    cluster = replace(cluster, copies=sharing.copies(config) and can_copy(gpu))
     sent, fabric = prediction.sent, registry.get("fabric", config.fabric.name)
     return ClusterPlan(
         cluster=cluster,

@@ -92,10 +92,9 @@ class Predictor:
 def shared_out(
     config: RunConfig, registry: Registry, predicted: Predictor, memory: float, *, more: bool
 ) -> tuple[tuple[str, ...], int] | None:
-    """What the run's GPUs share out, or the least number that is larger and what those share out, with which a run
-    that does not fit needs at most `memory` bytes of each GPU: as overrides, and the bytes; None if there is no way.
+    """Overrides with which a run that does not fit needs at most `memory` bytes of each GPU, and those bytes.
 
-    `more`: whether there may be more GPUs, up to 8.
+    First on the run's own GPUs, then, if `more`, on 2, 4 or 8. None if there is no way.
     """
     optimizer = registry.get("optimizer", config.optimizer.name)
     larger = [n for n in EXACT_RANKS if more and n > config.gpus and n % config.context_parallel_size == 0]

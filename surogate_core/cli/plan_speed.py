@@ -83,7 +83,7 @@ def speed(
     update = update_seconds(config, registry, prediction, gpu)
     idle = LAYER_SECONDS * config.gradient_accumulation_steps * sum(1 for _ in model.blocks(1))
     ranks, micro_steps, computing = prediction.ranks, config.gradient_accumulation_steps, tokens * each + idle
-    rates = WireRates.of(gpu, bus=gpu.bus, copies=sharing.copies(config) and gpu.peers)
+    rates = WireRates.of(gpu, bus=gpu.bus, copies=sharing.copies(config) and can_copy(gpu))
     wire = wire_of(prediction.sent, rates, computing=computing / micro_steps, micro_steps=micro_steps)
     own = update / sharing.parts(config) if sharing.level(config) else update
     seconds = computing + own + more + wire.exposed
@@ -94,6 +94,11 @@ def speed(
         wire=wire,
         alone=computing + update + more,
     )
+
+
+def can_copy(gpu: Gpu | None) -> bool:
+    """Whether copy engines can move data between such GPUs; assumed of a GPU that is not in the table."""
+    return gpu is None or gpu.peers
 
 
 def update_seconds(config: RunConfig, registry: Registry, prediction: Prediction, gpu: Gpu) -> float:

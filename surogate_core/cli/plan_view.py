@@ -232,7 +232,7 @@ def _sends(plan: Plan) -> str:
     wire, ranks = plan.speed.wire, plan.prediction.ranks
     over = "NVLink" if plan.gpu.link is not None else f"PCIe, because {plan.gpu.title} has no NVLink"
     if not plan.gpu.peers:
-        over += ", and through host memory"
+        over = f"PCIe and host memory, because {plan.gpu.title} has no NVLink and no peer access"
     hidden = f", {wire.hidden / wire.seconds:.0%} of it beside computation" if wire.hidden else ""
     return (
         f"{sent} a step from each GPU over {over}: {step_time(wire.seconds)}{hidden}; "

@@ -1,8 +1,9 @@
 """The time that several GPUs spend on sending tensors to each other, for `surogate plan`.
 
 The shares of NVLink's rate, what computation hides, and the wait are those of H200s: for seven trainings on two of them
-the estimated share of the speed of two single GPUs is within one percentage point (tests/cli/test_plan_wire.py). They
-also fit four H100s (tests/cli/test_plan_cluster.py). GPUs without NVLink have not been measured.
+the estimated share of the speed of two single GPUs is within one percentage point (tests/cli/test_plan_wire.py). With
+the measured speed of one GPU they also fit four H100s (tests/cli/test_plan_cluster.py). GPUs without NVLink have not
+been measured.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ SHARED_ROWS: tuple[Rule, ...] = (
         key="context_parallel_size",
         wrong=lambda v: v["gpus"] % v["context_parallel_size"] > 0,
         message="is {context_parallel_size} and does not divide gpus={gpus} into groups that share rows.",
-        fix="a number that divides gpus, or context_parallel_size: 1",
+        fix="gpus: a multiple of it, or another context_parallel_size",
     ),
     Rule(
         name="parts_of_rows",
@@ -171,7 +171,7 @@ SEVERAL: tuple[Rule, ...] = (
         key="dp_shard_size",
         wrong=lambda v: several(v) and v["dp_shard_size"] > 0 and v["gpus"] % v["dp_shard_size"] > 0,
         message="is {dp_shard_size} and does not divide gpus={gpus} into groups that share out the model.",
-        fix="a number that divides gpus, or dp_shard_size: 0",
+        fix="gpus: a multiple of it, or another dp_shard_size",
     ),
     Rule(
         name="groups_of_one",

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from surogate_core.bundles.options import field_types
 from surogate_core.config import peers, planned, schema
 from surogate_core.config.choices import default_groups
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
@@ -64,12 +65,12 @@ def unknown_key(
         return Problem(key=key, message="there is no such field.", where=where, fix=fix)
     near = get_close_matches(last, names, n=1, cutoff=0.7)
     message = "there is no such key."
-    if not near and known is not None and (others := _with_option(key, registry)):
+    if not near and known is not None and (others := _with_option(key, registry, where)):
         return Problem(
             key=key,
             message="there is no such key.",
             where=where,
-            fix=f"leave it, or choose {' or '.join(others)}, which has it",
+            fix=f"remove it, or choose {' or '.join(others)}",
         )
     if not near and known is not None:
         message = f"there is no such key; known here: {', '.join(names) or 'none'}."
@@ -77,13 +78,17 @@ def unknown_key(
     return Problem(key=key, message=message, where=where, fix=f"{prefix}{near[0]}" if near else "")
 
 
-def _with_option(key: str, registry: Registry) -> list[str]:
-    """The bundles of a group that have the option of ``group.option``, as ``group=name``."""
+def _with_option(key: str, registry: Registry, where: str) -> list[str]:
+    """The bundles of a group that have the option of ``group.option``, as one writes their choice there."""
     kind, _, option = key.partition(".")
-    if kind not in SELECTIONS:
-        return []
-    bundles = registry.all(kind).items()
-    return [f"{kind}={name}" for name, bundle in bundles if option in {field.name for field in fields(bundle.options)}]
+    found, equals = [], "=" if where == COMMAND_LINE else ": "
+    for name, bundle in registry.all(kind).items() if kind in SELECTIONS else ():
+        try:
+            if option in field_types(bundle.options):
+                found.append(f"{kind}{equals}{name}")
+        except Exception:
+            continue  # An unreadable dataclass; whoever chooses the bundle is given the message.
+    return found
 
 
 def unknown_name(group: str, name: str, where: str, registry: Registry, known: Iterable[str], key: str = "") -> Problem:

@@ -27,7 +27,7 @@ EXPERTS = "qlora_offload_experts"
 
 
 def kinds_of(config: RunConfig, offloader: OffloaderSpec) -> frozenset[TensorKind]:
-    """The kinds that the keys move; without such keys, all kinds of the offloader."""
+    """The kinds that the keys move; if no such key is set, all that the offloader places."""
     keys = {key: getattr(config, key) for key in (*KINDS, EXPERTS)}
     return chosen(keys) if asked(keys) else offloader.kinds
 

@@ -120,12 +120,24 @@ def online_problems(task: str, values: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
-def off_the_device(config: RunConfig, offloader: OffloaderSpec) -> list[Problem]:
-    """The mistakes of moving what several GPUs need on the device."""
+OFF_THE_DEVICE = frozenset(
+    {
+        *("gpus", "task", "lora", "zero_level", "shard_gradients", "shard_weights", "dp_shard_size"),
+        *("exact_reduction", "context_parallel_size", "offload", *offload.KINDS, offload.EXPERTS),
+    }
+)
+"""The keys that `off_the_device` reads."""
+
+
+def off_the_device(config: RunConfig, offloader: OffloaderSpec, *, online: bool) -> list[Problem]:
+    """The mistakes of moving what several GPUs need on the device.
+
+    `online`: whether the task samples its steps from the model.
+    """
     moves = offload.kinds_of(config, offloader)
     if offloader.place == "device":
         return []
-    found = [wrong] if (wrong := misplaced(config, moves)) is not None else []
+    found = [wrong] if (wrong := misplaced(config, moves, online=online)) is not None else []
     try:
         exact(config, moves_gradients="gradients" in moves)
     except ConfigError as error:
@@ -133,11 +145,15 @@ def off_the_device(config: RunConfig, offloader: OffloaderSpec) -> list[Problem]
     return found
 
 
-def misplaced(config: RunConfig, moves: Collection[TensorKind]) -> Problem | None:
-    """The mistake of moving tensors that every GPU needs whole on the device. `moves`: what the offloader moves."""
+def misplaced(config: RunConfig, moves: Collection[TensorKind], *, online: bool = False) -> Problem | None:
+    """The mistake of moving tensors that every GPU needs whole on the device. `moves`: what the offloader moves.
+
+    With ``gpus=0`` the number is not known yet, and the answer is None.
+    """
     shared = level(config)
-    if config.gpus == 1 or not shared:
+    if config.gpus < 2 or not shared:
         return None
+    acts = f" and acts as {shared}" if shared != config.zero_level else ""
     kinds: tuple[tuple[TensorKind, bool, int, str], ...] = (
         ("weights", shards_weights(config), 3, "trained weights"),
         ("gradients", shared >= 2, 2, "gradients"),
@@ -145,8 +161,12 @@ def misplaced(config: RunConfig, moves: Collection[TensorKind]) -> Problem | Non
     for kind, parted, least, what in kinds:
         if kind in moves and not parted:
             name = config.offload.name
-            message = f"is {shared}, with which every GPU keeps whole {what}, and offload={name} moves them."
-            fix = f"zero_level: {least}, with which each GPU moves its part, or offload_* keys that leave them alone"
+            message = (
+                f"is {config.zero_level}{acts}, with which every GPU keeps whole {what}, and offload={name} moves them."
+            )
+            fix = "offload_* keys that leave them alone"
+            if least == 2 or not online:  # a task that samples from the model needs whole weights
+                fix = f"zero_level: {least}, with which each GPU moves its part, or {fix}"
             return Problem(key="zero_level", message=message, fix=fix)
     return None
 

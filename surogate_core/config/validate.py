@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core.bundles.fabrics import FabricSpec
+from surogate_core.bundles.offloaders import OffloaderSpec
 from surogate_core.bundles.options import field_types, flat_marks, flat_values
 from surogate_core.bundles.tasks import TaskSpec
 from surogate_core.config import offload, peers, sharing
@@ -76,8 +77,9 @@ def validate(
     wrong_keys = {p.key.partition(".")[0] for p in check.problems}
     if not wrong_keys & PLACES_READ:
         check.problems += check_places(config, where)
-    if not check.problems:
+    if built["offload"] is not None and not wrong_keys & sharing.OFF_THE_DEVICE:
         check.off_the_device(config)
+    if not check.problems:
         check.task_check(config)
     return (None, check.problems) if check.problems else (expand_home(config), [])
 
@@ -387,7 +389,11 @@ class _Validator:
 
     def off_the_device(self, config: RunConfig) -> None:
         """Hold what the offloader moves against what several GPUs need on the device."""
-        found = sharing.off_the_device(config, self.registry.bundles("offload")[config.offload.name].bundle)
+        offloader: OffloaderSpec = self.registry.bundles("offload")[config.offload.name].bundle
+        task: TaskSpec = self.registry.bundles("task")[config.task].bundle
+        if not offloader.addressable:  # whether it may step there depends on the device: the run checks both
+            return
+        found = sharing.off_the_device(config, offloader, online=task.online is not None)
         self.problems += [replace(problem, where=self.where(problem.key)) for problem in found]
 
     def fabric(self, built: Mapping[str, Any]) -> None:

@@ -374,7 +374,8 @@ def resolve_offloader(config: RunConfig, registry: Registry) -> OffloaderSpec:
         else:
             message += " Several GPUs write gradients there."
         raise ConfigError([Problem(key="offload", message=message, fix=fix)])
-    if wrong := sharing.off_the_device(config, offloader):
+    online = task_spec(config, registry).online is not None
+    if wrong := sharing.off_the_device(config, offloader, online=online):
         raise ConfigError(wrong)
     return replace(offloader, kinds=kinds)
 

@@ -86,7 +86,7 @@ class Job:
         quick_import("surogate_core.run.assemble")
         from surogate_core.run.assemble import resolve_offloader
 
-        resolve_offloader(config, registry)  # an error now leaves nothing in the output directory
+        resolve_offloader(config, registry)  # before there is a lock and a report
         met = mesh() if mesh is not None else _met(world)
         # Under torchrun, only rank 0 gives a run without `output_dir` its directory.
         place = met.gather(config.output_dir)[0]

@@ -51,10 +51,11 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
 def check_planned(config: RunConfig, registry: Registry, *, near: int) -> None:
     """As `check_fabric`, for GPUs that need not be here; `near` of them in each machine.
 
-    A fabric that connects nothing here may lack a library that the machine with the GPUs has.
+    A fabric that connects nothing here may lack a library that the machine with the GPUs has, and without --gpu the
+    device of this machine need not be that of the run.
     """
     spec: FabricSpec = registry.get("fabric", config.fabric.name)
-    here = resolve_device(config).type == "cpu" or torch.cuda.is_available()
+    here = config.device == "cpu" or torch.cuda.is_available()
     if config.gpus > 1 and (here or spec.supports("cpu", near, config.gpus)):
         _check(config, spec, near, config.gpus)
 
@@ -66,7 +67,7 @@ def _check(config: RunConfig, spec: FabricSpec, near: int, world: int) -> None:
         return
     what = "GPUs" if kind == "cuda" else "processes on the CPU"
     where = "here"
-    if near != world:
+    if near != world and spec.supports(kind, world, world):
         found = f"{near} on each" if near else "not equally many on each, or not neighbouring ranks"
         where = f"of these machines: {found}"
     message = f"{spec.name} cannot connect {what} {where}."

@@ -183,8 +183,8 @@ def test_the_model_is_near_what_several_gpus_reach(
     more += ["optimizer=adamw_8bit", "master_dtype=bf16"] if "lora=false" in keys else ["optimizer=adamw"]
     words = [f"gpus_per_node={gpus}", "interconnect=nvlink4", f"tokens_per_second={speed}", "--gpu", gpu, "--json"]
     assert main(["plan", f"model={model}", *shared, *keys, *more, *words]) == 0
-    # The farthest row is level 1 with one micro-step on four GPUs: 3.3 points.
-    assert json.loads(capsys.readouterr().out)["efficiency"] == pytest.approx(share, abs=0.035)
+    near = 0.035 if (gpus, keys) == (4, ["lora=false", "gradient_accumulation_steps=1"]) else 0.02
+    assert json.loads(capsys.readouterr().out)["efficiency"] == pytest.approx(share, abs=near)
 
 
 SMALL = ["model.config.num_hidden_layers=2", "sequence_len=256", "recompute=false", "lmhead_chunks=1", "lora=false"]
@@ -194,6 +194,8 @@ def test_for_people(capsys: Any) -> None:
     words = [*SMALL, "num_nodes=4", "gpus_per_node=8", "--gpu", "h200"]
     assert main(["plan", *words]) == 0
     out = capsys.readouterr().out
+    assert main(["plan", *SMALL, "num_nodes=1", "gpus_per_node=2", "--gpu", "h200"]) == 0
+    assert "on 1 node of 2 × H200" in capsys.readouterr().out
     assert "on 4 nodes of 8 × H200" in out
     assert "Speed    not known; add interconnect=nvlink4,8xib400; add tokens_per_second=" in out
     assert "NVLink" not in out

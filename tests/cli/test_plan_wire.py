@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from surogate_core.cli.gpus import gpus
 from surogate_core.cli.main import main
@@ -96,7 +97,7 @@ def test_for_people() -> None:
     assert "of the speed of 8 single GPUs" in out
     assert "equal bits on 1, 2, 4 and 8 equal GPUs" in out
     out = text("lora=true", "gpus=2", "zero_level=2", "--gpu", "rtx4090")
-    assert "over PCIe, because RTX 4090 has no NVLink" in out
+    assert "over PCIe and host memory, because RTX 4090 has no NVLink" in out
     assert "zero_level=2: no effect with lora" in out
 
 
@@ -148,18 +149,36 @@ def test_what_does_not_fit_says_on_how_many_gpus_it_would(capsys: Any) -> None:
 
 def test_gpus_that_cannot_write_into_each_others_memory(capsys: Any) -> None:
     shared = ["lora=false", "zero_level=3", "gpus=2"]
-    by_copies, by_nccl = plan(*shared, "--gpu", "rtx4090"), plan(*shared, "--gpu", "rtx4090", "fabric=nccl")
+    card = ["--gpu", "rtx4090"]
+    by_copies, by_nccl = plan(*shared, *card), plan(*shared, *card, "fabric=nccl")
     assert by_copies["hidden_seconds"] == by_nccl["hidden_seconds"], "such GPUs have no copy engines for it"
+    wires = [*shared[:2], "num_nodes=1", "gpus_per_node=2", "interconnect=pcie4", "tokens_per_second=1e4"]
+    assert plan(*wires, *card)["efficiency"] == plan(*wires, *card, "fabric=nccl")["efficiency"]
+    assert plan(*wires)["efficiency"] > plan(*wires, "fabric=nccl")["efficiency"]
+    assert main(["plan", *KEYS, *shared, *card, "fabric=copy_engines"]) == 2
+    assert "needs GPUs that can write into each other's memory, and two RTX 4090 cannot" in capsys.readouterr().err
     linked = plan(*shared), plan(*shared, "fabric=nccl")
     assert linked[0]["hidden_seconds"] > linked[1]["hidden_seconds"]
-    assert "no NVLink, and through host memory" in text(*shared, "--gpu", "rtx4090")
+    assert "over PCIe and host memory, because RTX 4090 has no NVLink and no peer access" in text(*shared, *card)
 
 
 def test_a_fabric_that_connects_no_gpus_is_refused(capsys: Any) -> None:
     for words in (["gpus=2"], ["num_nodes=2", "gpus_per_node=2"]):
         assert main(["plan", *KEYS, "lora=true", "fabric=gloo", *words]) == 2
-        assert "fabric (command line): gloo cannot connect GPUs" in capsys.readouterr().err
+        assert "fabric (command line): gloo cannot connect GPUs here." in capsys.readouterr().err
     assert main(["plan", *KEYS, "lora=true", "fabric=gloo"]) == 0, "one GPU has no one to exchange with"
+    capsys.readouterr()
+    on_cpu = [*SMALL, "lmhead_chunks=1", "lora=true", "fabric=nccl"]
+    assert main(["plan", *on_cpu, "device=cpu", "gpus=2"]) == 2
+    assert "nccl cannot connect processes on the CPU here" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_a_machine_without_gpus_plans_a_fabric_of_gpus(capsys: Any) -> None:
+    keys = [*SMALL, "lmhead_chunks=1", "lora=true", "fabric=nccl"]
+    assert main(["plan", *keys, "gpus=2"]) == 0
+    assert main(["plan", *keys, "num_nodes=2", "gpus_per_node=2"]) == 2
+    assert "a cluster has GPUs, and none is here. Fix: add --gpu h200" in capsys.readouterr().err
 
 
 def test_a_cpu_has_processes(capsys: Any) -> None:

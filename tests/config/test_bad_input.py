@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,7 +332,18 @@ def test_a_rule_shows_the_values(problems: Problems) -> None:
 def test_an_option_of_another_choice_of_the_group(problems: Problems) -> None:
     (problem,) = problems("model=qwen3-0.6b", "launcher.num_nodes=2")
     assert (problem.key, problem.message) == ("launcher.num_nodes", "there is no such key.")
-    assert problem.fix == "leave it, or choose launcher=ray, which has it"
+    assert problem.fix == "remove it, or choose launcher=ray"
+    (problem,) = problems(file="model: qwen3-0.6b\nlauncher: {num_nodes: 2}\n")
+    assert problem.fix == "remove it, or choose launcher: ray"
+
+
+def test_an_option_of_a_plugin_that_cannot_be_read(problems: Problems, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody chose it, so its fault is not the run's."""
+    everything = Registry.all
+    strange = {"strange": SimpleNamespace(options=int), "bare": SimpleNamespace()}
+    monkeypatch.setattr(Registry, "all", lambda self, kind: {**strange, **everything(self, kind)})
+    (problem,) = problems("model=qwen3-0.6b", "launcher.num_nodes=2")
+    assert problem.fix == "remove it, or choose launcher=ray"
 
 
 def test_a_task_needs_data(problems: Problems) -> None:

@@ -107,6 +107,18 @@ def test_what_must_stay_on_the_device_is_told_before_a_run_starts(problems: Prob
     (problem,) = problems("model=qwen3-0.6b", "lora=true", "offload=host", "exact_reduction=true")
     assert (problem.key, "which offload=host moves" in problem.message) == ("exact_reduction", True)
     assert load("model=qwen3-0.6b", "lora=false", "gpus=2", "zero_level=2", "offload_grads=true").offload_grads
+    for moved in ("offload_grads=true", "offload=host"):
+        assert load("model=qwen3-0.6b", "lora=false", "gpus=0", moved).gpus == 0, "it may be one GPU"
+    assert len(problems("model=qwen3-0.6b", "lora=false", "gpus=2", "offload_grads=true", "learning_rate=-1")) == 2
+    (problem,) = problems("model=qwen3-0.6b", "lora=false", "gpus=2", "shard_gradients=true", "offload=host")
+    assert "is 1 and acts as 2, with which every GPU keeps whole trained weights" in problem.message
+
+
+def test_the_fix_fits_the_task(problems: Problems) -> None:
+    """A task that samples from the model refuses level 3."""
+    keys = ["model=qwen3-0.6b", "environment=copy", "lora=false", "gpus=2", "offload=host"]
+    (problem,) = problems(*keys, task="grpo")
+    assert problem.fix == "offload_* keys that leave them alone"
 
 
 def test_the_number_of_gpus_that_torchrun_set_is_shown(load: Load, registry: Registry) -> None:

@@ -1,8 +1,7 @@
-"""The Ray cluster as the driver uses it: connecting, a reserved place on each machine, and a supervisor in it."""
+"""The Ray cluster as the driver uses it: a reserved place on each machine, and a supervisor in it."""
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from surogate_core.errors import ConfigError, MachineError, PluginError, Problem, SurogateError
+from surogate_core.errors import MachineError, PluginError, SurogateError
 from surogate_core.launch.child import RESUME, Failure
+from surogate_launcher_ray.connection import SHOWN
 from surogate_launcher_ray.facts import Facts
 from surogate_launcher_ray.head import Head
 from surogate_launcher_ray.layout import Layout, Machine, order
@@ -29,8 +29,6 @@ RESERVE_SECONDS = 300.0
 READY_SECONDS = 120.0
 """The time in which the supervisors start and load their plugins."""
 LOST = "the machine or its Ray is lost"
-SHOWN = 500
-"""Characters of Ray's explanations that are shown."""
 PATIENT = 5.0
 """Seconds after which the user is told what is waited for."""
 POLL = 0.1
@@ -68,70 +66,6 @@ class Member:
     def name(self) -> str:
         """For messages."""
         return self.facts.name if self.facts is not None else self.address
-
-
-def ray_module() -> Any:
-    """The package `ray`; `MachineError` if it is not installed."""
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise MachineError(
-            f"launcher=ray: the package {error.name} is not installed. "
-            f"Fix: pip install 'surogate-launcher-ray[cluster]' on all machines of the cluster."
-        ) from error
-    return ray
-
-
-def refuse_client(address: str, environment: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for an address of Ray Client: its driver has neither the run's directory nor its network."""
-    named = environment.get("RAY_ADDRESS", "") if address == "auto" else address
-    if named.startswith("ray://"):
-        by = " (RAY_ADDRESS)" if address == "auto" else ""
-        message = f"{named}{by} is Ray Client, which drives a cluster from outside; the run's directory is inside."
-        fix = "ray job submit --address=http://HOST:8265 -- surogate sft run.yaml launcher=ray …, without ray_address"
-        raise ConfigError([Problem(key="launcher.ray_address", message=message, fix=fix)])
-
-
-@contextmanager
-def connected(address: str) -> Iterator[Any]:
-    """The package `ray`, connected to the cluster as long as this is open; `MachineError` if it does not answer."""
-    ray = ray_module()
-    if ray.is_initialized():  # by the program that calls us
-        yield ray
-        return
-    keys = {"include_dashboard": False} if address == "local" else {}
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **keys)
-    except Exception as error:
-        if not isinstance(error, OSError | RuntimeError | ValueError) and not _is_ray_error(error):
-            raise
-        raise _refused(address, error) from error
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def _is_ray_error(error: Exception) -> bool:
-    """Whether it is one of `ray.exceptions`, among them that of a cluster with tokens if none is found here."""
-    return type(error).__module__.partition(".")[0] == "ray"
-
-
-def _refused(address: str, error: Exception) -> MachineError:
-    """Why there is no connection. A wrong token looks to Ray as if nobody answered; only its log names it."""
-    start = (
-        "`ray start --head` on one machine and `ray start --address=HOST:PORT` on the others, or "
-        "launcher.ray_address=local for one"
-    )
-    token = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file that has the cluster's token"
-    if type(error).__name__ == "AuthenticationError":
-        what, fix = "this program has no token for it", token
-    elif isinstance(error, ConnectionError) and "Failed to connect" in str(error):
-        what, fix = "no Ray cluster answers", f"{start}. If Ray's log above has InvalidAuthToken, {token}"
-    else:
-        what, fix = "no Ray cluster answers", start
-    text = " ".join(str(error).split())
-    return MachineError(f"launcher.ray_address={address}: {what} ({text[:SHOWN]}). Fix: {fix}.")
 
 
 def machine_here(ray: Any) -> str:

@@ -27,14 +27,12 @@ from surogate_launcher_ray.cluster import (
     Member,
     Stopped,
     answers,
-    connected,
     describe,
     lost_machines,
     machine_here,
-    ray_module,
-    refuse_client,
     reserved,
 )
+from surogate_launcher_ray.connection import connected, ray_module, refuse_client
 from surogate_launcher_ray.facts import compare, installed_in
 from surogate_launcher_ray.head import Head
 from surogate_launcher_ray.layout import Layout, Machine, layout
