@@ -27,14 +27,19 @@ def test_the_named_fabric_is_built_with_its_options(installed: Registry) -> None
     assert type(mesh._built).__name__ == "Auto"
 
 
-def test_a_fabric_that_cannot_connect_the_ranks_is_refused(installed: Registry) -> None:
+def test_a_fabric_that_cannot_connect_the_ranks_is_refused(
+    installed: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configured(installed, "fabric=copy_engines")
-    for counts, where in (([2, 2], "here"), ([1, 1], "of these machines: 1 on each")):
-        mesh = of_two(local_world=counts[0])
-        with pytest.raises(ConfigError) as error:
-            choose_fabric(config, installed, mesh)
-        assert f"fabric: copy_engines cannot connect processes on the CPU {where}." in str(error.value)
-        assert "fabric: auto" in str(error.value)
+    for ranks in (1, 2):
+        with pytest.raises(ConfigError, match=r"copy_engines cannot connect processes on the CPU here\. Fix: .*auto"):
+            choose_fabric(config, installed, of_two(local_world=ranks))
+    # One that could connect them if they were neighbours.
+    found: Any = installed.bundles("fabric")
+    near = replace(found["copy_engines"].bundle, supports=lambda kind, near, world: kind == "cpu" and near > 1)
+    monkeypatch.setitem(found, "copy_engines", replace(found["copy_engines"], bundle=near))
+    with pytest.raises(ConfigError, match="cannot connect processes on the CPU of these machines: 1 on each"):
+        choose_fabric(config, installed, of_two(local_world=1))
     unequal = Mesh(
         rank=0, world=3, local_world=2, store=dist.HashStore(), swap=lambda _: [["a", 2], ["a", 2], ["b", 1]]
     )
