@@ -25,8 +25,8 @@ PLAN = "on the command line of `surogate plan`"
 ELSEWHERE = {
     "num_nodes": f"launcher=ray launcher.num_nodes=N for a run, or num_nodes=N {PLAN}",
     "gpus_per_node": f"launcher=ray launcher.gpus_per_node=M for a run, or gpus_per_node=M {PLAN}",
-    "interconnect": f"leave it, or write interconnect=… {PLAN}",
-    "tokens_per_second": f"leave it, or write tokens_per_second=… {PLAN}",
+    "interconnect": f"remove it, or write interconnect=… {PLAN}",
+    "tokens_per_second": f"remove it, or write tokens_per_second=… {PLAN}",
 }
 """Word of one command → what to write instead."""
 
