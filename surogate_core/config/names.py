@@ -66,12 +66,7 @@ def unknown_key(
     near = get_close_matches(last, names, n=1, cutoff=0.7)
     message = "there is no such key."
     if not near and known is not None and (others := _with_option(key, registry, where)):
-        return Problem(
-            key=key,
-            message="there is no such key.",
-            where=where,
-            fix=f"remove it, or choose {' or '.join(others)}",
-        )
+        return Problem(key=key, message=message, where=where, fix=f"remove it, or choose {' or '.join(others)}")
     if not near and known is not None:
         message = f"there is no such key; known here: {', '.join(names) or 'none'}."
     prefix = key[: len(key) - len(last)] if known is not None else ""

@@ -77,18 +77,13 @@ def shares_more(config: RunConfig, registry: Registry) -> list[dict[str, Any]]:
 def exact(config: RunConfig, *, moves_gradients: bool) -> bool:
     """Whether gradients are added in an order that does not depend on the number of ranks.
 
-    `moves_gradients`: whether the offloader keeps gradients off the device, where such sums are not possible.
+    `moves_gradients`: whether the offloader keeps gradients off the device, where such sums are not possible;
+    `off_the_device` refuses to ask for both.
     """
     if config.exact_reduction == "auto" and config.context_parallel_size > 1:
         return False  # the sum over the tokens of a row has another order than on one GPU
     if config.exact_reduction == "auto":
         return config.lora and not moves_gradients and config.gpus in EXACT_RANKS
-    if config.exact_reduction and moves_gradients:
-        message = (
-            f"is true, and exact sums need the gradients on the device, which offload={config.offload.name} moves."
-        )
-        fix = "exact_reduction: auto, or an offload_* key that leaves gradients alone"
-        raise ConfigError([Problem(key="exact_reduction", message=message, fix=fix)])
     return config.exact_reduction
 
 
@@ -122,15 +117,15 @@ def online_problems(task: str, values: Mapping[str, Any]) -> list[Problem]:
 
 OFF_THE_DEVICE = frozenset(
     {
-        *("gpus", "task", "lora", "zero_level", "shard_gradients", "shard_weights", "dp_shard_size"),
-        *("exact_reduction", "context_parallel_size", "offload", *offload.KINDS, offload.EXPERTS),
+        *("gpus", "task", "lora", "zero_level", "shard_gradients", "shard_weights"),
+        *("exact_reduction", "offload", *offload.KINDS, offload.EXPERTS),
     }
 )
 """The keys that `off_the_device` reads."""
 
 
 def off_the_device(config: RunConfig, offloader: OffloaderSpec, *, online: bool) -> list[Problem]:
-    """The mistakes of moving what several GPUs need on the device.
+    """The mistakes of moving what several GPUs, or exact sums, need on the device.
 
     `online`: whether the task samples its steps from the model.
     """
@@ -138,10 +133,11 @@ def off_the_device(config: RunConfig, offloader: OffloaderSpec, *, online: bool)
     if offloader.place == "device":
         return []
     found = [wrong] if (wrong := misplaced(config, moves, online=online)) is not None else []
-    try:
-        exact(config, moves_gradients="gradients" in moves)
-    except ConfigError as error:
-        found += error.problems
+    if config.exact_reduction is True and "gradients" in moves:
+        name = config.offload.name
+        message = f"is true, and exact sums need the gradients on the device, which offload={name} moves."
+        fix = "exact_reduction: auto, or an offload_* key that leaves gradients alone"
+        found.append(Problem(key="exact_reduction", message=message, fix=fix))
     return found
 
 

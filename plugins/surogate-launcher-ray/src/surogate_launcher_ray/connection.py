@@ -68,8 +68,7 @@ def _check_answer(address: str) -> None:
     except (ImportError, OSError, ValueError):  # no such function in this version, or Ray's own error, which it repeats
         return
     if place is not None and Head(place, ANSWER_SECONDS).wait() is not None:
-        message = f"nothing at {place} takes a connection"
-        raise _refused(address, ConnectionError(message))
+        raise _refused(address, ConnectionError(f"nothing at {place} takes a connection"))
 
 
 def _is_ray_error(error: Exception) -> bool:
