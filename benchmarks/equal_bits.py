@@ -57,6 +57,7 @@ CASES: dict[str, Training] = {
     "full, level 1": replace(FULL, exact=False),
     "full, level 1, weights shared out": replace(FULL, shard_weights=True, exact=False),
     "full, level 3": replace(FULL, zero_level=3, exact=False),
+    "full, level 3, head not tied": replace(FULL, zero_level=3, exact=False, tied=False),
 }
 
 

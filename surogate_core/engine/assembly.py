@@ -22,6 +22,10 @@ from surogate_core.dsl.trace import Compiler, Recompute
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.kernels.registry import KernelTable
 
+ROWS_OF_VOCABULARY = 2
+"""Rows of the embedding's gradient are exchanged if this many times their number is at most the vocabulary: in 16 bits
+they then have a quarter of the bytes of the table's sums, or less."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -122,6 +126,21 @@ class Assembly:
         settings = self.settings
         parted = 0 < settings.shard_ranks < settings.ranks and settings.zero_level >= 2
         return parted and not settings.exact and not self.offloader.moves("gradients")
+
+    @property
+    def rows_ranks(self) -> int:
+        """The ranks that exchange the rows of the embedding's gradient (`EmbeddingRows`); 0 if its sums are reduced as
+        those of other pieces are.
+
+        Exact sums are over whole micro-batches. Where ranks share rows, they communicate in the compute stream alone.
+        """
+        settings = self.settings
+        ranks = settings.shard_ranks or settings.ranks  # replicas add their sums afterwards
+        apart = settings.zero_level >= 2 and ranks > 1 and self.lora is None and not self.model.tied
+        simple = not settings.exact and not settings.varying and settings.context == 1
+        here = not settings.update_on_cpu and not self.offloader.moves("gradients")
+        few = ROWS_OF_VOCABULARY * ranks * settings.tokens <= self.model.vocab_size
+        return ranks if apart and simple and here and few else 0
 
     @property
     def experts_apart(self) -> bool:

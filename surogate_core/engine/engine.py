@@ -22,6 +22,7 @@ from surogate_core.bundles import Optimizer, RecipeState
 from surogate_core.dsl.sides import REAL
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.device_memory import grow_segments
+from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.inputs import Inputs
@@ -32,6 +33,7 @@ from surogate_core.engine.pieces import Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharded_state import ShardedState
 from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.sharding import Sharing
@@ -149,6 +151,8 @@ class Engine:
         task = f"loading{quantising} weights"
         self.parameters.fill(source, progress=lambda done, total: progress(task, done, total))
         self.parameters.flat.rest_gradients(self.stores.gradients)
+        if isinstance(self.stores.gradients, ShardedGradients):
+            self.stores.gradients.rows = EmbeddingRows.of(self.assembly, self.sharing, self.parameters.sharded)
 
     def _prepare_steps(self, placement: Placement, progress: Progress) -> None:
         """The optimizer, and the micro-step and optimizer step that run without graphs."""

@@ -11,6 +11,7 @@ import torch
 from surogate_core.bundles import FLAT_ALIGNMENT, TensorKind
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.assembly import Assembly, EngineSettings
+from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.pieces import Piece
 from surogate_core.engine.placement import Placement
@@ -199,7 +200,14 @@ class Counts:
             frozen=frozen,
             exchanged=self.exchanged,
             replicas_once=assembly.adds_replicas_once,
+            rows=self._rows(),
+            rows_ranks=assembly.rows_ranks if self.decayed[0] else 0,
         )
+
+    def _rows(self) -> int:
+        """Bytes of a rank's rows of the embedding's gradient, of a micro-step."""
+        settings = self.settings
+        return EmbeddingRows.bytes_of_rank(settings.tokens, self.assembly.model.width, settings.dtype)
 
     def _state(self, assembly: Assembly, shares: Shares) -> list[Held]:
         """The tensors that exist from step to step: weights, masters, gradients, the optimizer's and the recipe's
@@ -279,6 +287,9 @@ class Counts:
             Held("gathered weights", "device", shares.gathered(from_host=on.moves("weights")), "two layers', whole"),
             Held("whole gradients", "device", shares.whole_sums, "two layers', and the embedding's or the head's"),
             Held("received gradients", "device", shares.staging, "of the other GPUs, before they are added"),
+            Held(
+                "received rows", "device", shares.rows_ranks * shares.rows, "of the embedding's gradient, from all GPUs"
+            ),
             Held("residuals", rest, residuals, f"{len(self.residuals)} layers, {detail}"),
             Held("residuals in use", "device", in_use, two),
             Held("working set", "device", working, what),

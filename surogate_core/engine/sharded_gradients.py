@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import GradientStore
+from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.reduce import Allocate, plain_zeros
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
@@ -50,6 +51,8 @@ class ShardedGradients:
     the micro-step is the last one. What the backward releases last, the first layer and the embedding, is reduced
     beside the end of the next micro-step's forward. If no other piece needs their buffer, the sums of the embedding, or
     of the head, stay in it and are reduced in the last micro-step alone, which also is less to send and to add.
+
+    With `rows`, ranks send the rows that a micro-step adds to the embedding, which never has sums in a buffer.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class ShardedGradients:
         those of the run.
         """
         self._everywhere, self._written, self.later = everywhere, written, later
+        self.rows: EmbeddingRows | None = None
+        """Set before the first micro-step; needs `later`."""
         self._kernels = kernels or KernelTable(device=device)
         self._stages, self._device, self._allocate = stages, device, allocate
         self._owned: dict[str, Owned] = {}
@@ -91,13 +96,17 @@ class ShardedGradients:
     @property
     def staying(self) -> str | None:
         """The piece that is reduced in the last micro-step of an optimizer step alone, if there is one."""
-        others = [piece for piece in self._owned if not _is_layer(piece)]
+        others = [piece for piece in self._owned if not _is_layer(piece) and not self._sends_rows(piece)]
         return others[0] if self.later and len(others) == 1 else None
 
     @property
     def _released_last(self) -> list[str]:
         """The pieces that are reduced beside the next forward."""
         return [piece for piece in LAST if piece in self._owned and piece != self.staying] if self.later else []
+
+    def _sends_rows(self, piece: str) -> bool:
+        """Whether ranks exchange the piece's rows."""
+        return piece == EMBED and self.rows is not None
 
     def put_owned(self, piece: str, owned: Owned) -> None:
         """Keep this rank's part of a piece's range of sums."""
@@ -156,7 +165,7 @@ class ShardedGradients:
         """Make zeros for the key's sums."""
         if self._begins:
             self._reduce_deferred()
-        if key in self._zeroed:
+        if key in self._zeroed or self._sends_rows(key):
             return
         pieces = {member.piece for member in self._members[key] if isinstance(member, Within)}
         rooms = [self._enter(piece) for piece in sorted(pieces) if self._room_of(piece) is None]
@@ -200,8 +209,10 @@ class ShardedGradients:
         return room, self._owned[piece].elements
 
     def fetch(self, key: str) -> tuple[Tensor, ...]:
-        """The sums to which the piece's backward adds."""
+        """The sums to which the piece's backward adds; none if it adds to `rows`."""
         self.prefetch(key)
+        if self._sends_rows(key):
+            return ()
         self._side.join(self._zeroed[key])
         self._zeroed[key] = None
         return tuple(member if isinstance(member, Tensor) else self._view(member) for member in self._members[key])
@@ -213,6 +224,9 @@ class ShardedGradients:
 
     def release(self, key: str) -> None:
         """Start to add the sums of the piece's range over the ranks, into the shard."""
+        if self._sends_rows(key):
+            self._end(key)
+            return
         self._side.join(self._zeroed.pop(key))
         if key not in self._owned or self._room_of(key) is None:
             return
@@ -220,13 +234,23 @@ class ShardedGradients:
             self._continued = not self._last
             if not self._continued:
                 self._reduce(key, onto=self._onto)
-        elif not self._last and key in self._released_last:
-            self._deferred.append(key)
         else:
-            self._reduce(key, onto=not self._first)
+            self._end(key)
+
+    def _end(self, piece: str) -> None:
+        """Reduce the piece, now or in the next micro-step."""
+        if not self._last and piece in self._released_last:
+            self._deferred.append(piece)
+        else:
+            self._reduce(piece, onto=not self._first)
 
     def _reduce(self, piece: str, *, onto: bool) -> None:
         """Start to add the sums of the piece's range over the ranks. `onto`: to those that the shard has."""
+        if self.rows is not None and piece == EMBED:
+            with self._side.after_compute():
+                self.rows.add(onto=onto)
+            self._reduced = self._side.done()
+            return
         room, owned, staging = self._room_of(piece), self._owned[piece], self._staging
         assert room is not None
         assert staging is not None
@@ -247,12 +271,15 @@ class ShardedGradients:
         """Later work of the compute stream finds the sums in the shards."""
         self._side.join(self._reduced)
         self._reduced = None
+        if self.rows is not None:
+            self.rows.finish()
 
     def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
         """Bytes held on the device: shards and buffers."""
         buffers = [room.buffer for rooms in self._rooms.values() for room in rooms]
         buffers += [self._staging] if self._staging is not None else []
         tensors = [*buffers, *(owned.shard for owned in self._owned.values())]
+        tensors += self.rows.buffers if self.rows is not None else ()
         return {"device": sum(t.nbytes for t in tensors), "host": 0, "disk": 0}
 
 

@@ -55,6 +55,10 @@ class Shares:
     """Bytes of each tensor that ranks which share rows exchange in a micro-step."""
     replicas_once: bool = False
     """`Assembly.adds_replicas_once`."""
+    rows: int = 0
+    """Bytes of a rank's rows of the embedding's gradient."""
+    rows_ranks: int = 0
+    """`Assembly.rows_ranks`."""
 
     @property
     def ranks(self) -> int:
@@ -251,55 +255,88 @@ class Shares:
         ]
         if self.level:
             times = 1 if self.level == 1 else steps
-            inner, outer = self._others(GRADIENT * sum(self.decayed[1:])), self._others(GRADIENT * self.decayed[0])
-            later = self.level >= 2 and not self.settings.exact and not self.settings.varying
-            # `ShardedGradients.staying`.
-            embedded = 1 if later and not self.decayed[-1] else times
-            deferred = embedded - 1 if later else 0
+            layers, head = sum(self.decayed[1:-1]), self.decayed[-1]
+            embedded, headed = self._reductions(steps)
             found += [
                 Sent(
                     what="gradients of layers and head",
-                    nbytes=times * inner,
-                    calls=times * sum(1 for n in self.decayed[1:] if n),
+                    nbytes=times * self._others(GRADIENT * layers) + headed * self._others(GRADIENT * head),
+                    calls=times * sum(1 for n in self.decayed[1:-1] if n) + headed * (head > 0),
                     how="exchange",
                     beside="backward",
                     micro_steps=times,
                     ranks=self._among,
                 ),
-                # No backward is left beside the embedding's: the next micro-step's forward, or nothing.
-                Sent(
-                    what="gradients of the embedding, in the next micro-step",
-                    nbytes=deferred * outer,
-                    calls=deferred,
-                    how="exchange",
-                    beside="forward",
-                    micro_steps=deferred,
-                    ranks=self._among,
-                ),
-                Sent(
-                    what="gradients of the embedding",
-                    nbytes=(embedded - deferred) * outer,
-                    calls=embedded - deferred,
-                    how="exchange",
-                    ranks=self._among,
-                ),
-                *self._replicas(times, embedded),
+                *(self._rows(steps) if self.rows_ranks else self._embedding(embedded)),
+                *self._replicas(times, embedded, headed),
             ]
         return found
 
-    def _replicas(self, times: int, embedded: int) -> Sequence[Sent]:
+    def _reductions(self, steps: int) -> tuple[int, int]:
+        """How often the sums of the embedding, and those of the head, are reduced in a step of `steps` micro-steps."""
+        if self.rows_ranks:
+            return 0, 1  # the buffer that both would share has the head's alone
+        times = 1 if self.level == 1 else steps
+        return 1 if self._later and not self.decayed[-1] else times, times
+
+    @property
+    def _later(self) -> bool:
+        """`Sharing.reduces_later`."""
+        return self.level >= 2 and not self.settings.exact and not self.settings.varying
+
+    def _embedding(self, times: int) -> Sequence[Sent]:
+        """No backward is left beside the embedding's sums: the next micro-step's forward, or nothing."""
+        nbytes, deferred = self._others(GRADIENT * self.decayed[0]), times - 1 if self._later else 0
+        return (
+            Sent(
+                what="gradients of the embedding, in the next micro-step",
+                nbytes=deferred * nbytes,
+                calls=deferred,
+                how="exchange",
+                beside="forward",
+                micro_steps=deferred,
+                ranks=self._among,
+            ),
+            Sent(
+                what="gradients of the embedding",
+                nbytes=(times - deferred) * nbytes,
+                calls=times - deferred,
+                how="exchange",
+                ranks=self._among,
+            ),
+        )
+
+    def _rows(self, steps: int) -> Sequence[Sent]:
+        """`EmbeddingRows`: ids and gradients."""
+        nbytes, deferred = (self.rows_ranks - 1) * self.rows, steps - 1
+        return (
+            Sent(
+                what="rows of the embedding's gradient, in the next micro-step",
+                nbytes=deferred * nbytes,
+                calls=2 * deferred,
+                how="gather",
+                beside="forward",
+                micro_steps=deferred,
+                ranks=self._among,
+            ),
+            Sent(what="rows of the embedding's gradient", nbytes=nbytes, calls=2, how="gather", ranks=self._among),
+        )
+
+    def _replicas(self, times: int, embedded: int, headed: int) -> Sequence[Sent]:
         """The sums of a rank's parts over the replicas: exchanged, added, gathered.
 
-        `times`: how often in a step those of layers and head are reduced; `embedded`: those of the embedding.
+        `times`: how often in a step those of layers are reduced; `embedded`, `headed`: those of the embedding and of
+        the head.
         """
         replicas = self.ranks // self.parts
         if replicas == 1:
             return ()
-        times, embedded = (1, 1) if self.replicas_once else (times, embedded)
-        embed, *rest = self.decayed
-        elements = embedded * self._own(embed) + times * sum(map(self._own, rest))
+        times, embedded, headed = (1, 1, 1) if self.replicas_once else (times, embedded, headed)
+        embed, *layers, head = self.decayed
+        elements = embedded * self._own(embed) + times * sum(map(self._own, layers)) + headed * self._own(head)
         nbytes = self._others(GRADIENT * elements, replicas)
-        calls = 1 if self.replicas_once else embedded * (embed > 0) + times * sum(1 for n in rest if n)
+        calls = embedded * (embed > 0) + times * sum(1 for n in layers if n) + headed * (head > 0)
+        calls = 1 if self.replicas_once else calls
         beside = "" if self.replicas_once else "backward"
         more: Any = {"beside": beside, "micro_steps": times, "ranks": replicas, "stride": self.parts}
         return (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surogate_core.bundles import GradientStore, RecipeState, Store, TensorKind
 from surogate_core.dsl.products import Product, add_products, write_gradients
+from surogate_core.engine.embedding_rows import EmbeddingRows, add_rows
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.gradient_norm import FlatNorm
 from surogate_core.engine.inputs import Inputs
@@ -78,6 +79,11 @@ class StoreSet:
     def keeps_sums(self) -> bool:
         """Whether a micro-step that is not the last one of its optimizer step leaves sums that are not reduced."""
         return isinstance(self.gradients, ShardedGradients) and self.gradients.later
+
+    @property
+    def embedding_rows(self) -> EmbeddingRows | None:
+        """Takes the embedding's gradient, if ranks exchange its rows."""
+        return self.gradients.rows if isinstance(self.gradients, ShardedGradients) else None
 
     def of_kind(self, kind: TensorKind | None) -> Store:
         """The store of an action of the schedule."""
@@ -421,19 +427,14 @@ class MicroStep:
         if key == EMBED:
             assert flow.dx is not None
             flow.add_pending()  # the gradient of a tied head is added first
-            (gradient,) = self.stores.gradients.fetch(EMBED)
-            _add_embedding_gradient(gradient, self.inputs.input_ids, flow.dx)
+            if self.stores.embedding_rows is not None:
+                self.stores.embedding_rows.keep(self.inputs.input_ids, flow.dx)
+            else:
+                (gradient,) = self.stores.gradients.fetch(EMBED)
+                add_rows(gradient, self.inputs.input_ids, flow.dx)
         else:
             write_gradients(flow.written)
             flow.pending += add_products(flow.gradients)
             if sum(gradient.nbytes for _, gradient in flow.pending) >= PENDING_BYTES:
                 flow.add_pending()
         flow.gradients = flow.written = ()
-
-
-def _add_embedding_gradient(gradient_VD: Tensor, ids_N: Tensor, dx_ND: Tensor) -> None:
-    if gradient_VD.device.type == "cpu":
-        gradient_VD.index_add_(0, ids_N, dx_ND.to(gradient_VD.dtype))
-        return
-    # It sorts the ids, so that the sum's order (and the run's bits) do not depend on thread timing.
-    gradient_VD.index_put_((ids_N,), dx_ND.float(), accumulate=True)
