@@ -1,9 +1,9 @@
 """The embedding's gradient as the rows of its tokens, which ranks exchange instead of sums as large as the table.
 
-At levels 2 and 3 sums over ranks are made in every micro-step. Those of an embedding that is not tied have one row that
-is not zero for each token of the micro-batch, which are few: every rank gathers the rows of all ranks and adds them to
-its part of the table's sums. The embedding then needs no buffer for whole sums, so those of the head stay in theirs
-until the last micro-step.
+At levels 2 and 3 sums over ranks are made in every micro-step. In those of an embedding that is not tied, only the rows
+of the micro-batch's tokens are not zero, and they are few: every rank gathers the rows of all ranks and adds them to
+its part of the table's sums. The embedding then needs no buffer for whole sums, so the head's sums stay in it until the
+last micro-step.
 
 Shape suffixes: R ranks, N tokens of a micro-batch, D features, V rows of the table, B blocks of a row, G elements of a
 block, X blocks of a rank's part of the table.
@@ -25,6 +25,9 @@ from surogate_core.engine.stages import Stages
 if TYPE_CHECKING:
     from surogate_core.engine.assembly import Assembly
     from surogate_core.engine.sharding import ShardedGroup, Sharing
+
+AT_ONCE = 2**24
+"""Most elements of rows that are added at a time, in fp32: 64 MiB."""
 
 
 class EmbeddingRows:
@@ -51,6 +54,7 @@ class EmbeddingRows:
         """G. Each rank's part of the table is a number of whole blocks."""
         self._ids_RN = allocate(stages.parts * tokens, torch.int64, device).view(stages.parts, tokens)
         self._dx_RND = allocate(stages.parts * tokens * width, dtype, device).view(stages.parts, tokens, width)
+        self._at_once = self._tokens_at_once(width)
         self._added: torch.cuda.Event | None = None
 
     @classmethod
@@ -76,6 +80,16 @@ class EmbeddingRows:
         """Bytes of one rank's rows."""
         return tokens * (width * dtype.itemsize + torch.int64.itemsize)
 
+    @staticmethod
+    def bytes_of(ranks: int, tokens: int, width: int, dtype: torch.dtype) -> int:
+        """Bytes of all ranks' rows, and of those that are being added."""
+        added = torch.float32.itemsize * width * min(tokens, EmbeddingRows._tokens_at_once(width))
+        return ranks * EmbeddingRows.bytes_of_rank(tokens, width, dtype) + added
+
+    @staticmethod
+    def _tokens_at_once(width: int) -> int:
+        return max(AT_ONCE // width, 1)
+
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
         """Ids [R, N] and gradients [R, N, D] of the rows."""
@@ -99,7 +113,8 @@ class EmbeddingRows:
         self._stages.gather(self._dx_RND.view(-1), self._dx_RND[0].numel())
         if shard.numel():
             for ids_N, dx_ND in zip(self._ids_RN, self._dx_RND, strict=True):
-                self._add_own_blocks(ids_N, dx_ND)
+                for ids, dx in zip(ids_N.split(self._at_once), dx_ND.split(self._at_once), strict=True):
+                    self._add_own_blocks(ids, dx)
         self._added = torch.cuda.current_stream().record_event() if shard.is_cuda else None
 
     def _add_own_blocks(self, ids_N: Tensor, dx_ND: Tensor) -> None:
@@ -111,8 +126,8 @@ class EmbeddingRows:
         inside_NB = (at_NB >= 0) & (at_NB < len(own_XG))
         # Blocks of other ranks add zeros, spread over all places: many to one place would be added one after another.
         at_NB %= len(own_XG)
-        dx_NBG = dx_ND.view(*at_NB.shape, self._block)
-        values_NBG = torch.where(inside_NB[..., None], dx_NBG, 0).to(own_XG.dtype)
+        values_NBG = dx_ND.view(*at_NB.shape, self._block).to(own_XG.dtype, copy=True)
+        values_NBG.masked_fill_(~inside_NB[..., None], 0)  # not a product: what is not a number stays in its row
         add_rows(own_XG, at_NB.view(-1), values_NBG.view(-1, self._block))
 
     def finish(self) -> None:

@@ -200,14 +200,13 @@ class Counts:
             frozen=frozen,
             exchanged=self.exchanged,
             replicas_once=assembly.adds_replicas_once,
-            rows=self._rows(),
-            rows_ranks=assembly.rows_ranks if self.decayed[0] else 0,
+            rows=EmbeddingRows.bytes_of_rank(*self._rows()),
+            rows_ranks=assembly.rows_ranks,
         )
 
-    def _rows(self) -> int:
-        """Bytes of a rank's rows of the embedding's gradient, of a micro-step."""
-        settings = self.settings
-        return EmbeddingRows.bytes_of_rank(settings.tokens, self.assembly.model.width, settings.dtype)
+    def _rows(self) -> tuple[int, int, torch.dtype]:
+        """Tokens, width and dtype of a rank's rows of the embedding's gradient."""
+        return self.settings.tokens, self.assembly.model.width, self.settings.dtype
 
     def _state(self, assembly: Assembly, shares: Shares) -> list[Held]:
         """The tensors that exist from step to step: weights, masters, gradients, the optimizer's and the recipe's
@@ -280,6 +279,7 @@ class Counts:
         inputs = "inputs and routes of experts" if assembly.model.expert_slots() else "inputs only"
         detail = inputs if self.settings.recompute.block else "kept for the backward"
         rest = assembly.offloader.place if moves else "device"
+        rows = EmbeddingRows.bytes_of(shares.rows_ranks, *self._rows()) if shares.rows_ranks else 0
         two = "a layer and the next, on their way through"
         return [
             Held("gradients in use", "device", sums, "a piece's, the next one's coming and the last one's going"),
@@ -287,9 +287,7 @@ class Counts:
             Held("gathered weights", "device", shares.gathered(from_host=on.moves("weights")), "two layers', whole"),
             Held("whole gradients", "device", shares.whole_sums, "two layers', and the embedding's or the head's"),
             Held("received gradients", "device", shares.staging, "of the other GPUs, before they are added"),
-            Held(
-                "received rows", "device", shares.rows_ranks * shares.rows, "of the embedding's gradient, from all GPUs"
-            ),
+            Held("received rows", "device", rows, "of the embedding's gradient, from the GPUs that share it out"),
             Held("residuals", rest, residuals, f"{len(self.residuals)} layers, {detail}"),
             Held("residuals in use", "device", in_use, two),
             Held("working set", "device", working, what),

@@ -193,11 +193,12 @@ class ShardedGradients:
 
     def _rooms_for(self, piece: str) -> list[_Room]:
         if not self._rooms:
+            summed = {piece: owned for piece, owned in self._owned.items() if not self._sends_rows(piece)}
             for layers, count in ((True, 2), (False, 1)):
-                sizes = [o.elements for p, o in self._owned.items() if _is_layer(p) == layers]
+                sizes = [owned.elements for piece, owned in summed.items() if _is_layer(piece) == layers]
                 buffers = [torch.empty(max(sizes, default=0), device=self._device) for _ in range(count)]
                 self._rooms[layers] = [_Room(buffer) for buffer in buffers]
-            longest = max(owned.longest for owned in self._owned.values())
+            longest = max(owned.longest for owned in summed.values())
             self._staging = self._allocate(self._stages.staging_elements(longest), torch.float32, self._device)
         return self._rooms[_is_layer(piece)]
 
@@ -246,10 +247,8 @@ class ShardedGradients:
 
     def _reduce(self, piece: str, *, onto: bool) -> None:
         """Start to add the sums of the piece's range over the ranks. `onto`: to those that the shard has."""
-        if self.rows is not None and piece == EMBED:
-            with self._side.after_compute():
-                self.rows.add(onto=onto)
-            self._reduced = self._side.done()
+        if self._sends_rows(piece):
+            self._add_rows(onto=onto)
             return
         room, owned, staging = self._room_of(piece), self._owned[piece], self._staging
         assert room is not None
@@ -265,6 +264,13 @@ class ShardedGradients:
             )
         # The next piece's backward waits for the side stream, so no event is needed.
         room.piece = None
+        self._reduced = self._side.done()
+
+    def _add_rows(self, *, onto: bool) -> None:
+        """Start to add the rows of all ranks. `onto`: to what the shard has."""
+        assert self.rows is not None
+        with self._side.after_compute():
+            self.rows.add(onto=onto)
         self._reduced = self._side.done()
 
     def finish(self) -> None:

@@ -193,13 +193,18 @@ class Shares:
         return (2 * self.parts + from_host) * part
 
     @property
+    def _summed_pieces(self) -> Sequence[int]:
+        """Elements of each piece that are reduced as whole sums."""
+        return (0, *self.decayed[1:]) if self.rows_ranks else self.decayed
+
+    @property
     def whole_sums(self) -> int:
         """Bytes of the buffers for the whole gradients of a piece before they are reduced: two layers', and one for
         the embedding or the head.
         """
         if self.level < 2:
             return 0
-        return GRADIENT * (2 * max(self.decayed[1:-1], default=0) + max(self.decayed[0], self.decayed[-1]))
+        return GRADIENT * (2 * max(self.decayed[1:-1], default=0) + max(self._summed_pieces[0], self.decayed[-1]))
 
     @property
     def staging(self) -> int:
@@ -207,12 +212,13 @@ class Shares:
         if self.ranks == 1:
             return 0
         whole = self._received(self.undecayed, self.ranks)
-        pieces = max(self._received(n, self.parts) for n in self.decayed)
+        pieces = max(self._received(n, self.parts) for n in self._summed_pieces)
         if self.level == 0:
             return max(whole, self._received(sum(self.decayed), self.ranks))
         if self.level == 1:
             return max(whole, pieces)
-        return (max(whole, pieces) if self.replicas_once else whole) + pieces
+        replicas = max(self._received(n, self.parts) for n in self.decayed) if self.replicas_once else 0
+        return max(whole, replicas) + pieces
 
     def _received(self, elements: int, parts: int) -> int:
         """Bytes that a rank receives before it adds them, of a range with this number of elements."""

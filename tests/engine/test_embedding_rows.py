@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from rank_engines import UNTIED, engine_of, steps, trained
 from torch import Tensor
 
+from surogate_core.engine import assembly as assemblies
+from surogate_core.engine import embedding_rows
 from surogate_core.engine.embedding_rows import EmbeddingRows
+from surogate_core.engine.prediction import predict
 from surogate_core.engine.sharding import owners
 from surogate_core.engine.stages import Stages
+from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_core.testing import tiny
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 96
@@ -92,7 +100,146 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     assert table_VD.isnan().sum() == 256
 
 
-def test_the_plan_counts_the_buffers() -> None:
-    table = _Rows(2, 40, 256, device="cpu", dtype=torch.bfloat16)
-    by_rank = in_threads(2, lambda fabric: sum(b.nbytes for b in table.of(fabric, table.before).buffers))
-    assert by_rank == [2 * EmbeddingRows.bytes_of_rank(TOKENS, 256, torch.bfloat16)] * 2
+def test_rows_are_added_in_slices_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = _Rows(2, 40, 64, device="cpu")
+    whole = in_threads(2, partial(_work, table=table, onto=True))
+    monkeypatch.setattr(embedding_rows, "AT_ONCE", 10 * 64)
+    sliced = in_threads(2, partial(_work, table=table, onto=True))
+    torch.testing.assert_close(sliced, whole, rtol=1e-5, atol=1e-5)
+    assert EmbeddingRows.bytes_of(2, TOKENS, 64, torch.float32) == 2 * TOKENS * (64 * 4 + 8) + 10 * 64 * 4
+
+
+# --------------------------------------------------------------------------- in engines
+
+
+@pytest.mark.parametrize(
+    ("config", "level", "few", "count", "rows"),
+    [
+        (tiny.SMALL_CONFIG, 2, True, 1, 0),
+        (UNTIED, 2, False, 3, 0),
+        (UNTIED, 2, True, 0, 3),
+        (UNTIED, 1, True, 1, 0),
+    ],
+    ids=["tied", "untied", "untied, few rows", "untied, level 1"],
+)
+def test_the_plan_knows_how_often_the_embedding_is_reduced(
+    config: Mapping[str, Any], level: int, few: bool, count: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _have_few_rows(monkeypatch, few)
+    added = _watch_rows(monkeypatch)
+
+    def work(fabric: VirtualFabric) -> tuple[int, Sequence[tuple[float, ...]], int]:
+        lengths: list[int] = []
+
+        class Watched(VirtualFabric):
+            def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
+                lengths.append(len(parts[0]))
+                super().exchange(parts, received_NK)
+
+        watched = Watched(fabric._ranks, fabric.rank)
+        engine = engine_of(watched, micro_batches=6, zero_level=level, exact=False, config=config)
+        group = engine.parameters.sharded
+        assert group is not None
+        steps(engine, 1, micro_batches=6)
+        lengths.clear()
+        figures = steps(engine, 2, micro_batches=6, start=1)
+        layers = sum(part.longest for key, part in group.parts.items() if key.startswith("layer"))
+        others = sum(part.longest for key, part in group.parts.items() if key == "head")
+        small = sum(parts_NK.shape[1] for parts_NK in engine.parameters.flat.kept_by_all)
+        rest = sum(lengths) // 2 - small - times * layers - headed * others
+        elements = {key: part.owners[-1][1] - part.owners[0][0] for key, part in group.parts.items()}
+        inner = times * sum(n for key, n in elements.items() if key.startswith("layer"))
+        return rest // group.parts["embed"].longest, figures, inner + headed * elements.get("head", 0)
+
+    times, headed = 3 if level > 1 else 1, 1 if rows or level == 1 else 3
+    keys: dict[str, Any] = {"zero_level": level, "exact": False, "build": tiny.SmallModel, "optimizer": tiny.ADAMW}
+    planned = predict(tiny.assembly(config, ranks=2, micro_batches=6, **keys)).sent
+    assert sum(s.calls for s in planned if s.what.startswith("gradients of the embedding")) == count
+    by_rows = [s for s in planned if s.what.startswith("rows of the embedding")]
+    assert sum(s.calls for s in by_rows) == 2 * rows
+    assert sum(s.nbytes for s in by_rows) == rows * tiny.TOKENS * (config["hidden_size"] * 4 + 8), "of the other rank"
+    (reduced,) = (s for s in planned if s.what == "gradients of layers and head")
+    assert reduced.calls == times * config["num_hidden_layers"] + (headed if config is UNTIED else 0)
+    by_rank = in_threads(2, work)
+    assert [calls for calls, *_ in by_rank] == [count] * 2
+    assert reduced.nbytes == 4 * by_rank[0][2] // 2
+    assert len(added) == 2 * 3 * rows, "on two ranks, in three steps"
+    alone, _ = trained(1, micro_batches=6, config=config)
+    torch.testing.assert_close(torch.tensor(by_rank[0][1]), torch.tensor(alone[1:]), rtol=1e-4, atol=0)
+
+
+def _have_few_rows(monkeypatch: pytest.MonkeyPatch, few: bool = True) -> None:
+    """Let the rows of the embedding's gradient be few, or not, whatever the size of the vocabulary."""
+    monkeypatch.setattr(assemblies, "ROWS_OF_VOCABULARY", 0 if few else 10**9)
+
+
+def _watch_rows(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a rank adds rows to earlier ones, each time that it adds some."""
+    add, added = EmbeddingRows.add, []
+
+    def watched(self: EmbeddingRows, *, onto: bool) -> None:
+        added.append(onto)
+        add(self, onto=onto)
+
+    monkeypatch.setattr(EmbeddingRows, "add", watched)
+    return added
+
+
+@pytest.mark.slow_cases("3-2-0-12", "2-3-0-2", "4-2-2-4")
+@pytest.mark.parametrize(
+    ("world", "level", "shard", "micro_batches"),
+    [(3, 2, 0, 12), (2, 3, 0, 2), (4, 3, 0, 12), (4, 2, 2, 4), (4, 3, 2, 12)],
+    ids=str,
+)
+def test_rows_of_the_embedding_give_the_gradients_of_one_rank(
+    world: int, level: int, shard: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"micro_batches": micro_batches, "zero_level": level, "config": UNTIED, "count": 3}
+    figures, expected = trained(1, **keys)
+    _have_few_rows(monkeypatch)
+    added = _watch_rows(monkeypatch)
+    found, state = trained(world, shard_ranks=shard, **keys)
+    assert len(added) == 3 * micro_batches
+    again, same = trained(world, shard_ranks=shard, **keys)
+    assert again == found
+    tiny.ensure_same_bits(same, state, "a second run")
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(figures), rtol=1e-5, atol=1e-6)
+    (name,) = (n for n in state if "embed" in n and state[n].ndim == 2 and "optimizer" not in n)
+    torch.testing.assert_close(state[name], expected[name], rtol=1e-3, atol=1e-4)
+
+
+WHERE: dict[str, Any] = {"zero_level": 3, "config": UNTIED, "build": tiny.SmallModel, "optimizer": tiny.ADAMW}
+
+
+def _rows_ranks(**changes: Any) -> int:
+    keys = {**WHERE, "ranks": 2, "micro_batches": 4, **changes}
+    return tiny.assembly(keys.pop("config"), **keys).rows_ranks
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"exact": True},
+        {"varying": True},
+        {"context": 2},
+        {"zero_level": 1},
+        {"ranks": 1},
+        {"lora": tiny.lora(), "shard_weights": True},
+        {"config": tiny.SMALL_CONFIG},
+        {"offloader": replace(NO_OFFLOAD, place="host", allocates=True)},
+        {"update_on_cpu": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_where_ranks_do_not_exchange_rows(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _have_few_rows(monkeypatch)
+    assert _rows_ranks() == 2
+    assert _rows_ranks(**changes) == 0
+
+
+def test_rows_are_few_if_those_of_all_ranks_are_half_of_the_vocabulary() -> None:
+    wide = {**UNTIED, "vocab_size": 4 * 2 * tiny.TOKENS}
+    assert _rows_ranks(ranks=4, config=wide) == 4
+    assert _rows_ranks(ranks=4, config={**wide, "vocab_size": wide["vocab_size"] - 1}) == 0
+    assert _rows_ranks(ranks=8, micro_batches=8, config=wide) == 0
+    assert _rows_ranks(ranks=8, micro_batches=8, config=wide, shard_ranks=4) == 4, "those of a replica"

@@ -10,7 +10,9 @@ import surogate_offload_host as host
 import torch
 from tiny_qwen3 import make_engine
 
+from surogate_core.bundles import Objective
 from surogate_core.dsl.trace import Recompute
+from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import in_allocator, predict
 from surogate_core.engine.schedule import EMBED
@@ -80,6 +82,10 @@ def test_what_the_allocator_does_not_split_off(mib: float, taken: float) -> None
 
 HOST = replace(host.surogate_offloader(), kinds=frozenset({"weights", "master", "optimizer"}))
 ALL = replace(host.surogate_offloader(), kinds=frozenset({"weights", "master", "optimizer", "gradients"}))
+MANY_ROWS = {**tiny.SMALL_CONFIG, "tie_word_embeddings": False, "vocab_size": 256}
+"""The rows of four micro-batches are few, and the head is not tied."""
+SCORED = {**MANY_ROWS, "architectures": ["ConformanceForSequenceClassification"]}
+SCORES = Objective(name="scores", token_loss=lambda logits, labels, columns: logits[:, 0].float().square())
 RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "lora": (True, 2, {"exact": True}),
     "level 0": (False, 3, {"zero_level": 0}),
@@ -110,9 +116,17 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "replicas, level 1, weights": (False, 4, {"zero_level": 1, "shard_weights": True, "shard_ranks": 2}),
     "replicas, level 3": (False, 4, {"zero_level": 3, "shard_weights": True, "shard_ranks": 2}),
     "replicas, level 2, exact": (False, 4, {"zero_level": 2, "exact": True, "shard_ranks": 2}),
+    "rows of the embedding": (False, 4, {"zero_level": 3, "config": MANY_ROWS, "dtype": torch.bfloat16}),
+    "rows of the embedding, replicas": (False, 4, {"zero_level": 2, "config": MANY_ROWS, "shard_ranks": 2}),
+    "rows of the embedding, score head": (False, 2, {"zero_level": 2, "config": SCORED, "objective": SCORES}),
     "shared base of replicas": (True, 4, {"shard_weights": True, "shard_ranks": 2}),
     "shared base on the host": (True, 4, {"shard_weights": True, "offloader": HOST}),
 }
+
+
+def _added_at_once(rows: EmbeddingRows) -> int:
+    """Bytes of one rank's rows in fp32."""
+    return 4 * rows.buffers[1][0].numel()
 
 
 def _kept(weights: Any) -> int:
@@ -133,7 +147,8 @@ def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, key
     micro_batches = 12 if ranks == 3 else 8
 
     parts = {"optimizer": tiny.ADAMW, "build": tiny.SmallModel, "lora": tiny.lora() if adapters else None, **keys}
-    assembly = tiny.assembly(tiny.SMALL_CONFIG, ranks=ranks, micro_batches=micro_batches, **parts)
+    config = parts.pop("config", tiny.SMALL_CONFIG)
+    assembly = tiny.assembly(config, ranks=ranks, micro_batches=micro_batches, **parts)
 
     def work(fabric: VirtualFabric) -> dict[str, int]:
         engine = Engine(assembly, tiny.random_source(), mesh=fabric.mesh())
@@ -149,6 +164,7 @@ def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, key
         slots = weights._slots if isinstance(weights, ShardedWeights) else []
         moved = assembly.offloader.moves("weights")
         received = gradients._staging if isinstance(gradients, ShardedGradients) else None
+        rows = engine.stores.embedding_rows
         return {
             "weights": _kept(weights) if adapters else 0,
             "masters": sum(group.master.nbytes for group in parameters.groups),
@@ -156,6 +172,7 @@ def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, key
             "compute copies": sum(copy.nbytes for copy in copies),
             "partial sums": sum(t.nbytes for sums in [*engine._lanes._levels, engine._lanes._total] for t in sums),
             "received gradients": engine.traffic._staging.nbytes + (0 if received is None else received.nbytes),
+            "received rows": 0 if rows is None else sum(b.nbytes for b in rows.buffers) + _added_at_once(rows),
             "whole gradients": sum(room.buffer.nbytes for several in rooms for room in several),
             # On a GPU a rank's part is copied from the host to the device before it is gathered.
             "gathered weights": sum(s.buffer.nbytes for s in slots) + (slots[0].buffer.nbytes // ranks if moved else 0),

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from rank_engines import CASES, UNTIED, alone, engine_of, steps, trained
+from rank_engines import CASES, alone, engine_of, steps, trained
 from surogate_offload_host.store import HostStores
 from tiny_qwen3 import StrictStore
 from torch import Tensor
 
 from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Store, Stores, TensorKind
 from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine import assembly as assemblies
-from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import InFile
-from surogate_core.engine.prediction import predict
-from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.errors import PluginError, UserError
 from surogate_core.mesh import groups
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
@@ -378,118 +373,6 @@ def test_weights_are_gathered_in_place_by_one_call_for_each_piece() -> None:
     for owned, gathered in in_threads(3, work):
         assert len(owned) > 1, "3 ranks own unequal parts"
         assert gathered == [True] * len(gathered) != []
-
-
-@pytest.mark.parametrize(
-    ("config", "level", "few", "count", "rows"),
-    [
-        (tiny.SMALL_CONFIG, 2, True, 1, 0),
-        (UNTIED, 2, False, 3, 0),
-        (UNTIED, 2, True, 0, 3),
-        (UNTIED, 1, True, 1, 0),
-    ],
-    ids=["tied", "untied", "untied, few rows", "untied, level 1"],
-)
-def test_the_plan_knows_how_often_the_embedding_is_reduced(
-    config: Mapping[str, Any], level: int, few: bool, count: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _have_few_rows(monkeypatch, few)
-    added = _watch_rows(monkeypatch)
-
-    def work(fabric: VirtualFabric) -> tuple[int, Sequence[tuple[float, ...]]]:
-        lengths: list[int] = []
-
-        class Watched(VirtualFabric):
-            def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
-                lengths.append(len(parts[0]))
-                super().exchange(parts, received_NK)
-
-        watched = Watched(fabric._ranks, fabric.rank)
-        engine = engine_of(watched, micro_batches=6, zero_level=level, exact=False, config=config)
-        group = engine.parameters.sharded
-        assert group is not None
-        steps(engine, 1, micro_batches=6)
-        lengths.clear()
-        figures = steps(engine, 2, micro_batches=6, start=1)
-        layers = sum(part.longest for key, part in group.parts.items() if key.startswith("layer"))
-        others = sum(part.longest for key, part in group.parts.items() if key == "head")
-        small = sum(parts_NK.shape[1] for parts_NK in engine.parameters.flat.kept_by_all)
-        rest = sum(lengths) // 2 - small - times * layers - headed * others
-        return rest // group.parts["embed"].longest, figures
-
-    times, headed = 3 if level > 1 else 1, 1 if rows or level == 1 else 3
-    keys: dict[str, Any] = {"zero_level": level, "exact": False, "build": tiny.SmallModel, "optimizer": tiny.ADAMW}
-    planned = predict(tiny.assembly(config, ranks=2, micro_batches=6, **keys)).sent
-    assert sum(s.calls for s in planned if s.what.startswith("gradients of the embedding")) == count
-    assert sum(s.calls for s in planned if s.what.startswith("rows of the embedding")) == 2 * rows
-    (reduced,) = (s for s in planned if s.what == "gradients of layers and head")
-    assert reduced.calls == times * config["num_hidden_layers"] + (headed if config is UNTIED else 0)
-    by_rank = in_threads(2, work)
-    assert [calls for calls, _ in by_rank] == [count] * 2
-    assert len(added) == 2 * 3 * rows, "on two ranks, in three steps"
-    alone, _ = trained(1, micro_batches=6, config=config)
-    torch.testing.assert_close(torch.tensor(by_rank[0][1]), torch.tensor(alone[1:]), rtol=1e-4, atol=0)
-
-
-def _have_few_rows(monkeypatch: pytest.MonkeyPatch, few: bool = True) -> None:
-    """Let the rows of the embedding's gradient be few, or not, whatever the size of the vocabulary."""
-    monkeypatch.setattr(assemblies, "ROWS_OF_VOCABULARY", 0 if few else 10**9)
-
-
-def _watch_rows(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether a rank adds rows to earlier ones, each time that it adds some."""
-    add, added = EmbeddingRows.add, []
-
-    def watched(self: EmbeddingRows, *, onto: bool) -> None:
-        added.append(onto)
-        add(self, onto=onto)
-
-    monkeypatch.setattr(EmbeddingRows, "add", watched)
-    return added
-
-
-@pytest.mark.slow_cases("3-2-0-12", "2-3-0-2", "4-2-2-4")
-@pytest.mark.parametrize(
-    ("world", "level", "shard", "micro_batches"),
-    [(3, 2, 0, 12), (2, 3, 0, 2), (4, 3, 0, 12), (4, 2, 2, 4), (4, 3, 2, 12)],
-    ids=str,
-)
-def test_rows_of_the_embedding_give_the_gradients_of_one_rank(
-    world: int, level: int, shard: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys: dict[str, Any] = {"micro_batches": micro_batches, "zero_level": level, "config": UNTIED, "count": 3}
-    figures, expected = trained(1, **keys)
-    _have_few_rows(monkeypatch)
-    added = _watch_rows(monkeypatch)
-    found, state = trained(world, shard_ranks=shard, **keys)
-    assert len(added) == 3 * micro_batches
-    again, same = trained(world, shard_ranks=shard, **keys)
-    assert again == found
-    tiny.ensure_same_bits(same, state, "a second run")
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(figures), rtol=1e-5, atol=1e-6)
-    (name,) = (n for n in state if "embed" in n and state[n].ndim == 2 and "optimizer" not in n)
-    torch.testing.assert_close(state[name], expected[name], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"exact": True},
-        {"varying": True},
-        {"zero_level": 1},
-        {"config": tiny.SMALL_CONFIG},
-        {"offloader": replace(NO_OFFLOAD, place="host", allocates=True)},
-        {"update_on_cpu": True},
-    ],
-    ids=["exact", "varying", "level 1", "tied", "gradients in host memory", "updated by the CPU"],
-)
-def test_where_ranks_do_not_exchange_rows(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    _have_few_rows(monkeypatch)
-    keys: dict[str, Any] = {"zero_level": 3, "config": UNTIED, "build": tiny.SmallModel, "optimizer": tiny.ADAMW}
-    assembly = partial(tiny.assembly, ranks=2, micro_batches=4)
-    assert assembly(keys.pop("config"), **keys).rows_ranks == 2
-    keys = {**keys, "config": UNTIED, **changes}
-    assert assembly(keys.pop("config"), **keys).rows_ranks == 0
 
 
 @pytest.mark.slow_cases("lora", "level 2")

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surogate_core.bundles import GradientStore
 from surogate_core.bundles.fabrics import Fabric
+from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key, training_schedule
 from surogate_core.engine.sharded_gradients import ShardedGradients, is_written
@@ -58,6 +59,11 @@ class _Sums:
         for action in training_schedule(LAYERS, train_embedding=True):
             if action.verb == "reduce":
                 sums = self.store.fetch(action.key)
+                if action.key == EMBED and self.store.rows is not None:
+                    assert not sums
+                    (table_VD,) = _gradients(number, EMBED, [torch.empty(SHAPES["embed"])])
+                    self.store.rows.keep(torch.arange(len(table_VD)), table_VD)
+                    continue
                 written = is_written(self.store, action.key)
                 for total, gradient, replaces in zip(sums, _gradients(number, action.key, sums), written, strict=True):
                     total.copy_(gradient) if replaces else total.add_(gradient)
@@ -197,26 +203,40 @@ def test_the_embedding_of_a_tied_model_is_reduced_once(passes: tuple[int, ...]) 
 
 
 class _Recorded(TorchDispatchMode):
-    """What a micro-step writes, to be repeated as a CUDA graph does: Python's state is that of the recording."""
+    """What a micro-step computes, to be repeated as a CUDA graph does: Python's state is that of the recording."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._written: list[tuple[Any, ...]] = []
+        self._ran: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            self._written.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        self._ran.append((func, args, kwargs or {}, found))
+        return found
 
     def replay(self) -> None:
-        for func, args, kwargs in self._written:
-            func(*args, **kwargs)
+        for func, args, kwargs, found in self._ran:
+            again = func(*args, **kwargs)
+            # A view is as before; anything else is where later operations read it.
+            if isinstance(again, Tensor) and again.data_ptr() != found.data_ptr():
+                found.copy_(again)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def _send_rows(sums: _Sums, fabric: Fabric) -> _Sums:
+    """Let ranks exchange the rows of the embedding's gradient."""
+    shard, width = sums.shards[EMBED], SHAPES["embed"][1]
+    sums.store.rows = EmbeddingRows(
+        Stages.over(fabric), shard, start=0, tokens=SHAPES["embed"][0], width=width, dtype=torch.float32, device=CPU
+    )
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("tied", "rows"), [(True, False), (False, False), (False, True)], ids=["tied", "untied", "rows"]
+)
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_micro_steps_that_are_captured_by_kind_add_what_they_would(
-    steps: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+    steps: int, tied: bool, rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each kind is captured once, in the order of a step and after a warm-up, as `graphs.capture` does."""
     given = {
@@ -230,7 +250,8 @@ def test_micro_steps_that_are_captured_by_kind_add_what_they_would(
     monkeypatch.setattr(sys.modules[__name__], "_gradients", lambda number, key, sums: given[key])
 
     def work(fabric: Fabric) -> _Sums:
-        return _Sums(fabric, tied=tied, written=True, later=True)
+        sums = _Sums(fabric, tied=tied, written=True, later=True)
+        return _send_rows(sums, fabric) if rows else sums
 
     (sums,) = in_threads(1, work)
     (plain,) = in_threads(1, lambda fabric: _Sums(fabric, tied=tied, written=True))
@@ -256,7 +277,7 @@ def test_micro_steps_that_are_captured_by_kind_add_what_they_would(
         found = sums.shards[EMBED][: expected.numel()].view(expected.shape)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
         for key in sums.shards:
-            if not tied or key != EMBED:  # whose sums have another order
+            if key != EMBED or not (tied or rows):  # whose sums have another order
                 torch.testing.assert_close(sums.shards[key], plain.shards[key], rtol=0, atol=0, equal_nan=True)
 
 
@@ -296,9 +317,12 @@ def test_nothing_is_reduced_at_the_end_of_a_micro_step_but_the_last_one(tied: bo
     assert in_threads(2, work) == [expected] * 2
 
 
-def test_a_step_that_has_failed_leaves_nothing_to_the_next_one() -> None:
+@pytest.mark.parametrize("rows", [False, True], ids=["sums", "rows"])
+def test_a_step_that_has_failed_leaves_nothing_to_the_next_one(rows: bool) -> None:
     def work(fabric: Fabric, *, fails: bool) -> dict[str, Tensor]:
         sums = _Sums(fabric, tied=False, written=True, later=True)
+        if rows:
+            _send_rows(sums, fabric)
         if fails:
             sums.micro_step(7, first=True, last=False)
         for i in range(2):
