@@ -124,7 +124,7 @@ def test_unequal_devices_get_a_note() -> None:
 
 def settings(**values: Any) -> Any:
     default = {"ranks": 2, "zero_level": 0, "exact": True, "micro_batches": 8, "update_on_cpu": False, "context": 1}
-    return SimpleNamespace(**{**default, "shard_ranks": 0, **values})
+    return SimpleNamespace(**{**default, "shard_ranks": 0, "varying": False, **values})
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,13 @@ def test_another_order_of_sums_gets_a_note() -> None:
     for equal in (True, False):
         first, weights = (settings(zero_level=1, exact=equal, shard_weights=shared) for shared in (False, True))
         assert reduction_of(weights) == reduction_of(first), "weights that are shared out change no sum"
+    sharded = settings(exact=False, zero_level=3)
+    before = {key: value for key, value in reduction_of(sharded).items() if key != "sharded"}
+    notes = [reduction_notes(sharded, saved(reduction=r), deterministic=True) for r in (before, reduction_of(sharded))]
+    assert ["another order than before" in " ".join(found) for found in notes] == [True, False], (
+        "once in every micro-step"
+    )
+    assert "sharded" not in reduction_of(settings(exact=False, zero_level=3, varying=True))
     assert reduction_notes(settings(ranks=1), saved(reduction=exact), deterministic=True) == []
     assert reduction_notes(settings(ranks=1), saved(), deterministic=True) == []
     assert "another order than before" in reduction_notes(settings(ranks=1), other, deterministic=True)[0]
