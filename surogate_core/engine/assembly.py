@@ -19,6 +19,7 @@ from surogate_core.bundles import (
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.sides import RouterLosses
 from surogate_core.dsl.trace import Compiler, Recompute
+from surogate_core.engine.lanes import reduces_later
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.kernels.registry import KernelTable
 
@@ -88,6 +89,11 @@ class EngineSettings:
     varying: bool = False
     """Whether the number of micro-batches differs from step to step."""
 
+    @property
+    def reduces_later(self) -> bool:
+        """Whether a micro-step leaves sums over ranks to the next one."""
+        return self.ranks > 1 and reduces_later(self.zero_level, exact=self.exact, varying=self.varying)
+
 
 def _keeps_none(name: str) -> bool:
     return False
@@ -128,19 +134,16 @@ class Assembly:
         return parted and not settings.exact and not self.offloader.moves("gradients")
 
     @property
-    def rows_ranks(self) -> int:
-        """The ranks that exchange the rows of the embedding's gradient (`EmbeddingRows`); 0 if its sums are reduced as
-        those of other pieces are.
-
-        Exact sums are over whole micro-batches. Where ranks share rows, they communicate in the compute stream alone.
+    def sends_rows(self) -> bool:
+        """Whether the ranks that share out a tensor exchange the rows of the embedding's gradient (`EmbeddingRows`),
+        instead of its sums. Where ranks share rows, they communicate in the compute stream alone.
         """
         settings = self.settings
         ranks = settings.shard_ranks or settings.ranks  # replicas add their sums afterwards
-        apart = settings.zero_level >= 2 and ranks > 1 and self.lora is None and not self.model.tied
-        simple = not settings.exact and not settings.varying and settings.context == 1
+        apart = self.lora is None and not self.model.tied and settings.context == 1
         here = not settings.update_on_cpu and not self.offloader.moves("gradients")
         few = ROWS_OF_VOCABULARY * ranks * settings.tokens <= self.model.vocab_size
-        return ranks if apart and simple and here and few else 0
+        return settings.reduces_later and apart and here and few
 
     @property
     def experts_apart(self) -> bool:

@@ -31,7 +31,7 @@ AT_ONCE = 2**24
 
 
 class EmbeddingRows:
-    """The rows that the ranks' micro-batches add to the embedding's gradient, in static buffers."""
+    """The rows that ranks add to the embedding's gradient in a micro-step, in static buffers (`Assembly.sends_rows`)."""
 
     def __init__(
         self,
@@ -54,14 +54,13 @@ class EmbeddingRows:
         """G. Each rank's part of the table is a number of whole blocks."""
         self._ids_RN = allocate(stages.parts * tokens, torch.int64, device).view(stages.parts, tokens)
         self._dx_RND = allocate(stages.parts * tokens * width, dtype, device).view(stages.parts, tokens, width)
-        self._at_once = self._tokens_at_once(width)
         self._added: torch.cuda.Event | None = None
 
     @classmethod
     def of(cls, assembly: Assembly, sharing: Sharing, group: ShardedGroup | None) -> EmbeddingRows | None:
         """Those of an engine; None if its ranks do not exchange rows. `group`: has the embedding."""
         settings = assembly.settings
-        if group is None or not assembly.rows_ranks:
+        if group is None or not assembly.sends_rows:
             return None
         part = group.parts[EMBED]
         return cls(
@@ -112,8 +111,9 @@ class EmbeddingRows:
         self._stages.gather(self._ids_RN.view(-1), self._tokens)
         self._stages.gather(self._dx_RND.view(-1), self._dx_RND[0].numel())
         if shard.numel():
+            at_once = self._tokens_at_once(self._dx_RND.shape[-1])
             for ids_N, dx_ND in zip(self._ids_RN, self._dx_RND, strict=True):
-                for ids, dx in zip(ids_N.split(self._at_once), dx_ND.split(self._at_once), strict=True):
+                for ids, dx in zip(ids_N.split(at_once), dx_ND.split(at_once), strict=True):
                     self._add_own_blocks(ids, dx)
         self._added = torch.cuda.current_stream().record_event() if shard.is_cuda else None
 

@@ -200,8 +200,7 @@ class Counts:
             frozen=frozen,
             exchanged=self.exchanged,
             replicas_once=assembly.adds_replicas_once,
-            rows=EmbeddingRows.bytes_of_rank(*self._rows()),
-            rows_ranks=assembly.rows_ranks,
+            rows=EmbeddingRows.bytes_of_rank(*self._rows()) if assembly.sends_rows else 0,
         )
 
     def _rows(self) -> tuple[int, int, torch.dtype]:
@@ -279,7 +278,7 @@ class Counts:
         inputs = "inputs and routes of experts" if assembly.model.expert_slots() else "inputs only"
         detail = inputs if self.settings.recompute.block else "kept for the backward"
         rest = assembly.offloader.place if moves else "device"
-        rows = EmbeddingRows.bytes_of(shares.rows_ranks, *self._rows()) if shares.rows_ranks else 0
+        rows = EmbeddingRows.bytes_of(shares.parts, *self._rows()) if shares.rows else 0
         two = "a layer and the next, on their way through"
         return [
             Held("gradients in use", "device", sums, "a piece's, the next one's coming and the last one's going"),

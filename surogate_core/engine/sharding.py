@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
-from surogate_core.engine.lanes import Share
+from surogate_core.engine.lanes import Share, reduces_later
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.engine.stages import Stages
@@ -147,10 +147,8 @@ class Sharing:
 
     @property
     def reduces_later(self) -> bool:
-        """Whether a micro-step leaves sums to the next one (`ShardedGradients`). An exact order has no room for that,
-        and where the number of micro-steps varies, none is known to be the last one.
-        """
-        return self.reduces_each_micro_step and not self.exact and not self.varying
+        """Whether a micro-step leaves sums to the next one (`ShardedGradients`)."""
+        return reduces_later(self.level, exact=self.exact, varying=self.varying)
 
     @property
     def reduces_each_micro_step(self) -> bool:

@@ -56,9 +56,7 @@ class Shares:
     replicas_once: bool = False
     """`Assembly.adds_replicas_once`."""
     rows: int = 0
-    """Bytes of a rank's rows of the embedding's gradient."""
-    rows_ranks: int = 0
-    """`Assembly.rows_ranks`."""
+    """Bytes of a rank's rows of the embedding's gradient; 0 if its sums are reduced (`Assembly.sends_rows`)."""
 
     @property
     def ranks(self) -> int:
@@ -195,7 +193,7 @@ class Shares:
     @property
     def _summed_pieces(self) -> Sequence[int]:
         """Elements of each piece that are reduced as whole sums."""
-        return (0, *self.decayed[1:]) if self.rows_ranks else self.decayed
+        return (0, *self.decayed[1:]) if self.rows else self.decayed
 
     @property
     def whole_sums(self) -> int:
@@ -273,26 +271,22 @@ class Shares:
                     micro_steps=times,
                     ranks=self._among,
                 ),
-                *(self._rows(steps) if self.rows_ranks else self._embedding(embedded)),
+                *(self._rows(steps) if self.rows else self._embedding(embedded)),
                 *self._replicas(times, embedded, headed),
             ]
         return found
 
     def _reductions(self, steps: int) -> tuple[int, int]:
         """How often the sums of the embedding, and those of the head, are reduced in a step of `steps` micro-steps."""
-        if self.rows_ranks:
+        if self.rows:
             return 0, 1  # the buffer that both would share has the head's alone
         times = 1 if self.level == 1 else steps
-        return 1 if self._later and not self.decayed[-1] else times, times
-
-    @property
-    def _later(self) -> bool:
-        """`Sharing.reduces_later`."""
-        return self.level >= 2 and not self.settings.exact and not self.settings.varying
+        return 1 if self.settings.reduces_later and not self.decayed[-1] else times, times
 
     def _embedding(self, times: int) -> Sequence[Sent]:
         """No backward is left beside the embedding's sums: the next micro-step's forward, or nothing."""
-        nbytes, deferred = self._others(GRADIENT * self.decayed[0]), times - 1 if self._later else 0
+        nbytes = self._others(GRADIENT * self.decayed[0])
+        deferred = times - 1 if self.settings.reduces_later else 0
         return (
             Sent(
                 what="gradients of the embedding, in the next micro-step",
@@ -314,7 +308,7 @@ class Shares:
 
     def _rows(self, steps: int) -> Sequence[Sent]:
         """`EmbeddingRows`: ids and gradients."""
-        nbytes, deferred = (self.rows_ranks - 1) * self.rows, steps - 1
+        nbytes, deferred = (self.parts - 1) * self.rows, steps - 1
         return (
             Sent(
                 what="rows of the embedding's gradient, in the next micro-step",

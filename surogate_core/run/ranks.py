@@ -155,7 +155,7 @@ def reduction_of(settings: EngineSettings, stages: Sequence[int] = ()) -> dict[s
             {"exact": False, "ranks": settings.ranks, "level": settings.zero_level if settings.ranks > 1 else 0}
             | ({"context": settings.context} if settings.context > 1 else {})
             | ({"shard": settings.shard_ranks} if settings.shard_ranks and settings.zero_level else {})
-            | ({"sharded": SHARDED_ORDER} if settings.ranks > 1 and _reduces_later(settings) else {})
+            | ({"sharded": SHARDED_ORDER} if settings.reduces_later else {})
             | ({"stages": list(stages)} if any(size & (size - 1) for size in stages) and len(stages) > 1 else {})
         )
     order = "interleaved" if settings.zero_level >= 2 else "neighbours"
@@ -189,11 +189,6 @@ def reduction_notes(
             "Sums over gradients have another order than before the checkpoint, and round differently from here on."
         )
     return notes
-
-
-def _reduces_later(settings: EngineSettings) -> bool:
-    """`Sharing.reduces_later`."""
-    return settings.zero_level >= 2 and not settings.exact and not settings.varying
 
 
 def _how_to_be_exact(settings: EngineSettings) -> str:

@@ -211,9 +211,9 @@ def test_rows_of_the_embedding_give_the_gradients_of_one_rank(
 WHERE: dict[str, Any] = {"zero_level": 3, "config": UNTIED, "build": tiny.SmallModel, "optimizer": tiny.ADAMW}
 
 
-def _rows_ranks(**changes: Any) -> int:
+def _sends_rows(**changes: Any) -> bool:
     keys = {**WHERE, "ranks": 2, "micro_batches": 4, **changes}
-    return tiny.assembly(keys.pop("config"), **keys).rows_ranks
+    return tiny.assembly(keys.pop("config"), **keys).sends_rows
 
 
 @pytest.mark.parametrize(
@@ -233,13 +233,13 @@ def _rows_ranks(**changes: Any) -> int:
 )
 def test_where_ranks_do_not_exchange_rows(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _have_few_rows(monkeypatch)
-    assert _rows_ranks() == 2
-    assert _rows_ranks(**changes) == 0
+    assert _sends_rows()
+    assert not _sends_rows(**changes)
 
 
 def test_rows_are_few_if_those_of_all_ranks_are_half_of_the_vocabulary() -> None:
     wide = {**UNTIED, "vocab_size": 4 * 2 * tiny.TOKENS}
-    assert _rows_ranks(ranks=4, config=wide) == 4
-    assert _rows_ranks(ranks=4, config={**wide, "vocab_size": wide["vocab_size"] - 1}) == 0
-    assert _rows_ranks(ranks=8, micro_batches=8, config=wide) == 0
-    assert _rows_ranks(ranks=8, micro_batches=8, config=wide, shard_ranks=4) == 4, "those of a replica"
+    assert _sends_rows(ranks=4, config=wide)
+    assert not _sends_rows(ranks=4, config={**wide, "vocab_size": wide["vocab_size"] - 1})
+    assert not _sends_rows(ranks=8, micro_batches=8, config=wide)
+    assert _sends_rows(ranks=8, micro_batches=8, config=wide, shard_ranks=4), "those of a replica are few"

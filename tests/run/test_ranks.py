@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from surogate_core.config.schema import RunConfig
+from surogate_core.engine.assembly import EngineSettings
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.run.ranks import (
     check_equal,
@@ -122,9 +123,10 @@ def test_unequal_devices_get_a_note() -> None:
     assert unequal_devices(["H200", "H100"])[0].startswith("The GPUs are not equal: H200 on rank 0; H100 on rank 1.")
 
 
-def settings(**values: Any) -> Any:
+def settings(**values: Any) -> EngineSettings:
     default = {"ranks": 2, "zero_level": 0, "exact": True, "micro_batches": 8, "update_on_cpu": False, "context": 1}
-    return SimpleNamespace(**{**default, "shard_ranks": 0, "varying": False, **values})
+    place = {"device": torch.device("cpu"), "tokens": 1, "borders": 2, "max_seqlen": 1}
+    return EngineSettings(**{**place, **default, **values})
 
 
 @pytest.mark.parametrize(
