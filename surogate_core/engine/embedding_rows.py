@@ -31,7 +31,7 @@ AT_ONCE = 2**24
 
 
 class EmbeddingRows:
-    """The rows of all ranks in the embedding's gradient in a micro-step (`Assembly.sends_rows`), in static buffers."""
+    """The rows of the embedding's gradient in a micro-step of all ranks (`Assembly.sends_rows`), in static buffers."""
 
     def __init__(
         self,
