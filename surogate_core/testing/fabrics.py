@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -333,7 +334,13 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], place: Path) -> str:
 def _main(file: str, rank: int) -> None:
     given = json.loads(Path(file).read_bytes())
     sys.path[:] = given["path"]
-    found = _rank(given, rank)
+    try:
+        found = _rank(given, rank)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # At an ordinary exit the threads of a group that is still open can abort the process, and hide the error.
+        os._exit(1)
     (Path(file).parent / f"found {rank}").write_text(json.dumps(found), encoding="utf-8")
 
 

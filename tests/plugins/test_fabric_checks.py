@@ -63,6 +63,7 @@ def test_groups_that_break_a_rule_are_named(build: Any, said: str) -> None:
             "in its group across 2, rank 0 of 4 is number 0 of 2, .* 0 to 1, not number 0 of 2, .* 0 to 2",
         ),
         (odd_fabrics.Bounded, "AssertionError: it has no `across`, and its spec says across=True"),
+        (odd_fabrics.Aborting, "AssertionError: it has no `across`, and its spec says across=True"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -149,6 +151,19 @@ class Bounded(Delegate):
     def connect(self) -> None:
         """As the sound one."""
         self._sound.connect()
+
+
+class Aborting(Bounded):
+    """As `Bounded`, and an ordinary exit of its process aborts."""
+
+    def __init__(self, options: NoOptions, context: FabricContext):
+        super().__init__(options, context)
+        atexit.register(_abort)
+
+
+def _abort() -> None:
+    os.write(2, b"terminate called\n")
+    os.abort()
 
 
 class Near(Sound):
