@@ -222,9 +222,11 @@ def prepare_material(
 ) -> Material:
     """Tokenise and pack the data, or map the cached result; the steps continue from the checkpoint."""
     config, model = base.config, base.resolved.model
+    show(Progress(task="loading the tokenizer", done=0, total=1))
     tokenizer, of_tokenizer = tokenizer_of_run(
         config, vocab_size=model.vocab_size, pretrained=base.resolved.weights is not None
     )
+    show(Progress(task="loading the tokenizer", done=1, total=1))
     spec = task_spec(config, registry)
     data, longest, notes = None, config.sequence_len, [*of_tokenizer]
     if spec.needs_data:

@@ -433,6 +433,7 @@ def test_long_work_is_shown(fake: tuple[Any, Registry], tmp_path: Path, base: li
     assert {
         "fetching the model",
         "verifying the checkpoint",
+        "loading the tokenizer",
         "loading weights",
         "differentiating Qwen3Block",
         "evaluating",
