@@ -346,7 +346,8 @@ def test_machines_with_other_plugins_are_refused(start: Any, own_cluster: Any, t
     (info / "entry_points.txt").write_text("[surogate]\nextra = plugin_extra\n")
     (site / "plugin_extra").mkdir()
     (site / "plugin_extra/__init__.py").write_text('SUROGATE_API = ">=2,<3"\n')
-    cluster = own_cluster({}, {"PYTHONPATH": str(site)})
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    cluster = own_cluster({}, {"PYTHONPATH": path})
     run = start(*LORA, "max_steps=2", *TWO_MACHINES, address=cluster.address)
     code, output = run.end()
     assert code != 0

@@ -193,6 +193,7 @@ def test_a_closed_terminal_saves_a_checkpoint(
 
     def take_terminal() -> None:
         os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where these tests run under nohup
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 
     # Standard error stays a pipe, so that a traceback would be seen.
