@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,10 @@ from run_fixtures import (  # noqa: F401
 from surogate_core import API_VERSION
 
 InstallPlugin = Callable[..., Path]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell without job control starts commands that end in `&`. Tests send the signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = itertools.count()
 

@@ -64,5 +64,6 @@ def join(source: Path, target: Path) -> None:
         whole.write(data)
     whole.seek(0)
     with tarfile.open(fileobj=whole) as archive:
-        archive.extractall(target, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # not in 3.11.0 to 3.11.3
+        archive.extractall(target)
     print(f"{len(digests)} parts joined in {target}")

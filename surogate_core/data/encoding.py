@@ -235,12 +235,22 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
         while under_way:
             yield under_way.popleft().result()
     except BrokenProcessPool as error:
+        _end_writes(pool)
         raise MachineError(
             "A process that tokenises was killed, most likely because memory ran out; the finished part is kept. "
             "Fix: run it again with a smaller `dataloader_num_workers` (0 uses only this process)."
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_writes(pool: ProcessPoolExecutor) -> None:
+    """Wake the thread that writes a chunk to a killed process. Before Python 3.11.5 it waits for ever, and `shutdown`
+    for it (https://github.com/python/cpython/issues/94777).
+    """
+    queue = getattr(pool, "_call_queue", None)
+    if queue is not None:
+        queue._reader.close()
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -96,7 +96,8 @@ def started_code() -> tuple[str, ...]:
             if _imports(file):
                 found.add(f"start-up file {file.name}, SHA-256 {digest_of(file)}")
     for name in ("sitecustomize", "usercustomize"):
-        spec = find_spec(name)
+        # `find_spec` would return the loaded module, and Debian's Python has loaded one of its own.
+        spec = PathFinder.find_spec(name)
         if spec is not None and spec.origin:
             found.add(f"start-up module {name}, SHA-256 {digest_of(Path(spec.origin))}")
     return tuple(sorted(found))

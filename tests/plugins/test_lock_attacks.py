@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from wheels import make_wheel, unpack
@@ -164,6 +166,19 @@ def test_an_attack_is_refused_and_runs_nothing(place: Path, name: str) -> None:
         load(place)
     assert not (place / "canary").exists()
     assert not [m for m in sys.modules if m.startswith("two_")]
+
+
+def test_a_loaded_sitecustomize_hides_no_other(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's Python loads one of its own."""
+    write(place / "own.py", "")
+    loaded = ModuleType("sitecustomize")
+    loaded.__spec__ = spec_from_file_location("sitecustomize", place / "own.py")
+    monkeypatch.setitem(sys.modules, "sitecustomize", loaded)
+    write_lock(installed_lock(installed_plugins()), place / "surogate.lock")
+    attack, message = ATTACKS["a sitecustomize"]
+    attack(place)
+    with pytest.raises(PluginError, match=message):
+        load(place)
 
 
 GROUPS = (

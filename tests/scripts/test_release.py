@@ -63,7 +63,8 @@ def test_archives_are_built_twice_with_equal_bytes(
 def test_the_core_is_packed_from_the_checkout_and_from_its_sdist(release: ModuleType, tmp_path: Path) -> None:
     release.build(ROOT / "core", tmp_path / "dist", "1700000000")
     with tarfile.open(tmp_path / "dist" / "surogate_core-0.1.0.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # not in 3.11.0 to 3.11.3
+        archive.extractall(tmp_path)
     release.build(tmp_path / "surogate_core-0.1.0", tmp_path / "again", "1700000000")
     wheels = [tmp_path / place / "surogate_core-0.1.0-py3-none-any.whl" for place in ("dist", "again")]
     names = [sorted(zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
