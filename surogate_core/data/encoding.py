@@ -10,6 +10,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -245,11 +246,11 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
 
 
 def _end_writes(pool: ProcessPoolExecutor) -> None:
-    """Wake the thread that writes a chunk to a killed process. Before Python 3.11.5 it waits for ever, and `shutdown`
-    for it (https://github.com/python/cpython/issues/94777).
+    """Wake the thread that writes a chunk to a killed process, which `shutdown` waits for. Since 3.11.5 Python does so
+    itself (https://github.com/python/cpython/issues/94777).
     """
     queue = getattr(pool, "_call_queue", None)
-    if queue is not None:
+    if sys.version_info < (3, 11, 5) and queue is not None:
         queue._reader.close()
 
 
