@@ -5,7 +5,9 @@ This module imports nothing heavy, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 0
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        _flush()
     except SurogateError as error:
         _report(error)
         return error.exit_code
@@ -79,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("surogate: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has gone (`| head`): keep Python from failing again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # the reader has gone (`| head`)
         return code
     except Exception as error:
         report_bug(error)
@@ -94,6 +95,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_bug(end)
         return 1
     return code
+
+
+def _flush() -> None:
+    """Write what standard output still holds. A terminal that has been closed changes no exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.EIO or not stat.S_ISCHR(os.fstat(sys.stdout.fileno()).st_mode):
+            raise
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Keep Python from failing again when it flushes standard output at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

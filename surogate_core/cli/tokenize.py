@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from surogate_core.errors import SurogateError, UserError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from surogate_core.cli.arguments import Arguments
     from surogate_core.config.schema import RunConfig
+    from surogate_core.events import Progress
     from surogate_core.plugins.registry import Registry
 
 USAGE = """\
@@ -56,11 +59,12 @@ def main(argv: Sequence[str]) -> int:
 
     logs.configure()
     config, registry = load(arguments, task)
-    with _terminated():
-        return _tokenize(config, registry, words)
+    with _Stopping() as stopping:
+        return _tokenize(config, registry, words, stopping.check)
 
 
-def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
+def _tokenize(config: RunConfig, registry: Registry, words: _Words, check: Callable[[], None]) -> int:
+    """`check`: see `_Stopping`."""
     from surogate_core.cli import tokenize_view
     from surogate_core.cli.progress import shown_progress
     from surogate_core.data.pipeline import prepare
@@ -71,7 +75,12 @@ def _tokenize(config: RunConfig, registry: Registry, words: _Words) -> int:
     spec = registry.get("task", config.task)
     tokenizer, notes = tokenizer_of_run(config, vocab_size=_vocabulary(config, registry), pretrained=pretrained)
     began = time.perf_counter()
-    with shown_progress() as progress:
+    with shown_progress() as show:
+
+        def progress(event: Progress) -> None:
+            check()
+            show(event)
+
         data = prepare(
             config,
             tokenizer,
@@ -162,19 +171,40 @@ def _refuse_other_answers(arguments: Arguments) -> None:
         raise UserError(f"surogate tokenize has no {arguments.hydra[0]}. Fix: surogate sft {shown}")
 
 
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does, so that the half-built entry of the cache is removed; exit code 143."""
+class _Stopping:
+    """While entered, SIGINT and SIGTERM unwind the command, so that the half-built entry of the cache is removed; exit
+    code 130 or 143.
 
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+    Python drops what is raised inside a finaliser, and the package regex has many. Then `check` raises later.
+    """
 
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread, whose owner handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # otherwise its owner handles signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if isinstance(error, SurogateError):
+            self.check()  # the signal has ended a process that helps, and this one has dropped it
+
+    def check(self) -> None:
+        """End the command if a signal came."""
+        if self._received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._received is not None:
+            raise SystemExit(128 + self._received)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        while frame is not None and frame.f_code.co_name != "__del__":
+            frame = frame.f_back
+        if frame is None:
+            self.check()

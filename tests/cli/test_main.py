@@ -249,6 +249,22 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert not done.stderr
 
 
+def test_a_closed_terminal_changes_no_exit_code() -> None:
+    terminal, side = os.openpty()
+    # What is printed stays in Python's buffer until the command ends.
+    program = (
+        "import os, sys, time\nsys.stdout = open(1, 'w', buffering=4096)\n"
+        "from surogate_core.cli.main import main\nsys.stdin.read()\nsys.exit(main(['--version']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=side, stderr=subprocess.PIPE, text=True
+    ) as process:
+        os.close(side)
+        os.close(terminal)
+        _, said = process.communicate(timeout=60)
+        assert (process.returncode, said) == (0, "")
+
+
 # -------------------------------------------------------------------------------- configs
 
 

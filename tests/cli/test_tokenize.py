@@ -401,6 +401,38 @@ def test_a_signal_leaves_nothing_half_written(number: signal.Signals, code: int,
     assert not list(cache.rglob("meta.json"))
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_a_finaliser_is_not_lost(
+    number: signal.Signals,
+    code: int,
+    tokenize: Tokenize,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from surogate_core.run import tokenizer_of_run as module
+
+    class Signals:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    def load(*arguments: Any, **named: Any) -> Any:
+        Signals()
+        return tokenizer_of_run(*arguments, **named)
+
+    tokenizer_of_run = module.tokenizer_of_run
+    monkeypatch.setattr(module, "tokenizer_of_run", load)
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        found = tokenize("--json")
+    except SystemExit as end:
+        found = int(str(end))
+    assert found == code
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert "Exception ignored" not in captured.err
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+
+
 def test_progress_lines_where_there_is_no_terminal(
     tokenize: Tokenize, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
