@@ -193,7 +193,7 @@ class _Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         if isinstance(error, SurogateError):
-            self.check()  # the signal has ended a process that helps, and this one has dropped it
+            self.check()  # a signal that was dropped here may have ended a process that helps
 
     def check(self) -> None:
         """End the command if a signal came."""
