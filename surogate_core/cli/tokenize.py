@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from surogate_core.errors import SurogateError, UserError
+from surogate_core.train.signals import StopSignals
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import FrameType, TracebackType
 
     from surogate_core.cli.arguments import Arguments
     from surogate_core.config.schema import RunConfig
@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
 
     logs.configure()
     config, registry = load(arguments, task)
-    with _Stopping() as stopping:
+    stopping = _Stopping()
+    with stopping:
         return _tokenize(config, registry, words, stopping.check)
 
 
@@ -171,39 +172,28 @@ def _refuse_other_answers(arguments: Arguments) -> None:
         raise UserError(f"surogate tokenize has no {arguments.hydra[0]}. Fix: surogate sft {shown}")
 
 
-class _Stopping:
-    """While entered, SIGINT and SIGTERM unwind the command, so that the half-built entry of the cache is removed; exit
-    code 130 or 143.
+class _Stopping(StopSignals):
+    """A signal unwinds the command at once, so that the half-built entry of the cache is removed.
 
     Python drops what is raised inside a finaliser, and the package regex has many. Then `check` raises later.
     """
 
-    def __init__(self) -> None:
-        self._received: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # otherwise its owner handles signals
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
         if isinstance(error, SurogateError):
             self.check()  # a signal that was dropped here may have ended a process that helps
 
     def check(self) -> None:
         """End the command if a signal came."""
-        if self._received == signal.SIGINT:
+        if self.received == signal.SIGINT:
             raise KeyboardInterrupt
-        if self._received is not None:
-            raise SystemExit(128 + self._received)
+        if self.received is not None:
+            raise SystemExit(self.exit_code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        super()._handle(number, frame)
         while frame is not None and frame.f_code.co_name != "__del__":
             frame = frame.f_back
         if frame is None:

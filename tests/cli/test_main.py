@@ -253,7 +253,7 @@ def test_a_closed_terminal_changes_no_exit_code() -> None:
     terminal, side = os.openpty()
     # What is printed stays in Python's buffer until the command ends.
     program = (
-        "import os, sys, time\nsys.stdout = open(1, 'w', buffering=4096)\n"
+        "import sys\nsys.stdout = open(1, 'w', buffering=4096)\n"
         "from surogate_core.cli.main import main\nsys.stdin.read()\nsys.exit(main(['--version']))"
     )
     with subprocess.Popen(

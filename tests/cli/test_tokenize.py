@@ -401,7 +401,7 @@ def test_a_signal_leaves_nothing_half_written(number: signal.Signals, code: int,
     assert not list(cache.rglob("meta.json"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_in_a_finaliser_is_not_lost(
     number: signal.Signals,
     code: int,
@@ -421,16 +421,17 @@ def test_a_signal_in_a_finaliser_is_not_lost(
 
     tokenizer_of_run = module.tokenizer_of_run
     monkeypatch.setattr(module, "tokenizer_of_run", load)
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    before = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
     try:
         found = tokenize("--json")
     except SystemExit as end:
         found = int(str(end))
-    assert found == code
+    finally:
+        after = signal.signal(number, before)
+    assert (found, after) == (code, signal.SIG_DFL)
     captured = capsys.readouterr()
     assert not captured.out
     assert "Exception ignored" not in captured.err
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def test_progress_lines_where_there_is_no_terminal(
