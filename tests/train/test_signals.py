@@ -16,14 +16,17 @@ from surogate_core.train.signals import StopSignals, TimeUp, time_limit
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_first_is_recorded_and_handlers_return(number: signal.Signals, code: int) -> None:
-    before = signal.getsignal(number)
-    with StopSignals() as stop:
-        assert stop.received is None
-        assert stop.exit_code == 0
-        os.kill(os.getpid(), number)
-        assert stop.received == number
-        assert stop.exit_code == code
-    assert signal.getsignal(number) is before
+    before = signal.signal(number, signal.default_int_handler)  # nohup ignores SIGHUP
+    try:
+        with StopSignals() as stop:
+            assert stop.received is None
+            assert stop.exit_code == 0
+            os.kill(os.getpid(), number)
+            assert stop.received == number
+            assert stop.exit_code == code
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
