@@ -17,9 +17,9 @@ from surogate_core.bundles import AdvantageSpec
 from surogate_core.bundles.advantages import advantages
 from surogate_core.errors import UserError
 from surogate_core.events import Rollouts, RolloutSample, RolloutSamples, Spread
+from surogate_task_grpo import no_signal
 from surogate_task_grpo.options import GRPOOptions, truncation
-from surogate_task_grpo.play import TEMPLATE, TOO_LONG, Played
-from surogate_task_grpo.reward_model import FAULT
+from surogate_task_grpo.play import Played
 
 Prompts = Sequence[tuple[int, Any]]
 """(number of the prompt in the run, its task in the environment)."""
@@ -29,17 +29,6 @@ PENALTY = "length_penalty"
 """Name of the reward that `truncated_completions=penalty` adds."""
 DIVERGENCE = "kl_penalty"
 """Name of the reward that the loss type rloo adds if beta is not 0."""
-TIMEOUT = "timeout"
-"""Reason of a fault: the environment has not answered within `environment_timeout`."""
-FIX = "see what the environment does with `surogate env check`"
-"""If no completion has a reward."""
-FIXES = {
-    TOO_LONG: "a larger sequence_len, or shorter prompts",
-    TEMPLATE: "a `template` that takes the messages of the environment",
-    TIMEOUT: "a larger environment_timeout if the environment is only slow; `surogate env check` shows what it does",
-    FAULT: "a reward model whose scores are numbers; `surogate eval` measures it",
-}
-"""The same by the reason of the fault."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,11 +86,13 @@ class Collector:
                     break
                 groups += self._groups(missing)
                 refills += bool(attempt or refill)
-                if len(groups) > 1 and all(one.reason == TIMEOUT for group in groups for one in group.played):
-                    raise UserError(self._why_no_signal(groups))  # more of them would take as long
+                if len(groups) > 1 and all(one.reason == no_signal.TIMEOUT for group in groups for one in group.played):
+                    raise UserError(
+                        no_signal.message(self.options, [group.played for group in groups])
+                    )  # more of them would take as long
             if any(group.has_signal for group in groups):
                 return self._judged(groups, refills)
-        raise UserError(self._why_no_signal(groups))
+        raise UserError(no_signal.message(self.options, [group.played for group in groups]))
 
     def _groups(self, count: int) -> list[Group]:
         tasks, size = self.draw(count), self.options.num_generations
@@ -110,13 +101,9 @@ class Collector:
             self._penalise(one, divergence)
         some = (played[i * size : (i + 1) * size] for i in range(count))
         return [
-            Group(number=number, played=group, has_signal=self._has_signal(group))
+            Group(number=number, played=group, has_signal=no_signal.cause(self.options, group) is None)
             for (number, _), group in zip(tasks, some, strict=True)
         ]
-
-    def _has_signal(self, group: Sequence[Played]) -> bool:
-        rewards = {one.reward for one in group if one.reward is not None}
-        return len(rewards) > 1 and any(is_trained(self.options, one) for one in group)
 
     def _penalise(self, one: Played, divergence: float) -> None:
         """Lower the reward by the divergence, and near the largest length (DAPO, arXiv:2503.14476)."""
@@ -140,29 +127,6 @@ class Collector:
         for group, found in zip(groups, advantages(self.advantage, rewards_PG, lengths_PG).tolist(), strict=True):
             group.advantages, group.kept = found, group.has_signal
         return Generation(groups=groups, refills=refills)
-
-    def _why_no_signal(self, groups: Sequence[Group]) -> str:
-        played = [one for group in groups for one in group.played]
-        rewards = sorted({one.reward for one in played if one.reward is not None})
-        faults = Counter(one.reason for one in played if one.fault)
-        count = f"{len(groups):,} groups of {self.options.num_generations} completions"
-        if faults and not rewards:
-            listed = ", ".join(f"{reason} {number:,}" for reason, number in sorted(faults.items()))
-            detail = next((f", the first: {one.detail}" for one in played if one.fault and one.detail), "")
-            fix = "; ".join(sorted({FIXES.get(reason, FIX) for reason in faults}))
-            return f"None of {count} has a reward: {listed}{detail.rstrip('.')}. Fix: {fix}."
-        if not rewards:
-            return f"None of {count} has a reward: those of the environment are all None. Fix: {FIX}."
-        shown = f"every reward is {rewards[0]:g}" if len(rewards) == 1 else "the rewards within each group are equal"
-        return (
-            f"Reinforcement learning has no signal: in {count}, {shown}. Fix: train on examples of good answers first "
-            f"(surogate sft), take easier tasks, or raise num_generations or temperature."
-        )
-
-
-def is_trained(options: GRPOOptions, one: Played) -> bool:
-    """Whether a completion of a group with signal is trained on."""
-    return one.reward is not None and not (truncation(options) == "mask" and one.truncated)
 
 
 def _number(reward: float | None) -> float:

@@ -39,6 +39,7 @@ from surogate_task_grpo.conversation import Renderer
 from surogate_task_grpo.exchange import gathered
 from surogate_task_grpo.forward import Reference, logprobs
 from surogate_task_grpo.losses import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE, aggregation, columns, kl_penalty
+from surogate_task_grpo.no_signal import is_trained
 from surogate_task_grpo.options import GRPOOptions, advantage_name
 from surogate_task_grpo.packing import Batch, Document, Shape, arranged, micro_batch
 from surogate_task_grpo.play import Limits, Played, Player, Sample
@@ -48,7 +49,6 @@ from surogate_task_grpo.rollout import (
     Collector,
     Generation,
     Prompts,
-    is_trained,
     reward_figures,
     rollouts_event,
     samples_event,
