@@ -24,10 +24,11 @@ import structlog
 
 from surogate_core.logs import record_traceback
 from surogate_core.serve import LOOPBACK
-from surogate_core.serve.answers import Answer, Choice, Token, event
+from surogate_core.serve.answers import Answer, event
 from surogate_core.serve.asks import Ask, RequestError, read
 from surogate_core.serve.models import Served, find, usage_of
-from surogate_core.serve.worker import Chosen, Ticket, Worker
+from surogate_core.serve.parts import Parts
+from surogate_core.serve.worker import Ticket, Worker
 
 log = structlog.get_logger(__name__)
 
@@ -250,7 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
         ticket = model.ticket(ask)
         started = time.perf_counter()
         self.owner.worker.submit(ticket)
-        parts = _Parts(ask, model, ticket)
+        parts = Parts(ask, model, ticket)
         try:
             if ask.stream:
                 self._stream(ask, model, ticket, parts)
@@ -272,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
             tokens = "1 token" if parts.tokens == 1 else f"{parts.tokens} tokens"
             self.owner.note(f"{model.name}: {tokens} in {seconds:.1f} s, {state}")
 
-    def _events(self, ticket: Ticket, parts: _Parts) -> Iterator[None]:
+    def _events(self, ticket: Ticket, parts: Parts) -> Iterator[None]:
         """Takes what the worker has done, until all completions have ended; yields after each look."""
         looked = time.monotonic()
         while parts.open:
@@ -299,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             return True
 
-    def _stream(self, ask: Ask, model: Served, ticket: Ticket, parts: _Parts) -> None:
+    def _stream(self, ask: Ask, model: Served, ticket: Ticket, parts: Parts) -> None:
         answer = Answer(chat=ask.chat, model=model.name)
         self.close_connection = True
         self._head(200, {"Content-Type": "text/event-stream; charset=utf-8", "Connection": "close"})
@@ -356,67 +357,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """The server notes answers itself."""
-
-
-class _Parts:
-    """The completions of a ticket as they grow, for the thread that answers."""
-
-    def __init__(self, ask: Ask, model: Served, ticket: Ticket):
-        self._ask, self._model, self._ticket = ask, model, ticket
-        self._texts = [model.watch(ask, request) for request in ticket.requests]
-        self._reasons: list[Any] = [None] * len(ticket.requests)
-        self._logprobs: list[list[Token]] = [[] for _ in ticket.requests]
-        self._given = [0] * len(ticket.requests)
-        """Tokens with log-probabilities that `new` has given."""
-        self._offsets = [0] * len(ticket.requests)
-        self._touched: dict[int, None] = {}
-        self._echoed: set[int] = set()
-        self.tokens = 0
-        self.open = len(ticket.requests)
-
-    def take(self, chosen: Chosen) -> None:
-        """One more token."""
-        place = chosen.place
-        self._texts[place].take(chosen.token)
-        self._touched[place] = None
-        self.tokens += 1
-        ends = chosen.token in self._ticket.requests[place].stop_ids
-        if self._ask.logprobs and not ends:
-            self._logprobs[place].append(self._model.token(chosen.token, chosen.logprob))
-        if chosen.reason is not None:
-            self._reasons[place] = chosen.reason
-            self.open -= 1
-
-    def whole(self) -> list[Choice]:
-        """All completions."""
-        return [
-            Choice(
-                index=place,
-                text=self._echo(place) + watch.text(),
-                tokens=self._logprobs[place] if self._ask.logprobs else None,
-                reason=self._reasons[place],
-            )
-            for place, watch in enumerate(self._texts)
-        ]
-
-    def new(self) -> Iterator[Choice]:
-        """The new parts of completions since the last call."""
-        touched, self._touched = self._touched, {}
-        for place in touched:
-            reason = self._reasons[place]
-            text = self._echo(place) + self._texts[place].settled(reason is not None)
-            tokens = self._logprobs[place][self._given[place] :] if self._ask.logprobs else None
-            if not (text or tokens or reason):
-                continue
-            offset = self._offsets[place]
-            if tokens is not None:
-                self._given[place] += len(tokens)
-                self._offsets[place] += sum(len(token.text) for token in tokens)
-            yield Choice(index=place, text=text, tokens=tokens, offset=offset, reason=reason)
-
-    def _echo(self, place: int) -> str:
-        """The prompt before a completion, once, if the request asks for it."""
-        if not self._ask.echo or place in self._echoed:
-            return ""
-        self._echoed.add(place)
-        return self._model.echo(self._ask, self._ticket.requests[place])
