@@ -36,6 +36,10 @@ class ExportJob:
     """The tokens that end a completion."""
     sampling: Sampling
     """How tokens are chosen, from ``generation_config.json``."""
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """The mapping of ``generation_config.json``; empty without one."""
+    family: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's family says for this format (`ModelFamily.exports`); empty if it says nothing."""
     file: Path
     """The file to write; it gets its final name when it is complete."""
     place: Path

@@ -22,3 +22,8 @@ class ModelFamily:
     """Makes the model from the mapping of a ``config.json``; raises `UserError` naming a bad key."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Preset name → a ``config.json`` mapping, for training from random weights."""
+    exports: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
+    """Name of an export format → what that format needs to know about the family, from the mapping of a
+    ``config.json``. The format's page says which keys. A function raises `UserError` for a model that programs which
+    read the format compute in another way.
+    """

@@ -127,7 +127,7 @@ def convert(
         found, load_run_config([*found.overrides, *overrides], config_file=config_file, registry=registry), registry
     )
     with atomic.replaced_file(place, what="--to", fix="choose another place") as file:
-        job = _job(prepared, name=title_of(adapter or word), file=file, place=place, progress=progress)
+        job = _job(prepared, spec, name=title_of(adapter or word), file=file, place=place, progress=progress)
         done = spec.write(job, options)
     for path, text in done.texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,15 @@ def convert(
     return Converted(file=place, others=tuple(done.texts), notes=notes)
 
 
-def _job(prepared: Prepared, *, name: str, file: Path, place: Path, progress: Callable[[int, int], None]) -> ExportJob:
+def _job(
+    prepared: Prepared,
+    spec: ExportFormat,
+    *,
+    name: str,
+    file: Path,
+    place: Path,
+    progress: Callable[[int, int], None],
+) -> ExportJob:
     model, weights, adapter = prepared.model, prepared.resolved.weights, prepared.resolved.adapter
     assert weights is not None, "a word names a model that has weights"
     stack = adapter.stack if adapter is not None else ()
@@ -146,6 +154,7 @@ def _job(prepared: Prepared, *, name: str, file: Path, place: Path, progress: Ca
     def get(name: str) -> Tensor:
         return fold(name, weights.get(name), stack)
 
+    describe = prepared.resolved.family.exports.get(spec.name)
     return ExportJob(
         name=name,
         config={**model.config, "tie_word_embeddings": model.tied},
@@ -155,6 +164,8 @@ def _job(prepared: Prepared, *, name: str, file: Path, place: Path, progress: Ca
         tokenizer=prepared.tokenizer,
         stop_ids=prepared.stop_ids,
         sampling=prepared.sampling,
+        generation_config=prepared.generation_config,
+        family=describe(model.config) if describe is not None else {},
         file=file,
         place=place,
         progress=progress,

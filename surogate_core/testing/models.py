@@ -98,6 +98,18 @@ def says_what_it_is(family: ModelFamily) -> None:
         )
 
 
+def describes_itself_to_formats(family: ModelFamily) -> None:
+    """What `exports` says of each preset is a mapping with names as keys, or refuses the preset with a UserError."""
+    for name, describe in family.exports.items():
+        for preset, config in family.presets.items():
+            try:
+                found = describe(dict(config))
+            except UserError:
+                continue
+            keys = isinstance(found, Mapping) and all(isinstance(key, str) for key in found)
+            ensure(keys and bool(found), f"exports[{name!r}] of preset {preset}: {found!r} is not a mapping with names")
+
+
 def equals_transformers(family: ModelFamily) -> None:
     """Logits and every gradient agree with transformers' class to 1e-5 in fp32, on packed documents."""
     model = _reference(family)
@@ -260,6 +272,7 @@ def trains_with(recipes: Mapping[str, RecipeSpec]) -> Callable[[ModelFamily], No
 CHECKS = (
     reads_its_presets,
     says_what_it_is,
+    describes_itself_to_formats,
     equals_transformers,
     generates_as_transformers,
     comes_back_from_an_export,

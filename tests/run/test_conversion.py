@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +130,26 @@ def test_names_and_places(tmp_path: Path, adapter: Path) -> None:
     assert place_of(str(tmp_path / "x.safetensors"), SPEC, "acme/shop") == tmp_path / "x.safetensors"
     with pytest.raises(UserError, match=r"x.bin: is no .safetensors file. Fix: --to .*x.bin.safetensors"):
         place_of(str(tmp_path / "x.bin"), SPEC, "acme/shop")
+
+
+def test_a_format_receives_what_the_family_says_to_it(
+    hf_dir: Path, converting: Convert, installed: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ExportJob] = []
+    spec = replace(SPEC, write=lambda job, options: seen.append(job) or writes(job, options))
+    converting(hf_dir, spec)
+    assert seen[-1].family == {}
+    kind = json.loads((hf_dir / "config.json").read_text())["model_type"]
+    families = installed.all("model")
+    described = {
+        name: replace(one, exports={"tensors": lambda config: {"size": config["hidden_size"]}})
+        for name, one in families.items()
+        if kind in one.hf_model_types
+    }
+    real = Registry.all
+    monkeypatch.setattr(
+        Registry, "all", lambda self, what: families | described if what == "model" else real(self, what)
+    )
+    converting(hf_dir, spec)
+    assert seen[-1].family == {"size": seen[-1].config["hidden_size"]}
+    assert seen[-1].generation_config == json.loads((hf_dir / "generation_config.json").read_text())

@@ -401,3 +401,100 @@ def test_values_that_the_type_lacks(value: float, kind: str, reason: str, make: 
         model.model.layers[1].self_attn.o_proj.weight[0, 0] = value
     with pytest.raises(UserError, match=f"layers.1.self_attn.o_proj.weight: has .*{reason}"):
         SPEC.write(job, GgufOptions(type=kind))  # type: ignore[arg-type]
+
+
+def ids_of(job: ExportJob) -> dict[str, Any]:
+    fields = gguf.GGUFReader(job.place).fields
+    ends = "_token_id"
+    return {k.split(".")[-1].removesuffix(ends): v.contents() for k, v in fields.items() if k.endswith(ends)}
+
+
+def changed(job: ExportJob, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(job, name, value)
+
+
+def test_tokens_that_only_the_configuration_has(make: Make) -> None:
+    bare = a_tokenizer(QWEN)
+    bare.bos_token = bare.eos_token = bare.chat_template = None
+    # config.json, then generation_config.json, one of them as a list; ids outside of the vocabulary are ignored.
+    for config, generation, expected in [
+        ({"eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 1}, {}, {"bos": 0, "eos": 2, "padding": 1}),
+        ({}, {"eos_token_id": [2, 0], "bos_token_id": 0}, {"bos": 0, "eos": 2, "eot": 0}),
+        ({"eos_token_id": 7}, {"eos_token_id": 2}, {"eos": 7, "eot": 2}),
+        ({"eos_token_id": 400, "pad_token_id": -1}, {"eos_token_id": 2}, {"eos": 2}),
+    ]:
+        job, _ = make("qwen2", like=bare)
+        none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        stop = [generation.get("eos_token_id", config.get("eos_token_id"))]
+        stops = frozenset(stop[0] if isinstance(stop[0], list) else stop)
+        changed(job, config={**job.config, **none, **config}, generation_config=generation, stop_ids=stops)
+        SPEC.write(job, GgufOptions())
+        assert ids_of(job) == expected
+
+
+def test_a_model_without_an_end_token_is_said(make: Make) -> None:
+    bare = a_tokenizer(QWEN)
+    bare.bos_token = bare.eos_token = bare.chat_template = None
+    job, _ = make("qwen2", like=bare)
+    changed(job, config={**job.config, "eos_token_id": None}, stop_ids=frozenset())
+    assert any("has an end token" in note for note in SPEC.write(job, GgufOptions()).notes)
+
+
+def test_several_end_tokens(make: Make, tokenizer: PreTrainedTokenizerFast) -> None:
+    job, _ = make("qwen2")
+    changed(job, stop_ids=frozenset({0, 2}))
+    assert SPEC.write(job, GgufOptions()).notes == ()
+    assert ids_of(job) == {"bos": 0, "eos": 2, "eot": 2, "eom": 0}
+    changed(job, stop_ids=frozenset({0, 2, 5, 6}))
+    (note,) = SPEC.write(job, GgufOptions()).notes
+    five, six = tokenizer.convert_ids_to_tokens([5, 6])
+    assert f"llama.cpp may go on after {five}, {six}. Name them as stop texts there" in note
+
+
+def test_a_family_describes_itself(make: Make) -> None:
+    job, _ = make("llama", attention_bias=True)
+    SPEC.write(job, GgufOptions())
+    expected = job.place.read_bytes()
+    family: dict[str, Any] = {"arch": "llama", "interleaved": True, "has_frequency_factors": True}
+    family["biases"] = ("attn_q", "attn_k", "attn_v", "attn_output")
+    changed(job, config={**job.config, "model_type": "acme"}, family=family)
+    SPEC.write(job, GgufOptions())
+    assert job.place.read_bytes() == expected
+    # Names, figures and other weights of its own.
+    renamed = {name.replace("self_attn.q_proj", "mix.queries"): shape for name, shape in job.shapes.items()}
+    get = job.get
+    changed(
+        job,
+        shapes=renamed,
+        dtypes=dict.fromkeys(renamed, torch.float32),
+        get=lambda name: get(name.replace("mix.queries", "self_attn.q_proj")),
+        family={
+            **family,
+            "tensors": {"model.layers.{}.mix.queries": "blk.{}.attn_q"},
+            "figures": {"attention.sliding_window": 128, "context_length": 99},
+            "convert": lambda name, weight: weight + 1 if name == "model.norm.weight" else weight,
+        },
+    )
+    SPEC.write(job, GgufOptions())
+    reader = gguf.GGUFReader(job.place)
+    assert reader.fields["llama.attention.sliding_window"].contents() == 128
+    assert reader.fields["llama.context_length"].contents() == 99
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert {"blk.0.attn_q.weight", "blk.1.attn_q.bias"} <= tensors.keys()
+    assert np.array_equal(tensors["output_norm.weight"], get("model.norm.weight").numpy() + 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ({"arch": "lama"}, r"'acme' describes it with an unknown `arch` 'lama'\. .* llama"),
+        ({"arch": "llama", "bias": ()}, r"unknown key 'bias'\. .* one of arch, biases, "),
+    ],
+)
+def test_a_description_with_a_mistake(family: dict[str, Any], reason: str, make: Make) -> None:
+    job, _ = make("llama")
+    changed(job, config={**job.config, "model_type": "acme"}, family=family)
+    with pytest.raises(UserError, match=reason):
+        SPEC.write(job, GgufOptions())
+    assert not job.file.exists()

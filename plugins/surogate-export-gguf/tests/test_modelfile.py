@@ -156,7 +156,7 @@ def test_marks_of_what_is_trained_have_no_effect(template: str) -> None:
 def test_the_file(tmp_path: Path) -> None:
     tokenizer = with_template(CHATML)
     path, job = tmp_path / "Modelfile", job_of(tokenizer, tmp_path / "tiny.gguf")
-    text, notes = modelfile(job, Vocabulary.of(tokenizer, 400), path)
+    text, notes = modelfile(job, Vocabulary.of(job, 400), path)
     lines = text.splitlines()
     assert lines[:2] == [
         "# Written by `surogate export`. Use: ollama create NAME -f Modelfile",
@@ -170,17 +170,17 @@ def test_the_file(tmp_path: Path) -> None:
     } <= set(lines)
     assert not notes
     path.write_text(text)
-    modelfile(job, Vocabulary.of(tokenizer, 400), path)  # its own may be replaced
+    modelfile(job, Vocabulary.of(job, 400), path)  # its own may be replaced
     path.write_text("FROM llama3")
     with pytest.raises(UserError, match="was not written by"):
-        modelfile(job, Vocabulary.of(tokenizer, 400), path)
+        modelfile(job, Vocabulary.of(job, 400), path)
 
 
 def test_a_template_that_ollama_must_choose(tmp_path: Path) -> None:
     tokenizer = with_template(BY_PLACE)
     job = job_of(tokenizer, tmp_path / "tiny.gguf")
-    text, notes = modelfile(job, Vocabulary.of(tokenizer, 400), tmp_path / "Modelfile")
+    text, notes = modelfile(job, Vocabulary.of(job, 400), tmp_path / "Modelfile")
     assert "TEMPLATE" not in text
     assert "Ollama chooses one" in notes[0]
     tokenizer.chat_template = None
-    assert "TEMPLATE {{ .Prompt }}\n" in modelfile(job, Vocabulary.of(tokenizer, 400), tmp_path / "Modelfile")[0]
+    assert "TEMPLATE {{ .Prompt }}\n" in modelfile(job, Vocabulary.of(job, 400), tmp_path / "Modelfile")[0]

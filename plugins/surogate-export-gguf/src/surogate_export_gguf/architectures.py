@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
 import gguf
+import torch
 
 from surogate_core.bundles import ExportJob
 from surogate_core.dsl.rope import Rope
@@ -21,7 +23,9 @@ _QK = re.compile(r"\.attn_([qk])\.(weight|bias)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family as llama.cpp computes it."""
+    """A family as llama.cpp computes it. Its fields are the keys of `ModelFamily.exports["gguf"]`, with the name of the
+    architecture as `arch`.
+    """
 
     arch: gguf.MODEL_ARCH
     biases: frozenset[str] = frozenset()
@@ -30,6 +34,38 @@ class Family:
     """Whether RoPE turns neighbouring features, so that rows of q and k are in another order than Hugging Face's."""
     has_frequency_factors: bool = False
     """Whether RoPE's frequencies may have a factor each, as Llama 3's have."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Hugging Face name → name in the file of modules that the package `gguf` has no name for in this architecture,
+    both without ``.weight`` and with ``{}`` for the number of the layer.
+    """
+    figures: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    """Further keys of the file, without the architecture's name in front, such as ``attention.sliding_window``. A key
+    that the file has anyway gets this value.
+    """
+    convert: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    """(Hugging Face name, weight) → the weight as the file has it, of the same shape."""
+
+    @classmethod
+    def of(cls, job: ExportJob) -> Family:
+        """The family of a job: as its own plugin describes it, otherwise one of `FAMILIES`."""
+        kind = str(job.config.get("model_type"))
+        if not job.family:
+            if kind in FAMILIES:
+                return FAMILIES[kind]
+            raise UserError(
+                f"--format gguf: models of type {kind!r} are not available; {', '.join(FAMILIES)} are. "
+                f"Fix: `surogate merge`, then a converter that knows this type. The plugin of a model family can "
+                f"describe it: `ModelFamily.exports`."
+            )
+        known = [one.name for one in fields(cls)]
+        if unknown := sorted(set(job.family) - set(known)):
+            raise _wrong(kind, f"key {unknown[0]!r}", f"one of {', '.join(known)}")
+        names = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+        name = job.family.get("arch")
+        if name not in names:
+            near = get_close_matches(str(name), names, n=3) or ["a name of gguf.MODEL_ARCH_NAMES"]
+            raise _wrong(kind, f"`arch` {name!r}", " or ".join(near))
+        return cls(**{**job.family, "arch": names[name], "biases": frozenset(job.family.get("biases", ()))})
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -66,13 +102,7 @@ class Architecture:
 
     def __init__(self, job: ExportJob):
         self.config = job.config
-        kind = str(job.config.get("model_type"))
-        if kind not in FAMILIES:
-            raise UserError(
-                f"--format gguf: models of type {kind!r} are not available; {', '.join(FAMILIES)} are. "
-                f"Fix: `surogate merge`, then a converter that knows this type."
-            )
-        self.family = FAMILIES[kind]
+        self.family = Family.of(job)
         self.name: str = gguf.MODEL_ARCH_NAMES[self.family.arch]
         self.heads, self.kv_heads = (
             int(job.config["num_attention_heads"]),
@@ -107,7 +137,9 @@ class Architecture:
         names = gguf.get_tensor_name_map(self.family.arch, self.layers)
         parts: dict[str, list[str]] = {}
         for name in shapes:
-            found = names.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+            found = self._own_name(name) or names.get_name(
+                _EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias")
+            )
             if found is None or (found.endswith(".bias") and found.split(".")[-2] not in self.family.biases):
                 raise UserError(
                     f"--format gguf: {name} has no place in a {self.name} file. "
@@ -120,6 +152,18 @@ class Architecture:
             one = shapes[own[0]]
             made.append(Tensor(name, tuple(own), (len(own), *one) if _EXPERT.search(own[0]) else one))
         return made
+
+    def _own_name(self, name: str) -> str | None:
+        """The name that the family gives a tensor; None where it gives none."""
+        module, _, suffix = name.rpartition(".")
+        layer = re.search(r"\.(\d+)\.", module)
+        number = layer[1] if layer else ""
+        found = self.family.tensors.get(module.replace(f".{number}.", ".{}.", 1) if layer else module)
+        return None if found is None else f"{found.format(number)}.{suffix}"
+
+    def converted(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A tensor of the model as the file has it."""
+        return weight if self.family.convert is None else self.family.convert(name, weight)
 
     def heads_of(self, name: str) -> int:
         """The heads whose rows of a tensor must be reordered; 0 for none."""
@@ -145,6 +189,9 @@ class Architecture:
             writer.add_expert_used_count(int(config["num_experts_per_tok"]))
             writer.add_expert_feed_forward_length(int(config["moe_intermediate_size"]))
         self._add_rope(writer)
+        for key, value in self.family.figures.items():
+            writer.kv_data[0].pop(f"{self.name}.{key}", None)
+            writer.add_key_value(f"{self.name}.{key}", value, gguf.GGUFValueType.get_type(value))
 
     def _context(self) -> int:
         """Tokens of the longest sequence. Some models with yarn state the positions before it."""
@@ -179,6 +226,13 @@ class Architecture:
         plain = {k: v for k, v in self.config.items() if k not in ("rope_scaling", "rope_parameters")}
         unscaled = Rope({**plain, "rope_theta": self.rope.theta}, self.head_dim).frequencies()
         return (unscaled / self.rope.frequencies()).numpy()
+
+
+def _wrong(kind: str, what: str, fix: str) -> UserError:
+    return UserError(
+        f"--format gguf: the plugin of the model family {kind!r} describes it with an unknown {what}. "
+        f"Fix: in its `ModelFamily.exports`, {fix}."
+    )
 
 
 def _number_of_expert(name: str) -> int:

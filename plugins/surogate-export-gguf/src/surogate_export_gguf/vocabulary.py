@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import gguf
 
+from surogate_core.bundles import ExportJob
 from surogate_core.data.tokenizer import turn_end_id
 from surogate_core.errors import UserError
 from surogate_export_gguf import pieces
@@ -59,8 +60,9 @@ class Vocabulary:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
+    def of(cls, job: ExportJob, size: int) -> Vocabulary:
         """The vocabulary for `size` rows of an embedding; raises `UserError` for a tokenizer that llama.cpp lacks."""
+        tokenizer = job.tokenizer
         if not tokenizer.is_fast:
             raise _refusal("has no tokenizer.json")
         values = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -76,14 +78,17 @@ class Vocabulary:
         if (largest := max(tokens)) >= size:
             raise _refusal(f"has token ids up to {largest}, and the embedding has {size} rows")
         adds_bos, adds_eos = _added(tokenizer)
+        ids, unnamed = special_ids(job, size)
+        notes = [*kind.pop("notes", ()), *_end_notes(ids, [tokens.get(i, str(i)) for i in unnamed])]
         return cls(
             **kind,
             tokens=tuple(tokens.get(i, f"[PAD{i}]") for i in range(size)),
             types=tuple(int(types.get(i, gguf.TokenType.UNUSED)) for i in range(size)),
-            ids=_ids(tokenizer),
+            ids=ids,
             adds_bos=adds_bos,
             adds_eos=adds_eos,
             template=_template(tokenizer),
+            notes=tuple(notes),
         )
 
     def add_to(self, writer: gguf.GGUFWriter) -> None:
@@ -182,10 +187,42 @@ def _added(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
     return bos, eos
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    roles = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-    roles |= {"unk": tokenizer.unk_token_id, "eot": turn_end_id(tokenizer)}
-    return {role: i for role, i in roles.items() if i is not None}
+def special_ids(job: ExportJob, size: int) -> tuple[dict[str, int], list[int]]:
+    """Role → token id, and the tokens that end a completion for which the format has no key left.
+
+    A role that the tokenizer's files do not give is that of ``config.json``, as in llama.cpp's converter, or of
+    ``generation_config.json``. Further end tokens take the keys of a turn's and a message's end, ``eot`` and ``eom``.
+    """
+    tokenizer, found = job.tokenizer, {}
+    for role in ("bos", "eos", "pad"):
+        values = [getattr(tokenizer, f"{role}_token_id")]
+        for config in (job.config, job.generation_config):
+            own = config.get(f"{role}_token_id")
+            values += own if isinstance(own, list | tuple) else [own]
+        found[role] = next((i for i in values if _is_id(i, size)), None)
+    found |= {"unk": tokenizer.unk_token_id, "eot": turn_end_id(tokenizer)}
+    others = sorted(i for i in job.stop_ids - {found["eos"], found["eot"]} if _is_id(i, size))
+    for role in ("eos", "eot", "eom"):
+        if others and found.get(role) is None:
+            found[role] = others.pop(0)
+    return {role: i for role, i in found.items() if i is not None}, others
+
+
+def _is_id(value: object, size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
+
+
+def _end_notes(ids: Mapping[str, int], unnamed: list[str]) -> Iterator[str]:
+    if "eos" not in ids:
+        yield (
+            "neither the tokenizer nor config.json nor generation_config.json has an end token, and llama.cpp takes "
+            "a token of its own choice for it."
+        )
+    if unnamed:
+        yield (
+            f"the format has keys for three end tokens (eos, eot, eom), and the model has more: llama.cpp may go on "
+            f"after {', '.join(unnamed)}. Name them as stop texts there."
+        )
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]] | None:

@@ -42,7 +42,7 @@ LARGEST_F16 = torch.finfo(torch.float16).max
 def write(job: ExportJob, options: GgufOptions) -> Exported:
     """Write `job.file`; raises `UserError` for a model or a tokenizer that llama.cpp does not compute."""
     architecture = Architecture(job)
-    vocabulary = Vocabulary.of(job.tokenizer, architecture.vocab_size)
+    vocabulary = Vocabulary.of(job, architecture.vocab_size)
     chosen = _type(job, options)
     types = {tensor.name: _type_of(tensor, chosen) for tensor in architecture.tensors}
     notes = list(vocabulary.notes)
@@ -118,7 +118,7 @@ def _write_tensors(
             writer.write_tensor_data(factors)
         done = 0
         for tensor in architecture.tensors:
-            data = _data(job, tensor, types[tensor.name], architecture.heads_of(tensor.name))
+            data = _data(job, tensor, types[tensor.name], architecture)
             writer.write_tensor_data(data)
             done += data.nbytes
             job.progress(done, total)
@@ -126,8 +126,10 @@ def _write_tensors(
         writer.close()
 
 
-def _data(job: ExportJob, tensor: Tensor, kind: gguf.GGMLQuantizationType, heads: int) -> Data:
-    parts = [_converted(name, _ordered(job.get(name), heads), kind) for name in tensor.parts]
+def _data(job: ExportJob, tensor: Tensor, kind: gguf.GGMLQuantizationType, architecture: Architecture) -> Data:
+    heads = architecture.heads_of(tensor.name)
+    weights = ((name, architecture.converted(name, job.get(name))) for name in tensor.parts)
+    parts = [_converted(name, _ordered(weight, heads), kind) for name, weight in weights]
     return np.stack(parts) if len(tensor.shape) > len(job.shapes[tensor.parts[0]]) else parts[0]
 
 
