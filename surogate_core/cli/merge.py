@@ -71,7 +71,8 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
                 raise UserError(f"{flag}: a value must follow. Fix: {flag} DIR")
             value = words.pop(0)
         if flag in values:
-            raise UserError(f"{flag}: is given twice ({values[flag]}, {value}). Fix: keep one.")
+            shown = "RUN" if flag == "--checkpoint-dir" else flag
+            raise UserError(f"{shown}: is given twice ({values[flag]}, {value}). Fix: keep one.")
         values[flag] = value
     if empty := [flag for flag in values if not values[flag]]:
         raise UserError(f"surogate merge: {', '.join(empty)}: the value is empty. Fix: {empty[0]} DIR")

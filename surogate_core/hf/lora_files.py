@@ -26,9 +26,11 @@ from surogate_core.hf.contents import differences
 from surogate_core.hf.expert_adapters import OfAllExperts, is_of_all_experts
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from surogate_core.dsl.experts import Fused
+    from surogate_core.hf.weights import ModelDir, ReadPart
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -40,6 +42,9 @@ PREFIX = "base_model.model."
 """What PEFT puts before every module's name."""
 
 _SIDES = (".lora_A.weight", ".lora_B.weight")
+_HEAD = "lm_head.weight"
+_COPY = ".base_layer.weight"
+"""End of the name of a base weight that PEFT saves beside the adapter of an embedding or a head."""
 _SHOWN = 12
 
 _NEUTRAL = frozenset(
@@ -163,7 +168,7 @@ class LoraAdapter:
     @property
     def whole(self) -> tuple[str, ...]:
         """The weights that it has as whole matrices, by their Hugging Face names, sorted."""
-        return tuple(sorted(n.removeprefix(self.prefix) for n in self.tensors if not n.endswith(_SIDES)))
+        return tuple(sorted(n.removeprefix(self.prefix) for n in self.tensors if not n.endswith((*_SIDES, _COPY))))
 
     def ranks(self) -> dict[str, int]:
         """Module → rank."""
@@ -209,8 +214,6 @@ class LoraAdapter:
                 shown = len(problems) < _SHOWN
                 near = difflib.get_close_matches(module, linears, n=1, cutoff=0.8) if shown else []
                 hint = f"; the nearest is {near[0]}" if near else ""
-                if module == "lm_head":
-                    hint = ": its head is tied to the embedding"
                 problems.append(f"{module}: the base has no such linear layer{hint}")
             elif list(weight) != [outputs, inputs]:
                 problems.append(f"{module}: made for {[outputs, inputs]}, the base has {list(weight)}")
@@ -221,6 +224,26 @@ class LoraAdapter:
                 problems.append(f"{name}: a whole weight of {here}, the base has {found}")
         if problems:
             raise _bad(Path(self.source), key, problems, "it is not an adapter of this base", "name its own base")
+
+    def check_copies(self, base: ModelDir, *, key: str = "adapter_path") -> None:
+        """Raise `UserError` unless every copy of a base weight among the tensors is that of the base. Equal ones are
+        not used.
+        """
+        problems = []
+        for copy in sorted(name for name in self.tensors if name.endswith(_COPY)):
+            name = copy.removeprefix(self.prefix).removesuffix(_COPY) + ".weight"
+            if name not in base.names() or not base.has(name, *self._stored(copy)):
+                problems.append(f"{copy}: a copy of a base weight, which has other values than {name} of the base")
+        if problems:
+            raise _bad(Path(self.source), key, problems, "it was trained on another base", "name its own base")
+
+    def _stored(self, name: str) -> tuple[tuple[int, ...], ReadPart, torch.dtype]:
+        """Shape, a reader of parts, and dtype of a tensor."""
+        if isinstance(self.tensors, TensorFile):
+            info = self.tensors.infos[name]
+            return info.shape, partial(self.tensors.read_part, name), info.torch_dtype
+        flat = (whole := self.tensors[name]).view(-1)
+        return tuple(whole.shape), lambda first, into: into.copy_(flat[first : first + len(into)]), whole.dtype
 
     def _shape(self, name: str) -> tuple[int, ...]:
         name = self.prefix + name
@@ -314,13 +337,26 @@ def stack_fingerprint(stack: Iterable[LoraAdapter]) -> str:
     return hashlib.sha256(" ".join(adapter.fingerprint() for adapter in stack).encode()).hexdigest()
 
 
-def check_merging(stack: Iterable[LoraAdapter], shapes: Mapping[str, Sequence[int]], *, tied: bool, key: str) -> None:
-    """Refuse a stack that does not fit a base (tensor name → shape)."""
-    if tied:
-        # A file may contain the head although it is tied; the embedding is loaded.
-        shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+def check_merging(
+    stack: Iterable[LoraAdapter],
+    shapes: Mapping[str, Sequence[int]],
+    base: ModelDir | None,
+    *,
+    tied: bool,
+    key: str,
+) -> None:
+    """Refuse a stack that does not fit a base (tensor name → shape, and its files if it has any)."""
     for adapter in stack:
+        if tied and adapter.adapts(_HEAD):
+            why = f"{_HEAD}: the base has none that could change alone, because its head is tied to the embedding"
+            fix = (
+                "save the base with a copy of the embedding as lm_head.weight and tie_word_embeddings false, which is "
+                "the same model, and name that"
+            )
+            raise _bad(Path(adapter.source), key, [why], fix=fix)
         adapter.check_against(shapes, key=key)
+        if base is not None:
+            adapter.check_copies(base, key=key)
         if tied and (embeddings := [name for name in adapter.whole if "embed" in name]):
             why = (
                 f"{embeddings[0]}: a whole weight, which the base uses for its head too; it may be meant for one alone"
@@ -463,11 +499,7 @@ def _wrong_tensors(file: TensorFile, prefix: str, ranks: Callable[[str], int], s
     problems = []
     for name, info in file.infos.items():
         side = next((s for s in _SIDES if name.endswith(s)), None)
-        if name.endswith(".base_layer.weight"):
-            why = "a copy of a base layer, which is not read; save with save_embedding_layers=False"
-            problems.append(f"{name}: {why}")
-            continue
-        if side is None and name.startswith(prefix) and _is_saved(name, saved):
+        if side is None and name.startswith(prefix) and (name.endswith(_COPY) or _is_saved(name, saved)):
             if info.dtype not in FLOATS:
                 problems.append(f"{name}: is {info.dtype}, not a float")
             continue

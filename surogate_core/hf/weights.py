@@ -6,7 +6,8 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from surogate_core.dsl.experts import Fused
 
+    ReadPart = Callable[[int, Tensor], object]
+    """Reads the elements of a tensor from a number on into a flat tensor."""
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -32,6 +36,12 @@ MODELOPT = "hf_quant_config.json"
 _SMALL_FILES = ("config.json", "generation_config.json", MODELOPT, INDEX)
 
 _COPY_AGAIN = "Fix: download or copy the complete model again."
+
+TIED = "tie_word_embeddings"
+"""The key of ``config.json`` that says whether the head uses the embedding's weight."""
+
+_COMPARED = 2**22
+"""Elements of two tensors that are compared at a time."""
 
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale", ".k_scale", ".v_scale")
 """Ends of names of scales that quantised checkpoints have for inference."""
@@ -94,6 +104,46 @@ class ModelDir:
         where = {part: file for name, file in self._where.items() for part in names[name]}
         files = {name: file.split(parts) for name, file in self._files.items()}
         return ModelDir(self.path, self.config, files, where)
+
+    def with_head(self, head: str, embedding: str, *, key: str = TIED) -> ModelDir:
+        """The directory of a model whose `key` ties `head` to `embedding`, as its files are: transformers 5 and vLLM
+        read it so.
+
+        Where the files have both tensors, an equal copy is left out of them, and for a head with other values `key` is
+        false in the configuration.
+        """
+        names = self.names()
+        if head not in names or embedding not in names:
+            return self
+        if not self.has(head, self.shape(embedding), self._reader(embedding)):
+            return ModelDir(self.path, {**self.config, key: False}, self._files, self._where)
+        parts = set((self._parts(head) or {"": head}).values())
+        return ModelDir(self.path, self.config, self._files, {n: f for n, f in self._where.items() if n not in parts})
+
+    def has(self, name: str, shape: tuple[int, ...], read: ReadPart, dtype: torch.dtype | None = None) -> bool:
+        """Whether a tensor has this shape and the values that `read` gives; compared piece by piece.
+
+        `dtype`: the dtype to which the tensor's values are rounded before; None: none.
+        """
+        import torch
+
+        if self.shape(name) != shape or (not self.is_quantised(name) and self.info(name).dtype not in FLOATS):
+            return False
+        read_own, count = self._reader(name), math.prod(shape)
+        for first in range(0, count, _COMPARED):
+            own, other = (torch.empty(min(_COMPARED, count - first), dtype=torch.float64) for _ in range(2))
+            read_own(first, own)
+            read(first, other)
+            if not torch.equal(own if dtype is None else own.to(dtype).double(), other):
+                return False
+        return True
+
+    def _reader(self, name: str) -> ReadPart:
+        """Reads parts of a tensor; a quantised weight is dequantised once."""
+        if not self.is_quantised(name):
+            return partial(self.read_part, name)
+        whole = self.get(name).view(-1)
+        return lambda first, target: target.copy_(whole[first : first + target.numel()])
 
     @property
     def commit(self) -> str | None:
@@ -272,12 +322,31 @@ def locate(source: str | Path, *, revision: str | None = None, weights: bool = T
     return snapshot
 
 
+def unused_note(unused: Sequence[str], *, scored: bool) -> str | None:
+    """A note about tensors that the model does not use; None if this is expected.
+
+    If the block lacks a bias of the files, the model would differ from the trained one.
+    """
+    strange = [n for n in unused if not n.endswith("rotary_emb.inv_freq") and not (scored and n == "lm_head.weight")]
+    if not strange:
+        return None
+    listed = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+    return f"The model's files hold tensors that config.json has no use for, and that are left out: {listed}."
+
+
 def _nearest_directory(path: Path) -> str:
     parent = path.parent
     if not parent.is_dir():
         return ""
     near = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
     return f" The nearest name is {parent / near[0]}." if near else ""
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether all weight files of a model are in its directory."""
+    if (directory / SINGLE).exists() or not (directory / INDEX).exists():
+        return (directory / SINGLE).exists()
+    return all((directory / name).exists() for name in set(_weight_map(directory / INDEX).values()))
 
 
 def config_in(directory: Path) -> dict[str, Any]:

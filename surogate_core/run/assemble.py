@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ from surogate_core.hf.weights import ModelDir, config_in, locate
 from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.mesh.sums import lanes_for
+from surogate_core.run.own_head import own_head_note, read_head
 from surogate_core.run.ranks import micro_batches_of
 from surogate_core.run.router import router_losses
 from surogate_core.run.task_spec import objective_of, task_spec
@@ -71,16 +72,20 @@ class ResolvedModel:
     """The commit of config, weights and tokenizer on the hub; None without a repository."""
     base_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the trained base's ``config.json`` that the run changes."""
+    of_head: str | None = None
+    """A note about a head of its own that config.json denies."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user."""
+        of_head = () if self.of_head is None else (self.of_head,)
         if self.adapter is None:
-            return ()
+            return of_head
         theirs = self.adapter.stack[-1]
         if theirs.base_overrides == self.base_overrides:
-            return ()
+            return of_head
         return (
+            *of_head,
             f"adapter_path {theirs.source} was trained with its base's configuration changed by "
             f"{json.dumps(theirs.base_overrides)}, this run changes it by {json.dumps(self.base_overrides)}: "
             f"set rope_scaling and max_model_len to the adapter's unless that is meant.",
@@ -123,7 +128,7 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
     """
     chosen = config.model
     families: Mapping[str, ModelFamily] = registry.all("model")
-    commit = None
+    commit = place = None
     if chosen.path is not None:
         weights_needed = weights_needed and not config.from_scratch
         place = locate(chosen.path, revision=chosen.revision, weights=weights_needed)
@@ -136,15 +141,7 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
             "model.revision: only a hub id has a revision. Fix: set model=OWNER/NAME, or remove model.revision."
         )
     else:
-        if chosen.name not in families or chosen.preset is None:
-            raise UserError(
-                "model: neither a `path` nor a family's preset is given. "
-                "Fix: set model=DIR_OR_HUB_ID, or an option such as model=qwen3."
-            )
-        presets = families[chosen.name].presets
-        if chosen.preset not in presets:
-            raise UserError(f"model.preset: {chosen.name} has no {chosen.preset!r}, only {', '.join(presets)}.")
-        weights, values = None, dict(presets[chosen.preset])
+        weights, values = None, _preset(config, families)
         title = f"{chosen.name} {chosen.preset}"
     if chosen.path is not None and not config.from_scratch and chosen.config:
         raise UserError("model.config: a trained model's shape cannot be changed. Fix: set from_scratch=true.")
@@ -157,6 +154,10 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         values = covering(values, config.sequence_len)
     family = _family(chosen.name, values, families, title)
     values, model = _built(family, values, registry.all("task").get(config.task))
+    tied = model.tied
+    model, weights = read_head(family, model, weights, None if config.from_scratch else place)
+    if is_own := tied and not model.tied:
+        values = {**values, model.head.tied.key: False}
     weights = weights and weights.with_experts(model.fused_tensors())
     fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
     return ResolvedModel(
@@ -168,7 +169,22 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         adapter=_adapter(config, title, model),
         commit=commit,
         base_overrides=config_overrides(weights.config, values) if weights else {},
+        of_head=own_head_note(title, model.head.tied.key) if is_own else None,
     )
+
+
+def _preset(config: RunConfig, families: Mapping[str, ModelFamily]) -> dict[str, Any]:
+    """The ``config.json`` of the family's preset that the config names."""
+    chosen = config.model
+    if chosen.name not in families or chosen.preset is None:
+        raise UserError(
+            "model: neither a `path` nor a family's preset is given. "
+            "Fix: set model=DIR_OR_HUB_ID, or an option such as model=qwen3."
+        )
+    presets = families[chosen.name].presets
+    if chosen.preset not in presets:
+        raise UserError(f"model.preset: {chosen.name} has no {chosen.preset!r}, only {', '.join(presets)}.")
+    return dict(presets[chosen.preset])
 
 
 def _adapter(config: RunConfig, title: str, model: Model) -> InitialAdapter | None:
@@ -553,7 +569,7 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
         shapes.pop(SCORE, None)  # it begins from random numbers
     unused = resolved.weights.check(shapes)
     if resolved.adapter is not None:
-        check_merging(resolved.adapter.stack, shapes, tied=resolved.model.tied, key="adapter_path")
+        check_merging(resolved.adapter.stack, shapes, resolved.weights, tied=resolved.model.tied, key="adapter_path")
         if lora is not None:
             start = resolved.adapter.start
             trained = [s for s in specs if s.trainable and (s.hf_name != SCORE or (start and start.replaces(SCORE)))]
@@ -563,18 +579,6 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
                 alpha=config.lora_alpha,
             )
     return unused
-
-
-def unused_note(unused: Sequence[str], *, tied: bool) -> str | None:
-    """A note about tensors that the model does not use; None if this is expected.
-
-    If the block lacks a bias of the files, the model would differ from the trained one.
-    """
-    strange = [n for n in unused if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")]
-    if not strange:
-        return None
-    listed = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
-    return f"The model's files hold tensors that config.json has no use for, and that are left out: {listed}."
 
 
 def adopts_checkpoint(

@@ -226,6 +226,8 @@ def prepare(found: Named, config: RunConfig, registry: Registry, *, scored: bool
     tokenizer, said = _tokenizer(config, found, resolved)
     if resolved.weights is None:
         said = [*said, f"The weights of {resolved.title} are random. A directory or a hub id has trained ones."]
+    if resolved.of_head is not None:
+        said = [*said, resolved.of_head]
     own = generation_config_in(found.files) if found.files is not None else None
     if own is None and resolved.weights is not None:
         own = resolved.weights.generation_config()
@@ -253,7 +255,7 @@ def _with_adapters(resolved: ResolvedModel, found: Named) -> ResolvedModel:
     stack = tuple(one.with_experts(model.fused_tensors(), key="model") for one in found.stack)
     specs = distinct(pieces(model, lora=None, max_seqlen=1))
     shapes = {name: shape for s in specs for name, shape in expanded(s.hf_name, s.shape).items()}
-    check_merging(stack, shapes, tied=model.tied, key="model")
+    check_merging(stack, shapes, resolved.weights, tied=model.tied, key="model")
     return replace(resolved, model=model, adapter=InitialAdapter(mode="trainable", stack=stack, fingerprint=""))
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.data.tokenizer import TOKENIZER_FILES, has_tokenizer
 from surogate_core.dsl.declare import SCORE
 from surogate_core.dsl.experts import EXPERT, expanded
 from surogate_core.errors import MachineError, SurogateError, UserError
@@ -21,7 +19,9 @@ from surogate_core.hf.card import Card, config_overrides
 from surogate_core.hf.contents import contents_of, digest_cache
 from surogate_core.hf.export import check_place, export_full, exported_facts
 from surogate_core.hf.lora_files import LoraAdapter
-from surogate_core.hf.weights import ModelDir, generation_config_in, locate
+from surogate_core.hf.tokenizer_files import TokenizerFiles
+from surogate_core.hf.weights import TIED, ModelDir, generation_config_in, locate
+from surogate_core.run.own_head import read_head_of
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, read_manifest
 
 if TYPE_CHECKING:
@@ -31,27 +31,7 @@ if TYPE_CHECKING:
     from surogate_core.dsl.experts import Fused
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """A tokenizer as files, copied unchanged."""
-
-    directory: Path
-
-    def save_pretrained(self, save_directory: str) -> None:
-        """Copy the files into a directory."""
-        for pattern in TOKENIZER_FILES:
-            for file in sorted(self.directory.glob(pattern)):
-                target = Path(save_directory) / file.relative_to(self.directory)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
-
-    @classmethod
-    def first(cls, *directories: Path) -> TokenizerFiles | None:
-        """The files of the first directory that has a tokenizer."""
-        return next((cls(directory) for directory in directories if has_tokenizer(directory)), None)
-
-
-def open_trained(path: Path, *, key: str = "--checkpoint-dir") -> tuple[list[LoraAdapter], Path]:
+def open_trained(path: Path, *, key: str = "RUN") -> tuple[list[LoraAdapter], Path]:
     """The stack in an adapter directory, a checkpoint, or a run's output directory, and the directory used."""
     if not path.is_dir():
         raise UserError(f"{key} {path}: there is no such directory. Fix: correct {key}.")
@@ -171,9 +151,9 @@ def merge(
 
     Tensors are read, folded and written one by one, in the base's dtypes; a former export at `output` stays until the
     new one is complete. A hub id without a revision is read at the commit that the adapter was trained on, if known.
-    `families`: the installed ones; called only if experts are in one tensor, in the base or in the adapter. `progress`
-    receives the bytes done and in total. Raises `UserError` or `MachineError`, if possible before anything
-    is written.
+    `families`: the installed ones; called only if experts are in one tensor, in the base or in the adapter, or if the
+    base is tied and has a head. `progress` receives the bytes done and in total. Raises `UserError` or `MachineError`,
+    if possible before anything is written.
     """
     check_place(output)
     stack, used = open_trained(trained)
@@ -183,10 +163,11 @@ def merge(
     repo, revision = named_base(base)
     if revision is None and top.base_model == repo and not Path(base).expanduser().is_dir():
         revision = top.base_commit
-    model = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
+    found = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
+    model, of_head = read_head_of(found, families, base)
     if fused := _fused_experts(model, stack, families):
         model = model.with_experts(fused)
-        stack = [adapter.with_experts(fused, key="--checkpoint-dir") for adapter in stack]
+        stack = [adapter.with_experts(fused, key="RUN") for adapter in stack]
     total = _check(model, stack, used, output)
     config, changed = _trained_config(model, top, used)
     facts = exported_facts(used)
@@ -209,14 +190,15 @@ def merge(
         generation_config=generation_config_in(used) or model.generation_config(),
     )
     modules = {module for adapter in stack for module in adapter.modules}
-    return Merged(used=used, base=base, weights=len(modules), warnings=merge_warnings(base, model, top, used, trained))
+    warnings = (*([of_head] if of_head else []), *merge_warnings(base, model, top, used, trained))
+    return Merged(used=used, base=base, weights=len(modules), warnings=warnings)
 
 
 def _refuse_scores(top: LoraAdapter, used: Path) -> None:
     """Raise `UserError` for the adapter of a reward model, which has a head that its base lacks."""
     if f"{top.prefix}{SCORE}" in top.tensors or SCORE in top.tensors:
         raise UserError(
-            f"--checkpoint-dir {used}: is the adapter of a reward model, whose head only its run can write. "
+            f"RUN {used}: is the adapter of a reward model, whose head only its run can write. "
             f"Fix: repeat its command with merge_adapter=true, which trains nothing again and writes the model."
         )
 
@@ -260,8 +242,7 @@ def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Pa
             raise UserError(f"--output {output}: would replace {path}, which is read. Fix: choose another place.")
     _check_config(model)
     shapes = {name: model.shape(name) for name in model.names()}
-    tied = bool(model.config.get("tie_word_embeddings"))
-    lora_files.check_merging(stack, shapes, tied=tied, key="--checkpoint-dir")
+    lora_files.check_merging(stack, shapes, model, tied=bool(model.config.get(TIED)), key="RUN")
     total = sum(map(model.read_bytes, model.names()))
     if total > (free := atomic.free_bytes(output.absolute().parent)):
         need, has = atomic.human_bytes(total), atomic.human_bytes(free)
@@ -288,10 +269,7 @@ def _later_warnings(trained: Path, used: Path, facts: Mapping[str, Any]) -> Iter
     steps = facts.get("figures", {}).get("steps")
     later = _later_checkpoint(trained, steps) if used == trained / "adapter" else None
     if later is not None:
-        yield (
-            f"{used} is of step {steps}, and {later} was saved later. To merge that one, name it: "
-            f"--checkpoint-dir {later}"
-        )
+        yield (f"{used} is of step {steps}, and {later} was saved later. To merge that one: surogate merge {later}")
 
 
 def _dtype_warnings(base: str, model: ModelDir, used: Path, facts: Mapping[str, Any]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from surogate_core.engine.device_memory import give_back
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
 from surogate_core.hf.contents import Contents, check_contents, digest_cache
+from surogate_core.hf.weights import unused_note
 from surogate_core.run.assemble import (
     ResolvedModel,
     check_commit,
@@ -36,7 +37,6 @@ from surogate_core.run.assemble import (
     resolve_model,
     resolve_recipe,
     resolve_weight_format,
-    unused_note,
     weight_format_keys,
     weight_format_notes,
 )
@@ -165,7 +165,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
         *_init_notes(config, recipe, resolve_weight_format(config, registry, resolved.model)),
     ]
     notes += weight_format_notes(config, registry, resolved, device)
-    notes += [n for n in (unused_note(unused, tied=resolved.model.tied or resolved.model.scored), *resolved.notes) if n]
+    notes += [n for n in (unused_note(unused, scored=resolved.model.scored), *resolved.notes) if n]
     contents = None
     if resolved.weights is not None and digests:
         # In the background: a run that resumes nothing needs the digests only for its first checkpoint.

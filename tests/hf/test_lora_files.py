@@ -178,10 +178,26 @@ def test_an_adapter_of_another_base(tmp_path: Path, model_copy: Path, capsys: py
     peft_adapter(model_copy, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
     variant(model_copy, dtype=torch.float32, tied=True, sharded=False)
     assert merge(model_copy, tmp_path / "adapter", tmp_path / "merged") == 2
-    assert "lm_head.base_layer.weight: a copy of a base layer, which is not read" in capsys.readouterr().err
-    retensored(tmp_path / "adapter", lambda t: t.pop("base_model.model.lm_head.base_layer.weight"))
-    assert merge(model_copy, tmp_path / "adapter", tmp_path / "merged") == 2
-    assert "lm_head: the base has no such linear layer: its head is tied" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "its head is tied to the embedding" in message
+    assert "own base" not in message
+    assert f"RUN {tmp_path / 'adapter'}: " in message
+
+
+def test_a_copy_of_a_base_weight_must_be_that_of_the_base(
+    tmp_path: Path, hf_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    expected = peft_adapter(hf_dir, adapter, target_modules=["lm_head", "up_proj"])
+    copy = "base_model.model.lm_head.base_layer.weight"
+    assert copy in load_file(adapter / "adapter_model.safetensors")
+    assert merge(hf_dir, adapter, tmp_path / "merged") == 0
+    torch.testing.assert_close(logits(tmp_path / "merged"), expected, rtol=1e-5, atol=1e-5)
+    retensored(adapter, lambda t: t.update({copy: t[copy].bfloat16()}))
+    assert merge(hf_dir, adapter, tmp_path / "rounded") == 0  # PEFT saves in the dtype in which it had loaded the base
+    retensored(adapter, lambda t: t.update({copy: t[copy] + 0.5}))
+    assert merge(hf_dir, adapter, tmp_path / "other") == 2
+    assert f"{copy}: a copy of a base weight, which has other values" in capsys.readouterr().err
 
 
 def test_merge_never_replaces_what_it_reads_or_a_stranger(

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files.tensorfile import TensorFile, TensorWriter, write_tensors
-from surogate_core.hf.weights import INDEX, SINGLE, ModelDir
-from surogate_core.run.assemble import unused_note
+from surogate_core.hf.weights import INDEX, SINGLE, ModelDir, unused_note
 
 TENSORS = {
     "model.embed_tokens.weight": torch.randn(16, 4, generator=torch.Generator().manual_seed(0)),
@@ -361,8 +360,8 @@ def test_tensors_without_use_are_told(
     run_here(tmp_path / "out", *base_on(model_copy), "max_steps=1", "eval_steps=0")
     (note,) = [n for n in records(tmp_path / "out", "run_start")[0]["notes"] if "has no use for" in n]
     assert bias in note
-    assert unused_note(["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], tied=True) is None
-    assert "a, b, c and 1 more" in str(unused_note(list("abcd"), tied=False))
+    assert unused_note(["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], scored=True) is None
+    assert "a, b, c and 1 more" in str(unused_note(list("abcd"), scored=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
