@@ -68,6 +68,8 @@ class Encoder:
         self.cut_before = tuple(token.content for token in plain if not token.lstrip)
         self.named = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         """Names of the special tokens in templates."""
+        self.begin, self.end = _around(tokenizer)
+        """The ids that the tokenizer puts before and behind every text."""
         self.backend: Tokenizer | None = None
         """The tokenizer below transformers' own, where it gives the same ids."""
         self.is_free_of_prefixes = False
@@ -159,6 +161,12 @@ def _alone(backend: Tokenizer, text: str) -> list[int]:
     return list(backend.encode(text, add_special_tokens=False).ids)
 
 
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    plain, whole = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
+    at = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), len(whole))
+    return tuple(whole[:at]), tuple(whole[at + len(plain) :])
+
+
 _ENCODERS: WeakKeyDictionary[Any, Encoder] = WeakKeyDictionary()
 _CHATS: WeakKeyDictionary[Any, dict[str, Chat]] = WeakKeyDictionary()
 
@@ -172,7 +180,9 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The text's ids, as the tokenizer itself gives them."""
+    """The text's ids, as the tokenizer itself gives them. `whole_text` is for texts that may begin or end with special
+    tokens.
+    """
     backend = encoder_of(tokenizer).backend
     if backend is not None:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids

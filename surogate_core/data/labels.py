@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from surogate_core.data.chat import Chat, Messages, Span, Tools, chat_of, encode_text
+from surogate_core.data.chat import Chat, Messages, Span, Tools, chat_of
 from surogate_core.data.encoded import Encoded, LossScale, RowError
 from surogate_core.data.shown import check_shown
+from surogate_core.data.whole_text import encode_rest, encode_whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -137,17 +138,10 @@ def tokenize_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, answer:
 
     The prompt is tokenised alone, as in generation.
     """
-    # A prompt that writes the first special token itself must not get it twice.
-    own = bool(tokenizer.bos_token) and prompt.startswith(str(tokenizer.bos_token))
-    eos = tokenizer.eos_token_id
-    prompt_ids = encode_text(tokenizer, prompt, add_special_tokens=not own)
-    ids = encode_text(tokenizer, prompt + answer, add_special_tokens=not own)
-    if prompt_ids and prompt_ids[-1] == eos and not prompt.endswith(str(tokenizer.eos_token)):
-        prompt_ids.pop()  # this tokenizer ends every text with it
+    prompt_ids = encode_whole(tokenizer, prompt, ended=False)
+    ids = encode_whole(tokenizer, prompt + answer, ended=True)
     if ids[: len(prompt_ids)] != prompt_ids:  # a token would lie across the border
-        ids = prompt_ids + encode_text(tokenizer, answer, add_special_tokens=False)
-    if isinstance(eos, int) and ids[-1] != eos:
-        ids.append(eos)
+        ids = prompt_ids + encode_rest(tokenizer, answer)
     return Encoded.from_mask(ids, np.arange(len(ids)) >= len(prompt_ids))
 
 

@@ -18,12 +18,14 @@ from surogate_core.bundles import (
 )
 from surogate_core.data.chat import chat_of, encode_text
 from surogate_core.data.encoded import RowError
+from surogate_core.data.whole_text import encode_whole
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.generate.cache import Cache, shapes_of
 from surogate_core.generate.decoding import why_eager, working_bytes
 from surogate_core.generate.sequences import SEGMENT
 from surogate_core.run.build import free_memory
+from surogate_core.run.completions import Watch
 from surogate_core.run.generation import Prepared
 
 if TYPE_CHECKING:
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 MOST_SLOTS = {"cpu": 32, "cuda": 256}
 """Sequences at a time on a device, unless the user says otherwise."""
-TAIL = 8
-"""Tokens that are decoded besides those of a stop text, since a text may begin inside of a token."""
 SHARE = 0.9
 """Share of the free memory that the caches may take."""
 
@@ -102,10 +102,7 @@ def prompt_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, name: str) 
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{name}: is not Unicode text at character {error.start}. Fix: give text in UTF-8.") from error
-    ids = tuple(encode_text(tokenizer, text))
-    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
-        ids = ids[:-1]  # what a tokenizer puts behind every text would end it
-    return _checked(ids, name)
+    return _checked(tuple(encode_whole(tokenizer, text, ended=False)), name)
 
 
 def prompt_of_messages(
@@ -303,76 +300,3 @@ def _text(request: Request, watch: Watch, completion: Completion) -> Text:
         logprobs=completion.logprobs,
         reason=completion.reason,
     )
-
-
-class Watch:
-    """The text of a completion while it grows."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._lead = self._whole_characters(prompt[-TAIL:])
-        self._reach = TAIL + max((len(s) for s in stop), default=0)
-        self.ids: list[int] = []
-        self._given = 0
-        """Characters that `settled` has given."""
-        self._fixed, self._done = "", 0
-        """The text of the first tokens, which are not decoded again, and their number."""
-        self._before = self._lead
-        """The last tokens before the others."""
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _after(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """The text of tokens after others: a tokenizer may drop the space before a text's first word."""
-        start, whole = self._decoded(before), self._decoded([*before, *ids])
-        return whole[len(start) :] if whole.startswith(start) else self._decoded(ids)
-
-    def take(self, token: int) -> bool:
-        """Add a token; whether a stop text is complete."""
-        self.ids.append(token)
-        if not self._stop:
-            return False
-        tail = self._tokenizer.decode(self.ids[-self._reach :], clean_up_tokenization_spaces=False)
-        return any(stop in tail for stop in self._stop) and self._end(self._whole()) is not None
-
-    def _whole(self) -> str:
-        return self._after(self._lead, self.ids)
-
-    def _grown(self) -> str:
-        """The same as `_whole`, decoding only the last tokens."""
-        text = self._fixed + self._after(self._before, self.ids[self._done :])
-        done = len(self.ids) - TAIL
-        if done - self._done >= TAIL and not text.endswith("\ufffd"):
-            fixed = self._fixed + self._after(self._before, self.ids[self._done : done])
-            before = self._whole_characters(self.ids[done - TAIL : done])
-            if fixed + self._after(before, self.ids[done:]) == text:
-                self._fixed, self._done, self._before = fixed, done, before
-        return text
-
-    def _whole_characters(self, ids: Sequence[int]) -> list[int]:
-        """The tokens without the first ones that are the rest of a character."""
-        return next((list(ids[n:]) for n in range(len(ids)) if "\ufffd" not in self._decoded(ids[n:])), [])
-
-    def _end(self, text: str) -> int | None:
-        return min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)
-
-    def text(self) -> str:
-        """The text so far, up to a stop text."""
-        text = self._whole()
-        return text[: self._end(text)]
-
-    def settled(self, ended: bool) -> str:
-        """What is new of the text, without an end that later tokens may change: the bytes of a character, or what may
-        become a stop text. All of it once it has `ended`.
-        """
-        text = self._grown()
-        text = text[: self._end(text)]
-        end = len(text)
-        if not ended:
-            end = len(text.rstrip("\ufffd"))
-            begun = (n for stop in self._stop for n in range(1, len(stop)) if text[:end].endswith(stop[:n]))
-            end -= max(begun, default=0)
-        new = text[self._given : end]
-        self._given = max(self._given, end)
-        return new

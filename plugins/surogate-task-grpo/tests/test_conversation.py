@@ -91,3 +91,13 @@ def test_a_text_ends_with_the_token_that_ends_texts():
     tokenizer = byte_tokenizer()
     renderer = Renderer(tokenizer, templated=False, system=None, stop_ids=frozenset())
     assert renderer.ending() == (tokenizer.eos_token_id,)
+
+
+def test_without_a_template_a_prompt_that_writes_the_first_token_has_it_once():
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.add_bos_token = True
+    renderer = Renderer(tokenizer, templated=False, system=None, stop_ids=frozenset())
+    for text in ("Hi", "<|im_start|>Hi", " <|im_start|>Hi"):
+        prompt = renderer.prompt(EnvironmentTask(messages=({"role": "user", "content": text},)))
+        assert tokenizer.decode(prompt) == "<|im_start|>Hi"

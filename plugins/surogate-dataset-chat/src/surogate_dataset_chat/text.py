@@ -27,19 +27,14 @@ def columns(options: TextOptions) -> set[str]:
 
 
 def encode(row: Mapping[str, Any], options: TextOptions, context: EncodeContext) -> Encoded:
-    """The text with the tokenizer's own special tokens, and its end-of-text token at the end.
+    """The text with the tokenizer's own special tokens, and its end-of-text token at the end, each once.
 
     Raises `RowError` when the field is missing, not a string or empty.
     """
-    from surogate_core.data.chat import encode_text
     from surogate_core.data.encoded import Encoded
+    from surogate_core.data.whole_text import encode_whole
 
-    tokenizer = context.tokenizer
-    ids = encode_text(tokenizer, required_text(row, options.text_field))
-    eos = tokenizer.eos_token_id
-    if isinstance(eos, int) and (not ids or ids[-1] != eos):
-        ids = [*ids, eos]
-    return Encoded.from_mask(ids)
+    return Encoded.from_mask(encode_whole(context.tokenizer, required_text(row, options.text_field), ended=True))
 
 
 FORMAT = DatasetFormat(
@@ -48,6 +43,6 @@ FORMAT = DatasetFormat(
     encode=encode,
     columns=columns,
     trains_prompts=True,
-    version=1,
+    version=2,
     examples=(({"text": "Some words."}, {}),),
 )

@@ -14,6 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from surogate_core.bundles import Sampling
+from surogate_core.data.whole_text import encode_whole
 from surogate_core.errors import UserError
 from surogate_core.run.subject import Pair, Subject
 from surogate_core.run.texts import Prompt, Wanted
@@ -58,7 +59,7 @@ class SurogateLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
         """Token ids; a text that has the first special token already gets no other one."""
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self._text([self.prefix_token_id]))
+            return encode_whole(self.tokenizer, string, ended=False)
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def _text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

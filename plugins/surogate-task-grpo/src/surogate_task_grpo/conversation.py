@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from surogate_core.bundles import EnvironmentTask
 from surogate_core.data.chat import GUARD, chat_of, encode_text
 from surogate_core.data.encoded import RowError
-from surogate_core.run.texts import Watch
+from surogate_core.data.whole_text import encode_whole
+from surogate_core.run.completions import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,8 @@ class Renderer:
         """The tokens up to the model's first reply. Raises `RowError` if the template refuses the messages."""
         messages = self.messages(task)
         if not self.templated:
-            return tuple(encode_text(self.tokenizer, "\n".join(str(m["content"]) for m in messages)))
+            text = "\n".join(str(m["content"]) for m in messages)
+            return tuple(encode_whole(self.tokenizer, text, ended=False))
         return self._encode(self._render(messages, task.tools))
 
     def text(self, prompt: Sequence[int], reply: Sequence[int]) -> str:
