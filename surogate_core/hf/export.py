@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from surogate_core import __version__
 from surogate_core.data.tokenizer import turn_end_id
@@ -18,6 +18,7 @@ from surogate_core.files import atomic
 from surogate_core.files.tensorfile import TensorWriter, nbytes, write_tensors
 from surogate_core.hf.card import OVERRIDES, USE, Card, card_facts, overrides_note, write_card
 from surogate_core.hf.lora_files import CONFIG, MARKER, STACKED_ON, WEIGHTS
+from surogate_core.hf.tokenizer_files import TokenizerFiles
 from surogate_core.masking import masked
 
 if TYPE_CHECKING:
@@ -31,13 +32,6 @@ MOST_RESERVED = 4 * 2**20
 _PREFIX = "base_model.model."
 _SIDES = (".lora_A.weight", ".lora_B.weight")
 _EXPERT_MODULE = re.compile(r"\.experts\.\d+\.")
-
-
-class Tokenizer(Protocol):
-    """A tokenizer as an export needs it: transformers' method that saves it."""
-
-    def save_pretrained(self, save_directory: str) -> Any:
-        """Write the tokenizer's files into a directory."""
 
 
 def generation_of(
@@ -65,7 +59,7 @@ def export_full(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     config: Mapping[str, Any],
-    tokenizer: Tokenizer | None,
+    tokenizer: PreTrainedTokenizerBase | TokenizerFiles | None,
     card: Card,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: float = 5e9,
@@ -88,8 +82,7 @@ def export_full(
             ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
             generation_config = {key: value for key, value in ids.items() if value is not None}
         _write_json(new / "generation_config.json", generation_config)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(new))
+        _save_tokenizer(tokenizer, new)
         write_card(new, card, library="transformers", notes=[USE] if tokenizer is not None else [])
     return directory
 
@@ -103,7 +96,7 @@ def export_adapter(
     dropout: float,
     base_model: str | None,
     card: Card,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: PreTrainedTokenizerBase | TokenizerFiles | None = None,
     task_type: str = "CAUSAL_LM",
     stacked_on: Path | None = None,
     generation_config: Mapping[str, Any] | None = None,
@@ -127,8 +120,7 @@ def export_adapter(
     with _export_directory(directory, kind="adapter", card=card) as new:
         write_tensors(new / "adapter_model.safetensors", named)
         _write_json(new / "adapter_config.json", config)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(new))
+        _save_tokenizer(tokenizer, new)
         if generation_config is not None:
             _write_json(new / "generation_config.json", generation_config)
         if stacked_on is not None:
@@ -143,6 +135,13 @@ def export_adapter(
             notes.append(overrides_note(card.base_overrides))
         write_card(new, card, library="peft", notes=notes)
     return directory
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase | TokenizerFiles | None, directory: Path) -> None:
+    """Write a tokenizer: the files that it was read from, if they are there."""
+    if tokenizer is not None:
+        files = tokenizer if isinstance(tokenizer, TokenizerFiles) else TokenizerFiles.of(tokenizer)
+        (files or tokenizer).save_pretrained(str(directory))
 
 
 def _in_layer(module: str) -> str:
