@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import Request, Sampling
 from surogate_core.errors import UserError
+from surogate_core.run.completions import Watch
 from surogate_core.run.generation import Prepared
-from surogate_core.run.texts import Prompt, Watch, prompt_of_messages, prompt_of_text
+from surogate_core.run.texts import Prompt, prompt_of_messages, prompt_of_text
 from surogate_core.serve.answers import Token, Usage
 from surogate_core.serve.asks import Ask, RequestError
 from surogate_core.serve.worker import Ticket
