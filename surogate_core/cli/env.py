@@ -58,24 +58,26 @@ such as digits=2, and keys of a run, such as device=cpu.
                        eval: as in surogate generate
   --workers N          processes of the environment (1)
   --timeout S          seconds of one task, reply or reward (10)
+  --build-timeout S    seconds to build the environment (--timeout if that is given, otherwise 300)
   --json               print JSON
   --output FILE        tasks: write them to a file; eval: write each attempt; new: the directory to write to
 """
 
 FLAGS = Flags(
     command="surogate env",
-    texts=("--output", "--adapter", "--engine", "--timeout", "--solved-at"),
+    texts=("--output", "--adapter", "--engine", "--timeout", "--build-timeout", "--solved-at"),
     lists=("--reply",),
     counts=("--limit", "--samples", "--max-turns", "--max-new-tokens", "--slots", "--workers"),
     switches=("--json", "--held-out", "--solved", "--train"),
     samples=True,
 )
 SEED = 1234
+_OF_POOL = ("--timeout", "--build-timeout", "--workers")
 _OF: Mapping[str, tuple[str, ...]] = {
     "list": ("--json",),
     "new": ("--output",),
-    "tasks": ("--limit", "--seed", "--held-out", "--solved", "--output", "--timeout", "--workers"),
-    "check": ("--limit", "--seed", "--reply", "--json", "--timeout", "--workers"),
+    "tasks": ("--limit", "--seed", "--held-out", "--solved", "--output", *_OF_POOL),
+    "check": ("--limit", "--seed", "--reply", "--json", *_OF_POOL),
 }
 """Command → its flags; eval has all but those of a single other one."""
 _NOT_OF_EVAL = ("--held-out", "--solved", "--reply")
@@ -170,10 +172,17 @@ class _Chosen:
 
     def pool(self, words: Words) -> EnvironmentPool:
         from surogate_core.environments.pool import EnvironmentPool
+        from surogate_core.environments.process import BUILD_SECONDS
 
-        timeout = number("--timeout", words.texts.get("--timeout", "10"), float, least=0.01)
+        def seconds(flag: str, otherwise: float) -> float:
+            return float(number(flag, words.texts[flag], float, least=0.01)) if flag in words.texts else otherwise
+
         return EnvironmentPool(
-            self.selection, self.registry, workers=words.counts.get("--workers", 1), timeout=float(timeout)
+            self.selection,
+            self.registry,
+            workers=words.counts.get("--workers", 1),
+            timeout=seconds("--timeout", 10.0),
+            build_timeout=seconds("--build-timeout", seconds("--timeout", BUILD_SECONDS)),
         )
 
 

@@ -65,7 +65,7 @@ class Pipe:
             raise GoneError
         try:
             return json.loads(self._exactly(length, deadline))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GoneError from error
 
     def close(self) -> None:

@@ -18,8 +18,7 @@ from surogate_core.bundles.environments import EnvironmentTask, Fault, Rewards, 
 from surogate_core.bundles.tasks import Stopped
 from surogate_core.config.resolve import plain
 from surogate_core.config.schema import Selection
-from surogate_core.environments.guardian import Guardian
-from surogate_core.environments.process import REFUSED, WorkerProcess
+from surogate_core.environments.process import BUILD_LATE, BUILD_SECONDS, REFUSED, WorkerProcess
 from surogate_core.errors import UserError
 from surogate_core.plugins.registry import Registry
 
@@ -58,12 +57,15 @@ class EnvironmentPool:
         *,
         workers: int = 1,
         timeout: float = 10.0,
+        build_timeout: float = BUILD_SECONDS,
+        build_option: str = "--build-timeout",
         memory: int = MEMORY,
         processes: int = PROCESSES,
         stopped: Callable[[], bool] = lambda: False,
         first_fault: Callable[[Fault], None] = lambda fault: None,
     ) -> None:
-        """`environment`: the choice of the configuration. `timeout`: seconds of one task, reply or reward. `stopped`:
+        """`environment`: the choice of the configuration. `timeout`: seconds of one task, reply or reward.
+        `build_timeout`: seconds to build the environment, and `build_option` is what a user sets it with. `stopped`:
         whether to ask for nothing more; tasks, replies and rewards then raise `Stopped`. `first_fault` is called once,
         soon after the first fault of all, by the thread that waits for the answers.
 
@@ -84,19 +86,19 @@ class EnvironmentPool:
             "limits": {"memory": memory, "processes": processes, "file_size": FILE_SIZE},
             "policy": _policy_of_workers(registry, offered.plugin.name),
         }
-        self._guardian = Guardian()
-        self._workers = [WorkerProcess(given, timeout, self._guardian.mark) for _ in range(max(1, workers))]
+        self._workers = [WorkerProcess(given, timeout, build_timeout) for _ in range(max(1, workers))]
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="environment")
         self._episodes: dict[Key, _Episode] = {}
         self._started = 0
-        weakref.finalize(self, _close_all, self._workers, self._guardian)
+        weakref.finalize(self, _close_all, self._workers)
         facts = self._workers[0].build()
         if isinstance(facts, Fault):
             self.close()
             detail = facts.detail
             if facts.reason != REFUSED:
-                owner = f"plugin {offered.plugin.name}"
-                detail = f"it cannot be built: {facts}. Fix: its options, or the code of {owner}"
+                fix = f"its options, or the code of plugin {offered.plugin.name}"
+                fix = f"a larger {build_option}, or {fix}" if facts.detail.startswith(BUILD_LATE) else fix
+                detail = f"it cannot be built: {facts}. Fix: {fix}"
             raise UserError(f"environment={self.name}: {detail}")
         self.size: int | None = facts["size"]
         """Number of tasks to train on, or None if there is no end of them."""
@@ -115,7 +117,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill the workers."""
-        _close_all(self._workers, self._guardian)
+        _close_all(self._workers)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ----------------------------------------------------------------------------- tasks
@@ -201,6 +203,8 @@ class EnvironmentPool:
         absent = [self._present(episode) for episode in sound]  # a fault of one may have ended the process of all
         fault = next((fault for fault in absent if fault is not None), None)
         compared = fault or self._request(sound[0].worker, "group", episodes=[e.number for e in sound])
+        if not isinstance(compared, Fault) and len(compared) != len(sound):
+            compared = Fault(reason="invalid", detail=f"there are {len(compared)} rewards of {len(sound)} episodes")
         for place, episode in enumerate(sound):
             before = found[episode.number]
             assert not isinstance(before, Fault)
@@ -276,7 +280,6 @@ def _policy_of_workers(registry: Registry, plugin: str) -> dict[str, Any]:
     }
 
 
-def _close_all(workers: Sequence[WorkerProcess], guardian: Guardian) -> None:
+def _close_all(workers: Sequence[WorkerProcess]) -> None:
     for worker in workers:
         worker.close()
-    guardian.close()

@@ -4,50 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from surogate_core.bundles.environments import Fault, FaultReason
-from surogate_core.environments import worker
+from surogate_core.environments import shapes, worker
 from surogate_core.environments.frames import GoneError, LateError, Pipe, TooLargeError, packed
-from surogate_core.environments.guardian import TOKEN, marked
+from surogate_core.environments.guardian import TOKEN, Guardian
 
-_BUILD_SECONDS = 300.0
-"""Longest time to import a plugin and to build its environment, which may read a file."""
-_ROUNDS = 50
-"""How often processes that fork while they are killed are looked for again."""
+BUILD_SECONDS = 300.0
+"""Seconds to import a plugin and to build its environment, which may read a file, where no other limit is given."""
 _LINE = 300
-_SAID = 1 << 20
-"""Bytes of the environment's stderr that are kept; its end is shown if the process ends."""
+"""Characters of a fault's line."""
+_LAST_WORDS = 1.0
+"""Seconds in which a process that has closed its pipe ends too."""
 REFUSED = "refused"
 """Reason of the fault of an environment that says what is wrong with its options."""
+BUILD_LATE = "the build took more than"
+"""Beginning of the line of a fault whose environment was not built in time."""
 
 
 class WorkerProcess:
-    """A process of `worker.py`."""
+    """A process of `worker.py`, and its guardian."""
 
-    def __init__(self, given: Mapping[str, Any], timeout: float, mark: str) -> None:
-        """`given`: what the worker reads first. `timeout`: seconds of each request. `mark`: the guardian's."""
-        self._given, self._timeout, self._mark = given, timeout, mark
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, given: Mapping[str, Any], timeout: float, build_timeout: float = BUILD_SECONDS) -> None:
+        """`given`: what the worker reads first. `timeout`, `build_timeout`: seconds of each request, of the build."""
+        self._given, self._timeout, self._build_timeout = given, timeout, build_timeout
+        self._guardian: Guardian | None = None
         self._pipe: Pipe
         self._token = ""
-        self._directory: Path
         self._life = 1
+        self._asked_for = 0
+        """Number of the last request, which its answer repeats."""
         self._is_building = False
         """Whether the environment was asked for and nothing was heard of it yet."""
+        self._built_by = 0.0
+        """Time of `time.monotonic` at which the build is late."""
 
     def life(self) -> int:
         """The number of the process, from 1; episodes of an earlier one are lost."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._guardian is not None and not self._guardian.is_running():
             self.close()  # It ended between two requests, so no episode is at fault.
         return self._life
 
@@ -55,17 +55,26 @@ class WorkerProcess:
         """The answer to a request, or a `Fault`."""
         if (fault := self._built()) is not None:
             return fault
-        return self._asked(do, self._timeout, arguments)
+        deadline = time.monotonic() + self._timeout
+        try:
+            self._send(do, deadline, arguments)
+        except TooLargeError as error:
+            return Fault(reason="size", detail=f"the reply has {error}")
+        except (ValueError, RecursionError) as error:  # A task of a worker's that says more than JSON can.
+            return Fault(reason="invalid", detail=f"{do} cannot be asked for: {error}"[:_LINE])
+        except (LateError, GoneError) as error:
+            return self._lost(error, f"{do} took more than {self._timeout:g} s")
+        return self._answer(do, deadline, f"{do} took more than {self._timeout:g} s")
 
     def begin(self) -> None:
         """Start it, and do not wait for it."""
         self._start()
         self._is_building = True
+        self._built_by = time.monotonic() + self._build_timeout
         # Whoever asks it first hears what went wrong.
         with contextlib.suppress(LateError, GoneError):
-            deadline = time.monotonic() + _BUILD_SECONDS
-            self._pipe.send(packed(self._given), deadline)
-            self._pipe.send(packed({"do": "build"}), deadline)
+            self._pipe.send(packed(self._given), self._built_by)
+            self._send("build", self._built_by, {})
 
     def build(self) -> Any:
         """Start it: the facts of the environment, or a `Fault` whose reason may be `REFUSED`."""
@@ -74,23 +83,20 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Kill it, with all processes that it has started. It may be asked again."""
-        if self._process is None:
+        if self._guardian is None:
             return
-        _kill(self._process, self._token)
-        self._process.wait()
-        self._process, self._is_building = None, False
+        self._guardian.close()
+        self._guardian, self._is_building = None, False
         self._life += 1
         self._pipe.close()
-        self._said.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _built(self) -> Fault | None:
         """Start it if it is not running, and wait until it has its environment."""
-        if self._process is None:
+        if self._guardian is None:
             self.begin()
         if not self._is_building:
             return None
-        self._facts = self._asked("build", _BUILD_SECONDS)
+        self._facts = self._answer("build", self._built_by, f"{BUILD_LATE} {self._build_timeout:g} s")
         self._is_building = False
         if isinstance(self._facts, Fault):
             self.close()
@@ -98,71 +104,56 @@ class WorkerProcess:
         return None
 
     def _start(self) -> None:
-        self._token = f"{self._mark}-{uuid.uuid4().hex}"
-        self._directory = Path(tempfile.mkdtemp(prefix="surogate-environment-"))
-        self._said = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed in `close`
+        self._token = uuid.uuid4().hex
         to_read, answers = os.pipe()
         requests, to_write = os.pipe()
         isolation = "-I" if sys.flags.isolated else "-P"
-        command = [sys.executable, isolation, "-m", worker.__name__, str(requests), str(answers), str(os.getpid())]
+        command = [sys.executable, isolation, "-m", worker.__name__, str(requests), str(answers)]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._said,
-                pass_fds=(requests, answers),
-                env={**os.environ, **threads, TOKEN: self._token, "TMPDIR": str(self._directory)},
-                start_new_session=True,
-            )
+            guardian = Guardian(command, (requests, answers), {**os.environ, **threads, TOKEN: self._token})
         finally:
             os.close(requests)
             os.close(answers)
-        process = self._process
-        self._pipe = Pipe(to_read, to_write, alive=lambda: process.poll() is None)
+        self._guardian = guardian
+        self._pipe = Pipe(to_read, to_write, alive=guardian.is_running)
 
-    def _asked(self, do: str, seconds: float, arguments: Mapping[str, Any] | None = None) -> Any:
-        """The answer to a request, which is sent before unless `arguments` is None."""
-        deadline = time.monotonic() + seconds
+    def _send(self, do: str, deadline: float, arguments: Mapping[str, Any]) -> None:
+        self._asked_for += 1
+        self._pipe.send(packed({"do": do, "with": arguments, "number": self._asked_for}), deadline)
+
+    def _answer(self, do: str, deadline: float, late: str) -> Any:
+        """The answer to the last request, as `shapes` checks it, or a `Fault`. `late`: the line if there is none."""
         try:
-            if arguments is not None:
-                self._pipe.send(packed({"do": do, "with": arguments}), deadline)
             answer = self._pipe.receive(deadline)
-        except TooLargeError as error:
-            return Fault(reason="size", detail=f"the reply has {error}")
-        except LateError:
-            self.close()
-            return Fault(reason="timeout", detail=f"{do} took more than {seconds:g} s")
-        except GoneError:
-            detail = self._end()
-            self.close()
-            return Fault(reason="exit", detail=detail)
-        if os.fstat(self._said.fileno()).st_size > _SAID:
-            os.truncate(self._said.fileno(), 0)
-        match answer:
-            case {"ok": value}:
-                return value
-            case {"fault": [str(reason), str(detail)]}:
-                return Fault(reason=cast("FaultReason", reason), detail=detail)
+        except (LateError, GoneError) as error:
+            return self._lost(error, late)
+        with contextlib.suppress(shapes.InvalidError):
+            match answer:
+                case {"ok": value, "number": self._asked_for}:
+                    return shapes.ANSWERS[do](value)
+                case {"fault": [str(reason), str(detail)], "number": self._asked_for}:
+                    if reason in get_args(FaultReason) or (do == "build" and reason == REFUSED):
+                        return Fault(reason=cast("FaultReason", reason), detail=detail[:_LINE])
+        # Code of the environment has written to the pipe, so what follows in it would be no answer either.
         self.close()
-        return Fault(reason="exit", detail="the worker process sent no answer")
+        return Fault(reason="exit", detail=f"the worker process sent no answer to {do}")
+
+    def _lost(self, error: LateError | GoneError, late: str) -> Fault:
+        """End the process; why it has not answered."""
+        detail = late if isinstance(error, LateError) else self._end()
+        self.close()
+        return Fault(reason="timeout" if isinstance(error, LateError) else "exit", detail=detail)
 
     def _end(self) -> str:
         """How the process ended, in one line."""
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1)
-        code = self._process.poll()
+        assert self._guardian is not None
+        code, said = self._guardian.ended(_LAST_WORDS)
         if code is None:
-            return "the worker process closed its pipe"
+            return "the worker process closed its pipe, or wrote into it what is no answer"
         how = f"exit code {code}" if code >= 0 else _signal_name(-code)
-        with contextlib.suppress(OSError):
-            self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - 4 * _LINE))
-            lines = self._said.read().decode(errors="replace").split("\n")
-            last = next((" ".join(line.split()) for line in reversed(lines) if line.strip()), "")
-            return f"the worker process ended, {how}" + (f": {last[:_LINE]}" if last else "")
-        return f"the worker process ended, {how}"
+        last = next((" ".join(line.split()) for line in reversed(said.split("\n")) if line.strip()), "")
+        return f"the worker process ended, {how}" + (f": {last[:_LINE]}" if last else "")
 
 
 def _signal_name(number: int) -> str:
@@ -170,18 +161,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _kill(process: subprocess.Popen[bytes], token: str) -> None:
-    """Kill a process, its group, and every process that has inherited its token."""
-    for _ in range(_ROUNDS):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        found = marked(token)
-        for one in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(one, signal.SIGKILL)
-        if not found:
-            break
-        time.sleep(0.002)
-    process.kill()

@@ -7,18 +7,18 @@ line]}``.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
-from numbers import Real
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from surogate_core.bundles.environments import Environment, EnvironmentTask, Episode, Turn
-from surogate_core.environments.frames import LARGEST, GoneError, Pipe, TooLargeError, packed
+from surogate_core.environments import shapes
+from surogate_core.environments.frames import GoneError, Pipe, TooLargeError, packed
 from surogate_core.environments.limits import Limits, allow_cpu
+from surogate_core.environments.shapes import InvalidError
 from surogate_core.errors import SurogateError
 from surogate_core.parents import die_with
 
@@ -26,12 +26,8 @@ _LINE = 300
 """Characters of a fault's line."""
 
 
-class InvalidError(Exception):
-    """The environment returned something that it must not."""
-
-
 def main(arguments: list[str]) -> int:
-    """Serve requests until the pipe ends. `arguments`: descriptors to read and to write, the parent's process."""
+    """Serve requests until the pipe ends. `arguments`: descriptors to read and to write, the guardian's process."""
     reading, writing, parent = map(int, arguments)
     for end in (reading, writing):
         os.set_inheritable(end, False)
@@ -56,8 +52,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _answer(served: Served, request: Mapping[str, Any]) -> bytes:
+    number = request["number"]
     try:
-        return packed({"ok": getattr(served, request["do"])(**request.get("with", {}))})
+        return packed({"ok": getattr(served, request["do"])(**request["with"]), "number": number})
     except InvalidError as error:
         reason, line = "invalid", str(error)
     except SurogateError as error:
@@ -70,7 +67,7 @@ def _answer(served: Served, request: Mapping[str, Any]) -> bytes:
         reason, line = "exception", ": ".join(filter(None, (type(error).__name__, _text(error))))
         place = _place(error.__traceback__)
         line = " ".join(line[: 4 * _LINE].split())[: _LINE - len(place)] + place
-    return packed({"fault": [reason, " ".join(line[: 4 * _LINE].split())[:_LINE]]})
+    return packed({"fault": [reason, " ".join(line[: 4 * _LINE].split())[:_LINE]], "number": number})
 
 
 def _text(error: BaseException) -> str:
@@ -120,18 +117,15 @@ class Served:
             raise ConfigError(builder.problems)
         self._environment = spec.build(options)
         size, held_out = self._environment.size, getattr(self._environment, "held_out", 0)
-        if not (size is None or (isinstance(size, int) and size > 0)) or not isinstance(held_out, int):
-            raise InvalidError(f"size is {size!r:.40}, held_out is {held_out!r:.40}")
-        return {"size": size, "held_out": held_out, "groups": hasattr(self._environment, "group_rewards")}
+        groups = hasattr(self._environment, "group_rewards")
+        return shapes.facts({"size": size, "held_out": held_out, "groups": groups})
 
     def task(self, number: int, seed: int) -> dict[str, Any]:
         task = self._environment.task(number, seed)
         if not isinstance(task, EnvironmentTask):
             raise InvalidError(f"task returned {type(task).__name__}, not an EnvironmentTask")
-        if not task.messages:
-            raise InvalidError("the task has no message")
-        _check_messages(task.messages)
-        return _json({"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}, "the task")
+        values = {"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}
+        return _json(shapes.task(values), "the task")
 
     def start(self, episode: int, task: Mapping[str, Any]) -> None:
         messages, tools = tuple(task["messages"]), tuple(task["tools"])
@@ -142,46 +136,20 @@ class Served:
         turn = self._episodes[episode].reply(text)
         if not isinstance(turn, Turn):
             raise InvalidError(f"reply returned {type(turn).__name__}, not a Turn")
-        if not turn.done and not turn.messages:
-            raise InvalidError("the episode goes on, but the turn has no message")
-        _check_messages(turn.messages)
-        return _json({"messages": list(turn.messages), "done": bool(turn.done)}, "the turn")
+        return _json(shapes.turn({"messages": list(turn.messages), "done": bool(turn.done)}), "the turn")
 
     def rewards(self, episode: int) -> dict[str, float | None]:
-        return _rewards(self._episodes[episode].rewards())
+        return shapes.rewards(self._episodes[episode].rewards())
 
     def group(self, episodes: list[int]) -> list[dict[str, float | None]]:
         found = self._environment.group_rewards([self._episodes[e] for e in episodes])  # type: ignore[attr-defined]
         if not isinstance(found, list | tuple) or len(found) != len(episodes):
             raise InvalidError(f"group_rewards returned no list of {len(episodes)} rewards")
-        return [_rewards(one) for one in found]
+        return shapes.group(found)
 
     def forget(self, episodes: list[int]) -> None:
         for episode in episodes:
             self._episodes.pop(episode, None)
-
-
-def _rewards(found: Any) -> dict[str, float | None]:
-    if not isinstance(found, Mapping):
-        raise InvalidError(f"the rewards are {type(found).__name__}, not a mapping")
-    named: dict[str, float | None] = {}
-    for name, value in found.items():
-        if not isinstance(name, str) or not (value is None or isinstance(value, Real)):
-            raise InvalidError(f"reward {name!r:.40} is {type(value).__name__}, not a number or None")
-        if value is not None and not math.isfinite(value):
-            raise InvalidError(f"reward {name[:40]!r} is {float(value)}")
-        named[name] = None if value is None else float(value)
-    return named
-
-
-def _check_messages(messages: Iterable[Any]) -> None:
-    length = 0
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise InvalidError("a message is no mapping with `role` and `content`")
-        length += len(message["content"]) if isinstance(message["content"], str) else 0
-    if length > LARGEST:
-        raise TooLargeError(f"messages of {length} characters")
 
 
 def _json(value: dict[str, Any], what: str) -> dict[str, Any]:

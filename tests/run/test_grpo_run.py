@@ -216,7 +216,7 @@ def test_faults_of_an_environment_are_counted_and_the_run_goes_on(
     run = tmp_path / "run"
     changed = ("environment=moody", "num_generations=6", "environment_workers=1", "eval_steps=0", "max_steps=2")
     assert run_here(run, *keys, *changed, registry=load_plugins()) == 0
-    assert [worker._process for pool in OPENED for worker in pool._workers] == [None], "the run ends its processes"
+    assert [worker._guardian for pool in OPENED for worker in pool._workers] == [None], "the run ends its processes"
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     faults = [one["reason"] for one in lines if one["reason"] not in ("stop", "length")]
     assert set(faults) == {"exception", "invalid"}

@@ -108,6 +108,8 @@ class GRPOOptions:
     """Seconds that an environment may take for one reply or for the rewards of an episode; one that takes longer is
     killed, and the reward counts as missing.
     """
+    environment_build_timeout: Annotated[float, Gt(0), Flat("environment_build_timeout")] = 300.0
+    """Seconds that a worker process may take to import the plugin of the environment and to build it."""
     eval_environment_tasks: Annotated[int, Ge(0), Flat("eval_environment_tasks")] = 0
     """Held-out tasks of the environment, played with the most probable tokens where evaluations are due; 0 for none."""
     log_completions: Annotated[bool, Flat("log_completions")] = True

@@ -145,6 +145,8 @@ def open_arena(context: OnlineContext, first_fault: Callable[[Fault], None]) -> 
         context.registry,
         workers=workers,
         timeout=options.environment_timeout,
+        build_timeout=options.environment_build_timeout,
+        build_option="environment_build_timeout",
         stopped=context.stopped,
         first_fault=first_fault,
     )
