@@ -364,6 +364,54 @@ def test_tensors_without_use_are_told(
     assert "a, b, c and 1 more" in str(unused_note(list("abcd"), scored=False))
 
 
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def with_head(path: Path, head: torch.Tensor, *, shards: bool) -> ModelDir:
+    """A directory whose config.json ties the head, as it is read. The embedding is in bf16."""
+    tensors = {EMBEDDING: TENSORS[EMBEDDING].bfloat16(), LM_HEAD: head}
+    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    names = dict(zip(tensors, SHARDS if shards else [SINGLE, SINGLE], strict=True))
+    for file in set(names.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if names[name] == file}, path / file)
+    (path / INDEX).write_text(json.dumps({"weight_map": names}))
+    return ModelDir.open(path).with_head(LM_HEAD, EMBEDDING)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_head_is_a_copy_of_the_embedding_only_if_their_values_are_equal(
+    shards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surogate_core.hf.weights._COMPARED", 7)
+    embedding = TENSORS[EMBEDDING].bfloat16()
+    for equal in (embedding.clone(), embedding.float(), embedding.double()):
+        found = with_head(tmp_path, equal, shards=shards)
+        assert found.names() == (EMBEDDING,)
+        assert found.config == {"tie_word_embeddings": True}
+        assert found.fingerprint() == ModelDir.open(tmp_path).fingerprint()
+    last = embedding.clone()
+    last[-1, -1] += 1
+    for other in (last, TENSORS[EMBEDDING], embedding[:-1].clone(), embedding.t().contiguous(), embedding.int()):
+        found = with_head(tmp_path, other, shards=shards)
+        assert set(found.names()) == {EMBEDDING, LM_HEAD}
+        assert found.config == {"tie_word_embeddings": False}
+    untouched = ModelDir.open(tmp_path)
+    assert untouched.with_head("head.weight", EMBEDDING) is untouched
+
+
+def test_a_quantised_head_is_compared_dequantised(tmp_path: Path) -> None:
+    codes = TENSORS[EMBEDDING].to(torch.float8_e4m3fn)
+    method = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for scale, expected in ((2.0, False), (1.0, True)):
+        tensors = {EMBEDDING: codes.bfloat16(), LM_HEAD: codes, "lm_head.weight_scale_inv": torch.full((1, 1), scale)}
+        save_file(tensors, tmp_path / SINGLE)
+        (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True, **method}))
+        assert ModelDir.open(tmp_path).is_quantised(LM_HEAD)
+        found = ModelDir.open(tmp_path).with_head(LM_HEAD, EMBEDDING)
+        assert found.config["tie_word_embeddings"] is expected
+        assert (found.names() == (EMBEDDING,)) is expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_part_of_a_tensor_is_read_and_cast(tmp_path: Path, dtype: torch.dtype) -> None:
     values = torch.arange(60, dtype=torch.bfloat16).view(5, 12)
