@@ -184,7 +184,7 @@ class Watch:
         """Parts that are in `_tail`, or given."""
         self._tail = ""
         """Text that `settled` holds back."""
-        self._given = 0
+        self.given = 0
         """Characters that `settled` has given."""
         self.length = 0
         """Characters of the whole tokens so far, with those of a stop text."""
@@ -209,15 +209,15 @@ class Watch:
         become a stop text. All of it once it has `ended`.
         """
         if ended:
-            new = self.text()[self._given :]
+            new = self.text()[self.given :]
         else:
             self._advance()
             held = max((stop.held for stop in self._stops), default=0)
             known = self.length - held if self.end is None else self.end
             tail = self._tail + "".join(self._parts[self._read :])
-            new, self._tail = tail[: known - self._given], tail[known - self._given :]
+            new, self._tail = tail[: known - self.given], tail[known - self.given :]
             self._read = len(self._parts)
-        self._given += len(new)
+        self.given += len(new)
         return new
 
     def place(self) -> int:

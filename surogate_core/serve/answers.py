@@ -17,7 +17,11 @@ class Token:
     """A chosen token."""
 
     text: str
+    data: bytes
+    """Its bytes, which its text does not have if it is a part of a character."""
     logprob: float
+    offset: int
+    """Where it begins in the text, in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +32,6 @@ class Choice:
     text: str
     tokens: Sequence[Token] | None = None
     """Its tokens, if the request asks for log-probabilities."""
-    offset: int = 0
-    """Characters of the tokens before."""
     reason: Reason | None = None
 
 
@@ -90,29 +92,23 @@ class Answer:
             logprobs = None if choice.tokens is None else _chat_logprobs(choice.tokens)
         else:
             content = {"text": choice.text}
-            logprobs = None if choice.tokens is None else _logprobs(choice.tokens, choice.offset)
+            logprobs = None if choice.tokens is None else _logprobs(choice.tokens)
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason}
 
 
 def _chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     def one(token: Token) -> dict[str, Any]:
-        # A token may be a part of a character, whose bytes its text does not have.
-        known = None if "\ufffd" in token.text else list(token.text.encode())
-        return {"token": token.text, "logprob": token.logprob, "bytes": known, "top_logprobs": []}
+        return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data), "top_logprobs": []}
 
     return {"content": [one(token) for token in tokens], "refusal": None}
 
 
-def _logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.text)
+def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": None,
-        "text_offset": offsets,
+        "text_offset": [token.offset for token in tokens],
     }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import Request, Sampling
 from surogate_core.errors import UserError
-from surogate_core.run.completions import Watch
+from surogate_core.run.completions import Watch, token_bytes
 from surogate_core.run.generation import Prepared
 from surogate_core.run.texts import Prompt, prompt_of_messages, prompt_of_text
 from surogate_core.serve.answers import Token, Usage
@@ -75,9 +75,10 @@ class Served:
         prompt = ask.prompts[request.number]
         return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(list(prompt)))
 
-    def token(self, token: int, logprob: float) -> Token:
-        """A token as it is shown with its log-probability."""
-        return Token(text=str(self.tokenizer.decode([token])), logprob=logprob)
+    def token(self, token: int, logprob: float, offset: int) -> Token:
+        """A token as it is shown with its log-probability; `offset`: where it begins in the text."""
+        text, data = token_bytes(self.tokenizer).shown(token)
+        return Token(text=text, data=data, logprob=logprob, offset=offset)
 
     def _prompts(self, ask: Ask) -> list[Prompt]:
         try:

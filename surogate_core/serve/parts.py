@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from surogate_core.serve.answers import Choice, Token
@@ -21,7 +22,6 @@ class Parts:
         self._logprobs: list[list[Token]] = [[] for _ in ticket.requests]
         self._given = [0] * len(ticket.requests)
         """Tokens with log-probabilities that `new` has given."""
-        self._offsets = [0] * len(ticket.requests)
         self._touched: dict[int, None] = {}
         self._echoed: set[int] = set()
         self.tokens = 0
@@ -30,12 +30,13 @@ class Parts:
     def take(self, chosen: Chosen) -> None:
         """One more token."""
         place = chosen.place
+        ends = chosen.token in self._ticket.requests[place].stop_ids
+        if self._ask.logprobs and not ends:
+            offset = self._texts[place].place()
+            self._logprobs[place].append(self._model.token(chosen.token, chosen.logprob, offset))
         self._texts[place].take(chosen.token)
         self._touched[place] = None
         self.tokens += 1
-        ends = chosen.token in self._ticket.requests[place].stop_ids
-        if self._ask.logprobs and not ends:
-            self._logprobs[place].append(self._model.token(chosen.token, chosen.logprob))
         if chosen.reason is not None:
             self._reasons[place] = chosen.reason
             self.open -= 1
@@ -46,7 +47,7 @@ class Parts:
             Choice(
                 index=place,
                 text=self._echo(place) + watch.text(),
-                tokens=self._logprobs[place] if self._ask.logprobs else None,
+                tokens=self._tokens(place, ended=True),
                 reason=self._reasons[place],
             )
             for place, watch in enumerate(self._texts)
@@ -58,14 +59,21 @@ class Parts:
         for place in touched:
             reason = self._reasons[place]
             text = self._echo(place) + self._texts[place].settled(reason is not None)
-            tokens = self._logprobs[place][self._given[place] :] if self._ask.logprobs else None
-            if not (text or tokens or reason):
-                continue
-            offset = self._offsets[place]
-            if tokens is not None:
-                self._given[place] += len(tokens)
-                self._offsets[place] += sum(len(token.text) for token in tokens)
-            yield Choice(index=place, text=text, tokens=tokens, offset=offset, reason=reason)
+            tokens = self._tokens(place, ended=reason is not None)
+            if text or tokens or reason:
+                yield Choice(index=place, text=text, tokens=tokens, reason=reason)
+
+    def _tokens(self, place: int, *, ended: bool) -> list[Token] | None:
+        """The tokens that are new, of a text that has not ended those that begin in what is settled of it."""
+        if not self._ask.logprobs:
+            return None
+        watch, found = self._texts[place], self._logprobs[place]
+        end = watch.place()
+        first = last = self._given[place]
+        while last < len(found) and (ended or found[last].offset < watch.given):
+            last += 1
+        self._given[place] = last
+        return [replace(token, offset=min(token.offset, end)) for token in found[first:last]]
 
     def _echo(self, place: int) -> str:
         """The prompt before a completion, once, if the request asks for it."""

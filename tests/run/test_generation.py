@@ -275,68 +275,6 @@ def test_the_memory_of_generation_is_said(hf_dir: Path, opening: Open, installed
     assert texts.needed_bytes(weights, 257)(1) == texts.needed_bytes(weights, 272)(1)
 
 
-def test_a_growing_text_is_given_in_parts(hf_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
-    text = "The chain slips. 日本語 STOP here"
-    for stop, wanted in (((), text), (("STOP",), "The chain slips. 日本語 "), (("chain", "The chain slips!"), "The ")):
-        watch = texts.Watch(tokenizer, tokenizer("Hello")["input_ids"], stop)
-        parts: list[str] = []
-        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
-            ended = watch.take(token)
-            parts.append(watch.settled(ended))
-            if ended:
-                break
-        parts.append(watch.settled(True))
-        assert "".join(parts) == watch.text() == wanted
-        assert not any("\ufffd" in part for part in parts)
-        assert sum(map(bool, parts)) > (0 if stop else 6)
-
-
-def llama_like() -> Any:
-    """A tokenizer that writes a space as ▁, drops the first one, and falls back to bytes."""
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["▁", "▁the", "▁chain", "s", "▁slip", "日", "."]
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + n for n, word in enumerate(words)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, unk_token=None))
-    parts = [
-        tokenizers.decoders.Replace("▁", " "),
-        tokenizers.decoders.ByteFallback(),
-        tokenizers.decoders.Fuse(),
-        tokenizers.decoders.Strip(" ", 1, 0),
-    ]
-    made.decoder = tokenizers.decoders.Sequence(parts)
-    return PreTrainedTokenizerFast(tokenizer_object=made)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "llama"])
-def test_parts_of_a_long_text_are_the_whole(hf_dir: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where tokens are parts of characters, or no text at all."""
-    tokenizer = AutoTokenizer.from_pretrained(hf_dir) if kind == "bytes" else llama_like()
-    decoded: list[int] = []
-    original = texts.Watch._decoded
-    monkeypatch.setattr(texts.Watch, "_decoded", lambda self, ids: decoded.append(len(ids)) or original(self, ids))
-    generator = torch.Generator().manual_seed(0)
-    for size in (9, 40, 300):
-        ids = torch.randint(len(tokenizer), (size,), generator=generator).tolist()
-        if kind == "llama":
-            # Whole characters: without the rest of one, its bytes before are not text either.
-            ids = [byte for token in ids for byte in ((token,) if token >= 256 else "日🚲é~"[token % 4].encode())]
-        for stop in ((), ("chains",)):
-            watch = texts.Watch(tokenizer, ids[:3], stop)
-            parts = []
-            decoded.clear()
-            for token in ids:
-                ended = watch.take(token)
-                parts.append(watch.settled(ended))
-                if ended:
-                    break
-            parts.append(watch.settled(True))
-            assert max(decoded) < 100 or stop
-            assert "".join(parts) == watch.text()
-
-
 def test_prompts(hf_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(hf_dir)
     with pytest.raises(UserError, match="row 1: is empty"):
