@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.data import tokenizer_file
 from surogate_core.errors import UserError
 from surogate_core.files.hub import absent, fetch, one_revision
 from surogate_core.files.paths import is_hub_id, resolve_package_path
@@ -35,10 +37,14 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in TOKENIZER_FILES[:3])
 
 
-def load_tokenizer(path: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, *, revision: str | None = None, note: Callable[[str], None] = lambda text: None
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory, a ``pkg://`` directory or a hub id; code in it is never run.
 
-    `revision` is the branch, tag or commit of a hub id; ``owner/name@revision`` names it too.
+    Its rules are those of its tokenizer.json, also where transformers has others for it, and none depends on chance.
+    `revision` is the branch, tag or commit of a hub id; ``owner/name@revision`` names it too. `note` receives what its
+    user should know.
     Raises `UserError` when it is missing, incomplete or broken, `MachineError` when the hub cannot be reached.
     """
     local = Path(resolve_package_path(path)).expanduser()
@@ -66,6 +72,19 @@ def load_tokenizer(path: str, *, revision: str | None = None) -> PreTrainedToken
         raise UserError(
             f"tokenizer {path}: cannot be loaded: {_first_line(error)} Fix: check that its files are complete."
         ) from error
+    if not tokenizer.is_fast and tokenizer_file.samples(local):
+        raise UserError(
+            f"tokenizer {path}: tokenizer_config.json has enable_sampling, so a text has other tokens each time. "
+            f"Fix: set sp_model_kwargs.enable_sampling to false there."
+        )
+    tokenizer, differing = tokenizer_file.as_in_file(tokenizer, local)
+    if differing:
+        note(
+            f"tokenizer {path}: transformers replaces its {' and '.join(differing)} by those of another class; "
+            f"tokenizer.json is used as it is."
+        )
+    if tokenizer_file.without_dropout(tokenizer):
+        note(f"tokenizer {path}: tokenizer.json has BPE dropout, which is off here: a text always has the same tokens.")
     # Without its vocabulary file transformers hands out a tokenizer that knows its special tokens only.
     if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
         raise UserError(f"tokenizer {path}: its vocabulary is missing. Fix: add tokenizer.json to it.")

@@ -34,16 +34,16 @@ def tokenizer_of_run(
         )
     # The model's own tokenizer is read at the model's commit; another tokenizer may name its own revision.
     own = where == config.model.path
-    tokenizer = load_tokenizer(where, revision=config.model.revision if own else None)
+    notes: list[str] = []
+    tokenizer = load_tokenizer(where, revision=config.model.revision if own else None, note=notes.append)
     apply_template(tokenizer, config.template)
     if vocab_size is None:
-        return tokenizer, []
+        return tokenizer, notes
     check_vocabulary(tokenizer, vocab_size)
     known = len(tokenizer.get_vocab())
     if pretrained and known < SMALL_VOCABULARY * vocab_size:
-        note = (
+        notes.append(
             f"The tokenizer knows {known:,} of the model's {vocab_size:,} token ids: "
             f"make sure that it is the model's own."
         )
-        return tokenizer, [note]
-    return tokenizer, []
+    return tokenizer, notes
