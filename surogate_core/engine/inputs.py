@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.batch import MicroBatch
+from surogate_core.dsl.declare import Model
 from surogate_core.engine.assembly import EngineSettings
 
 
@@ -20,7 +21,10 @@ class Inputs:
 
     input_ids: Tensor
     labels: Tensor
+    whole_positions: Tensor
+    """Those of all ranks that share the micro-batch."""
     positions: Tensor
+    """This rank's part of them."""
     cu_seqlens: Tensor
     seeds_L8: Tensor
     """[L, 8] int32, as `Engine.seeds` makes them. What a program reads begins at a multiple of 16 bytes: Inductor's
@@ -44,19 +48,31 @@ class Inputs:
         `part`: which part of a micro-batch's positions is this rank's, if several share it.
         """
         n, device = settings.tokens, settings.device
+        own = slice(part * n, (part + 1) * n)
+        # Programs run on these before the first micro-batch: rows of one document, as an objective may expect.
+        whole = torch.arange(n * settings.context, dtype=torch.int32, device=device) % settings.max_seqlen
         return cls(
             input_ids=torch.zeros(n, dtype=torch.int64, device=device),
             labels=torch.zeros(n, dtype=torch.int64, device=device),
-            # Programs run on these before the first micro-batch: rows of one document, as an objective may expect.
-            positions=torch.arange(n, dtype=torch.int32, device=device) % settings.max_seqlen,
+            whole_positions=whole,
+            positions=whole[own],
             cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
             seeds_L8=torch.zeros(layers, 8, dtype=torch.int32, device=device),
             loss_scale=torch.zeros((), dtype=torch.float32, device=device),
             one=torch.ones((), dtype=torch.float32, device=device),
             columns={name: torch.zeros(n, dtype=torch.float32, device=device) for name in settings.columns},
             real=torch.ones(n, dtype=torch.bool, device=device) if reads_real else None,
-            own=slice(part * n, (part + 1) * n),
+            own=own,
         )
+
+    def tables(self, model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What `model.tables` returns for the micro-batch, at this rank's positions. It is computed from those of whole
+        documents, whose lengths may be in it.
+        """
+        found, whole = model.tables(self.whole_positions, dtype), len(self.whole_positions)
+        if whole == len(self.positions):
+            return found
+        return {name: t[self.own].clone() if t.ndim and len(t) == whole else t for name, t in found.items()}
 
     def seeds_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """(seed of the layer's dropout masks and number of the first row [2], the layer's other seed 0-d)."""
@@ -69,7 +85,7 @@ class Inputs:
         pairs = [
             (self.input_ids, batch.input_ids[own]),
             (self.labels, batch.labels[own]),
-            (self.positions, batch.positions[own]),
+            (self.whole_positions, batch.positions),
             (self.cu_seqlens, batch.cu_seqlens),
             (self.seeds_L8, seeds),
         ]

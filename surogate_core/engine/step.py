@@ -285,7 +285,7 @@ class MicroStep:
 
     def _tables(self) -> list[Tensor]:
         assembly = self.plan.assembly
-        tables = assembly.model.tables(self.inputs.positions, assembly.settings.dtype)
+        tables = self.inputs.tables(assembly.model, assembly.settings.dtype)
         real = [] if self.inputs.real is None else [self.inputs.real]
         return [*tables.values(), self.inputs.cu_seqlens, *real]
 

@@ -169,7 +169,7 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
     record = Record(roundings)
     engine.inputs.load(batch, engine.seeds(0, 0), 1.0)
     tables = {
-        **engine.model.tables(engine.inputs.positions, engine.settings.dtype),
+        **engine.inputs.tables(engine.model, engine.settings.dtype),
         "cu_seqlens": engine.inputs.cu_seqlens,
     }
     (embedding,) = engine.parameters.inputs(engine.plan.embed)

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from surogate_core.dsl import Block, Dim, Linear, Param, Stack
+from surogate_core.dsl.rope import KINDS, Rope
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
 from surogate_core.errors import UserError
@@ -46,6 +48,49 @@ class GroupedModel(tiny.TinyModel):
 def grouped(kv_heads: int) -> dict[str, Any]:
     config = {**tiny.CONFIG, "num_key_value_heads": kv_heads, "kv_width": 8 * kv_heads}
     return {"config": config, "build": GroupedModel}
+
+
+class RotatedBlock(GroupedBlock):
+    """The same with rotary positions."""
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        """[N, D] → [N, D]."""
+        h = ops.rms_norm(x, self.norm, self.eps)
+        q = self.q(h).unflatten(1, (self.heads, -1))
+        k, v = (product(h).unflatten(1, (self.kv_heads, -1)) for product in (self.k, self.v))
+        q, k = (ops.rope(heads, tables["cos"], tables["sin"]) for heads in (q, k))
+        return x + self.o(ops.attention(q, k, v, tables["cu_seqlens"], self.max_seqlen, 0.35).flatten(1))
+
+
+class RotatedModel(tiny.TinyModel):
+    """Two blocks."""
+
+    layers = Stack(RotatedBlock, Dim("num_hidden_layers"), "layers.{i}.")
+
+    def tables(self, positions_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """RoPE's cos and sin."""
+        return Rope(self.config, 8).tables(positions_N)
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+
+
+def rotated(kind: str) -> dict[str, Any]:
+    """A model of 8 trained positions; the documents have 13, 9 and 7."""
+    scaling = {"rope_type": kind, **SCALINGS[kind]}
+    config = {**tiny.CONFIG, "num_key_value_heads": 2, "kv_width": 16, "max_position_embeddings": 8}
+    return {"config": {**config, "rope_scaling": scaling}, "build": RotatedModel}
 
 
 def made(fabric: VirtualFabric, context: int, *, micro_batches: int, **changes: Any) -> Engine:
@@ -112,6 +157,29 @@ def close_to_one_rank(world: int, context: int, **changes: Any) -> None:
 def test_ranks_that_share_rows_train_like_one(world: int, context: int, changes: dict[str, Any]) -> None:
     """Documents have 13, 9 and 7 of 32 tokens, so every cut is inside one of them."""
     close_to_one_rank(world, context, **changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("context", [1, 2], ids=["rows apart", "shared rows"])
+def test_every_rope_has_the_angles_of_one_rank(kind: str, context: int) -> None:
+    """The angles of dynamic RoPE depend on a document's length, which a part of a row does not have."""
+    close_to_one_rank(2, context, zero_level=0, **rotated(kind))
+
+
+def test_tables_of_a_part_of_a_row_are_a_part_of_those_of_the_row() -> None:
+    changes = rotated("dynamic")
+    batch = tiny.batches(0, 1)[0]
+
+    def work(fabric: VirtualFabric) -> dict[str, Tensor]:
+        engine = made(fabric, fabric.world, micro_batches=1, zero_level=0, **changes)
+        engine.inputs.load(batch, engine.seeds(0, 0), 1.0)
+        found = {**engine.inputs.tables(engine.model, torch.float32), "positions": engine.inputs.positions.clone()}
+        engine.close()
+        return found
+
+    whole, parts = in_threads(1, work)[0], in_threads(2, work)
+    for name, table in whole.items():
+        assert torch.cat([part[name] for part in parts]).equal(table), name
 
 
 def test_ranks_of_a_row_share_the_seed_of_dropout_and_no_other_seed() -> None:
