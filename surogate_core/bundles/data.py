@@ -40,6 +40,10 @@ class DatasetFormat:
     """Options → the fields of a row that `encode` reads; the run lists the fields that it does not read. None: not
     known. Like `encode`, it must be a function of a module, because it is sent to worker processes.
     """
+    note: Callable[[Any, EncodeContext], str] | None = None
+    """(options, context) → what the user should know before the run about how rows are read, such as a prompt that the
+    format writes around them; empty if there is nothing.
+    """
     trains_prompts: bool = False
     """Whether every token of a document is meant to be trained, so the run does not warn about it."""
     version: int = 1

@@ -71,8 +71,10 @@ def main(argv: Sequence[str]) -> int:
     host = words.texts.get("--host", "127.0.0.1")
     token = _token(words, host)
     from surogate_core import logs
+    from surogate_core.data import clock
 
     logs.configure()
+    clock.follow()
     with _interruptible(), _server(words, host=host, port=port, token=token) as server:
         if "--token-file" not in words.texts and token is not None:
             print(f"token: {token}")

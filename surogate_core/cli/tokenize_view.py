@@ -78,7 +78,7 @@ def report_of(
         "copies": report.copies,
         "bad_row_count": report.bad_row_count,
         "bad_rows": [dataclasses.asdict(row) for row in report.bad_rows],
-        "warnings": [*notes, *report.warnings],
+        "warnings": [*notes, *report.notes, *report.warnings],
         "examples": list(examples),
     }
 

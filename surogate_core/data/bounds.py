@@ -1,7 +1,8 @@
 """Limits on what a chat template computes: the model's files contain it, and one line can mean gigabytes or hours.
 
 Jinja's sandbox keeps templates from files and processes, and a single `range` short. These bounds limit repetitions,
-powers, all ranges of a rendering together, and its text.
+powers, all ranges of a rendering together, and its text. A template gets the day of the run (`clock`) and no chance, so
+that two renderings of a conversation are equal.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
+
+from surogate_core.data import clock
 
 MAX_ITEMS = 1 << 20
 """Characters or items of one repetition (``'-' * n``), and steps of all the ranges of a rendering."""
@@ -74,8 +77,14 @@ def _bound(environment: Any) -> None:
         return steps
 
     environment.globals["range"] = bounded_range
+    environment.globals["strftime_now"] = clock.strftime_now
+    environment.globals["lipsum"] = environment.filters["random"] = _chance
     environment.intercepted_binops = frozenset({"*", "**"})
     environment.binop_table = {**environment.binop_table, "*": _times, "**": _power}
+
+
+def _chance(*arguments: Any, **options: Any) -> Any:
+    raise ValueError("it draws at random, so a row would differ each time")
 
 
 def _times(left: Any, right: Any) -> Any:

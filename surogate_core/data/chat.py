@@ -48,6 +48,9 @@ _RESERVED = re.compile(f"[{RESERVED}]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASKED = "\U0010f0a5asked\U0010f0a5"
 _ANSWERED = "\U0010f0a5answered\U0010f0a5"
+_USER = {"role": "user", "content": _ASKED}
+_ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-fA-F]+>")
+"""What Python writes for an object that has no text of its own."""
 
 
 class Encoder:
@@ -214,19 +217,23 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Chat:
 
 
 def _require_jinja(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
-    """Raise `UserError` for a template with a mistake of syntax, which no conversation is to blame for."""
+    """Raise `UserError` for a template with a mistake of syntax, which no conversation is to blame for, and for one
+    that writes an address of memory, which differs each time.
+    """
     from jinja2 import TemplateSyntaxError
 
     try:
-        chat.render([{"role": "user", "content": _ASKED}])
+        reason = "it writes an address of memory" if _ADDRESS.search(chat.render([_USER])) else ""
     except RowError as error:
-        if isinstance(cause := error.__cause__, TemplateSyntaxError):
-            reason = printable((cause.message or "a mistake")[:LONGEST_REASON]).rstrip(".")
-            raise UserError(
-                f"The chat template of the tokenizer {tokenizer.name_or_path}: line {cause.lineno}: {reason}. "
-                f"Fix: correct it there, or set `template` to one that fits the tokenizer's special tokens (chatml, "
-                f"llama3, … or a .jinja file)."
-            ) from error
+        if not isinstance(cause := error.__cause__, TemplateSyntaxError):
+            return
+        reason = f"line {cause.lineno}: {printable((cause.message or 'a mistake')[:LONGEST_REASON]).rstrip('.')}"
+    if reason:
+        raise UserError(
+            f"The chat template of the tokenizer {tokenizer.name_or_path}: {reason}. "
+            f"Fix: correct it there, or set `template` to one that fits the tokenizer's special tokens (chatml, "
+            f"llama3, … or a .jinja file)."
+        )
 
 
 @cache

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.batch import IGNORE_LABEL
+from surogate_core.data import clock
 from surogate_core.data.chat import encoder_of
 from surogate_core.data.contract import encoded
 from surogate_core.data.encoded import RowError, members
@@ -108,6 +110,8 @@ class RowEncoder:
     format: DatasetFormat
     options: Any
     context: EncodeContext
+    day: date = field(default_factory=clock.today)
+    """The date in chat templates, also in another process."""
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Encode the rows; unusable ones are counted."""
@@ -289,6 +293,7 @@ def _start(encoder: RowEncoder) -> None:
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.join,), daemon=True).start()
     _encoder = encoder
+    clock.set_day(encoder.day)
 
 
 def _end_with(wait: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from surogate_core.bundles import DatasetFormat
 from surogate_core.data.encoded import RowError
+from surogate_core.data.report import BAD_ROWS_SHOWN, BadRow, list_bad_rows
 from surogate_core.data.sources import Source, SourceSpec
 from surogate_core.errors import ConfigError, Problem, UserError
 
@@ -83,9 +84,11 @@ def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, Dat
     if entry.format.choose is None:
         return entry
     place = f"{entry.key}: data set {entry.source.path}"
-    rows = _sample(source)
+    rows, bad, bad_count = _sample(source)
     if not rows:
-        raise UserError(f"{place} has no readable row among those sampled. Fix: check `path`, or set `type`.")
+        why = f" Bad rows: {list_bad_rows(bad, bad_count)}" if bad else ""
+        fix = "mend the rows" if bad else "check `path`, or set `type`"
+        raise UserError(f"{place} has no readable row among those sampled.{why} Fix: {fix}.")
     try:
         choice = entry.format.choose(rows, entry.options)
     except RowError as error:
@@ -105,19 +108,26 @@ def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, Dat
     return dataclasses.replace(entry, format=chosen, options=options, chosen=text)
 
 
-def _sample(source: Source) -> list[Mapping[str, Any]]:
-    """Rows from many places: a field that is empty at the beginning may have something in it later."""
+def _sample(source: Source) -> tuple[list[Mapping[str, Any]], list[BadRow], int]:
+    """Rows from many places, because a field that is empty at the beginning may have something in it later; the first
+    rows that cannot be read, and their number.
+    """
     rows: list[Mapping[str, Any]] = []
+    bad: list[BadRow] = []
+    bad_count = 0
     seen: set[frozenset[str]] = set()
     for number, chunk in enumerate(islice(source.chunks(), SAMPLED_CHUNKS)):
-        for _, row in chunk.rows() if number < WHOLE_CHUNKS else islice(chunk.rows(), SAMPLED_ROWS):
+        for where, row in chunk.rows() if number < WHOLE_CHUNKS else islice(chunk.rows(), SAMPLED_ROWS):
             if isinstance(row, RowError):
+                bad_count += 1
+                if len(bad) < BAD_ROWS_SHOWN:
+                    bad.append(BadRow.of(where, row))
                 continue
             filled = frozenset(name for name, value in row.items() if value or value == 0)
             if len(rows) < FIRST_ROWS or (filled not in seen and len(rows) < MOST_ROWS):
                 rows.append(row)
             seen.add(filled)
-    return rows
+    return rows, bad, bad_count
 
 
 def _parse(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from surogate_core.data import clock
 from surogate_core.data.cache import Cache, digest_of
 from surogate_core.data.chunks import START
 from surogate_core.data.encoded import EncodeContext
@@ -67,6 +68,8 @@ class PreparedData:
     report: DataReport
     digest: str
     """Digest of the content and order of all rows; equal digests give equal micro-batches."""
+    day: str | None = None
+    """The date that the chat template writes into the rows."""
 
 
 def prepare(
@@ -118,12 +121,13 @@ def prepare(
         train=train.stats,
         train_fill=train.fill,
         eval=held_out.stats if held_out is not None else None,
+        notes=tuple(encoder.notes),
         mixture=_mixture(train_sets, documents, passes),
         copies=split.copies,
         warnings=(*encoder.notices, *_warnings(config, loaded, train, held_out)),
     )
     digest = digest_of([train.digest, held_out.digest if held_out is not None else None])
-    return PreparedData(train=train, eval=held_out, report=report, digest=digest)
+    return PreparedData(train=train, eval=held_out, report=report, digest=digest, day=encoder.day)
 
 
 def _entries(config: RunConfig, formats: Mapping[str, DatasetFormat], *, group: int) -> list[DatasetEntry]:
@@ -265,6 +269,7 @@ class _Encoder:
         self._bad_row_count = 0
         self.notices: list[str] = []
         """Further warnings of the report."""
+        self.notes: list[str] = []
         self._formats = formats
         self._task, self._group = config.task, group
         self._trains_prompts = trains_prompts or config.loss_scale == "all"
@@ -293,12 +298,18 @@ class _Encoder:
             # Both libraries determine tokens: one renders templates, the other splits text.
             "libraries": [transformers.__version__, tokenizers.__version__],
         }
+        self.day = clock.today().isoformat() if config.use_chat_template and clock.shows_date(tokenizer) else None
+        if self.day is not None:
+            self._key["date"] = self.day
+            self.notes.append(f"The chat template writes the date, which is {self.day} in all rows of this run.")
 
     def load(self, entry: DatasetEntry) -> _Loaded:
         """The entry's documents, encoded now unless the cache has them."""
         source = open_source(entry.source)
         entry = choose_format(entry, source, self._formats)
         check_task(entry, self._task, group=self._group, formats=self._formats)
+        if entry.format.note is not None and (note := entry.format.note(entry.options, self._context)):
+            self.notes.append(f"{entry.key} ({masked(entry.source.path)}): {note}")
         task = f"tokenise {source.name}"
         key = digest_of(
             {

@@ -112,6 +112,8 @@ class DataReport:
     """Share of the training rows' positions that hold tokens."""
     eval: PackStats | None
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What the user should know about how the rows are read, and cannot see in the figures."""
     mixture: tuple[float, ...] = ()
     """Share of each entry of `datasets` in the tokens of an epoch, before long documents are cut."""
     copies: int = 0

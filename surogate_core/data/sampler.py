@@ -118,9 +118,18 @@ class StepLoader:
     """
 
     def __init__(
-        self, rows: PackedRows, *, rows_per_micro_batch: int, micro_batches: int, seed: int, make: Make = collate
+        self,
+        rows: PackedRows,
+        *,
+        rows_per_micro_batch: int,
+        micro_batches: int,
+        seed: int,
+        make: Make = collate,
+        day: str | None = None,
     ):
+        """`day`: the date that the rows show, kept in the state."""
         assert len(rows) > 0
+        self._day = day
         self._rows, self._make = rows, make
         self._rows_per_micro_batch = rows_per_micro_batch
         self._micro_batches = micro_batches
@@ -162,6 +171,7 @@ class StepLoader:
             "rows": len(self._rows),
             "digest": self._rows.digest,
             "seed": self._seed,
+            **({"day": self._day} if self._day else {}),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -247,6 +257,7 @@ class PackedTask:
             micro_batches=self._config.gradient_accumulation_steps,
             seed=self._config.train_seed,
             make=self._make,
+            day=self._data.day,
         )
 
     def evaluation(self) -> EvalBatches | None:

@@ -17,6 +17,7 @@ from surogate_core.bundles.tasks import evaluator_of
 from surogate_core.config import sharing
 from surogate_core.config.flat import flat_defaults, no_effect_notes
 from surogate_core.config.schema import RunConfig
+from surogate_core.data import clock
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.preview import suspicious_examples
 from surogate_core.dsl.rope import check_covers
@@ -229,6 +230,8 @@ def prepare_material(
     show(Progress(task="loading the tokenizer", done=1, total=1))
     spec = task_spec(config, registry)
     data, longest, notes = None, config.sequence_len, [*of_tokenizer]
+    if checkpoint is not None:
+        clock.resume(checkpoint.state.get("loader", {}))
     if spec.needs_data:
         data = prepare(
             config,
@@ -239,8 +242,13 @@ def prepare_material(
             progress=show,
         )
         longest = max(rows.longest for rows in (data.train, data.eval) if rows is not None)
-        notes += [data.report.summary(), *data.report.warnings, *suspicious_examples(data, tokenizer)]
-    check_covers(model.config, longest)
+        notes += [
+            *data.report.notes,
+            data.report.summary(),
+            *data.report.warnings,
+            *suspicious_examples(data, tokenizer),
+        ]
+    check_covers(model.positions, longest)
     if spec.online is not None:
         task = online_task(config, registry, base.resolved, tokenizer, data, surroundings)
     else:

@@ -71,7 +71,7 @@ def test_sharegpt_equals_openai(tmp_path: Path, formats: Any) -> None:
     ("rows", "reason"),
     [
         ([], "has no readable row among those sampled"),
-        ([3], "has no readable row among those sampled"),
+        ([3], r"has no readable row among those sampled\. Bad rows: \S+rows\.jsonl:1: .*object.* Fix: mend the rows"),
         ([{"a": 1}], "no type fits the 1 sampled rows, whose fields are 'a'"),
     ],
 )

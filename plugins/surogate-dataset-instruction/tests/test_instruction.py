@@ -289,3 +289,25 @@ def test_a_table_of_digits_is_text(templated: Callable[..., Any], tmp_path: Path
     text = tokenizer.decode(data.train.row(0).input_ids)
     for part in ("12\n\n007<", "assistant\n19<", "user\n1<", "assistant\nNA<", "2\n\nnull<", "assistant\n3.0<"):
         assert part in text, part
+
+
+def test_the_alpaca_prompt_is_said_before_the_run(templated: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Add 1 and 2.", "completion": "3"}\n' * 4)
+
+    def notes(name: str, *, use: bool = True, **fields: Any) -> tuple[str, ...]:
+        config = RunConfig(
+            datasets=[{"path": str(path), "type": "instruction", **fields}],
+            data_cache_dir=str(tmp_path / "cache"),
+            validation_split_ratio=0.0,
+            use_chat_template=use,
+        )
+        return prepare(config, templated(name)[0], {"instruction": FORMAT}).report.notes
+
+    assert notes("chatml") == ()
+    assert notes("none", prompt_format="{instruction}\n") == ()
+    for found, reason in ((notes("none"), "no chat template"), (notes("chatml", use=False), "use_chat_template is")):
+        assert len(found) == 1
+        assert found[0].startswith("datasets[0] (")
+        assert reason in found[0]
+        assert "Alpaca's English prompt" in found[0]

@@ -85,7 +85,7 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
         field = first_with_text(row, INPUTS)
     given = optional_text(row, field)
     system = options.system_prompt or optional_text(row, options.system_prompt_field)
-    if options.prompt_format is None and context.tokenizer.chat_template and context.use_chat_template:
+    if options.prompt_format is None and _has_template(context):
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction})
         messages.append({"role": "assistant", "content": output})
@@ -103,6 +103,22 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
     prompt = _prompt(options, instruction, given, system)
     document = tokenize_completion(context.tokenizer, prompt, output)
     return Encoded.from_mask(document.input_ids) if context.loss_scale == "all" else document
+
+
+def _has_template(context: EncodeContext) -> bool:
+    return context.use_chat_template and bool(context.tokenizer.chat_template)
+
+
+def note(options: InstructionOptions, context: EncodeContext) -> str:
+    """That Alpaca's prompt is written around the rows, if it is."""
+    if options.prompt_format is not None or _has_template(context):
+        return ""
+    reason = "the tokenizer has no chat template" if context.use_chat_template else "use_chat_template is false"
+    wish = "template: chatml or another" if context.use_chat_template else "use_chat_template: true"
+    return (
+        f"{reason}, so each row is written into Alpaca's English prompt ({prompts.ALPACA_SYSTEM_NO_INPUT!r} …). "
+        f"To change that, set {wish}, or prompt_format: '{{instruction}}' for nothing around the instruction."
+    )
 
 
 def _text(row: Mapping[str, Any], field: str | None, names: tuple[str, ...]) -> str:
@@ -127,6 +143,7 @@ FORMAT = DatasetFormat(
     options=InstructionOptions,
     encode=encode,
     columns=columns,
+    note=note,
     version=3,
     examples=(
         ({"prompt": "Add.", "completion": "3"}, {}),
