@@ -86,7 +86,15 @@ def surogate_kernel_pack() -> bundles.KernelPack:
 @hookimpl
 def surogate_rollout_engine() -> bundles.RolloutEngineSpec:
     """Generation by the blocks of the model itself."""
-    return bundles.RolloutEngineSpec(name="native", open=_native)
+    return bundles.RolloutEngineSpec(name="native", open=_native, constrains=True)
+
+
+@hookimpl
+def surogate_tool_parser() -> list[bundles.ToolParserSpec]:
+    """The calls of Qwen and Hermes, of Qwen3-Coder, of Llama 3 and of Mistral."""
+    from surogate_core.tools import json_calls, xml_calls
+
+    return [*json_calls.SPECS, xml_calls.SPEC]
 
 
 def _native(weights: Weights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:

@@ -95,6 +95,11 @@ def surogate_rollout_engine() -> Offer[b.RolloutEngineSpec]:
 
 
 @hookspec
+def surogate_tool_parser() -> Offer[b.ToolParserSpec]:
+    """Tool parsers: the form in which the models of a family call tools."""
+
+
+@hookspec
 def surogate_export_format() -> Offer[b.ExportFormat]:
     """Export formats: a trained model as a file for another program."""
 

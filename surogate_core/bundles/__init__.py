@@ -41,6 +41,8 @@ from surogate_core.bundles.rollouts import (
     ApartEngine,
     Arriving,
     Completion,
+    Constraint,
+    Grammar,
     OnChosen,
     OnToken,
     Reason,
@@ -64,6 +66,7 @@ from surogate_core.bundles.tasks import (
     TaskSpec,
     Together,
 )
+from surogate_core.bundles.tool_parsers import Tag, ToolParser, ToolParserSpec, ToolPart
 from surogate_core.bundles.weight_formats import WeightFormat, WeightFormatSpec
 
 __all__ = [
@@ -75,6 +78,7 @@ __all__ = [
     "Bundle",
     "Code",
     "Completion",
+    "Constraint",
     "DatasetFormat",
     "Environment",
     "EnvironmentSpec",
@@ -95,6 +99,7 @@ __all__ = [
     "Flat",
     "FormatChoice",
     "GradientStore",
+    "Grammar",
     "Job",
     "Kernel",
     "KernelPack",
@@ -134,11 +139,15 @@ __all__ = [
     "Stopped",
     "Store",
     "Stores",
+    "Tag",
     "Task",
     "TaskResult",
     "TaskSpec",
     "TensorKind",
     "Together",
+    "ToolParser",
+    "ToolParserSpec",
+    "ToolPart",
     "Turn",
     "WeightFormat",
     "WeightFormatSpec",
@@ -157,6 +166,7 @@ Bundle = (
     | TaskSpec
     | AdvantageSpec
     | RolloutEngineSpec
+    | ToolParserSpec
     | ExportFormat
     | EvaluatorSpec
     | EnvironmentSpec
@@ -177,6 +187,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "task": ("surogate_task", TaskSpec),
     "advantage": ("surogate_advantage", AdvantageSpec),
     "rollout": ("surogate_rollout_engine", RolloutEngineSpec),
+    "tool_parser": ("surogate_tool_parser", ToolParserSpec),
     "export": ("surogate_export_format", ExportFormat),
     "eval": ("surogate_evaluator", EvaluatorSpec),
     "environment": ("surogate_environment", EnvironmentSpec),

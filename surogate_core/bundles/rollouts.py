@@ -48,6 +48,28 @@ class Sampling:
             raise ValueError(f"{wrong[0]} is {getattr(self, wrong[0])}")
 
 
+class Constraint(Protocol):
+    """The tokens that one completion may still get. Only the engine's thread calls it."""
+
+    def mask(self) -> bytes:
+        """A bit for each token of the vocabulary, in bytes of eight whose lowest bit is first: whether it may be next.
+        Bits beyond the vocabulary do not count. At least one bit is set.
+        """
+
+    def take(self, token: int) -> None:
+        """The token that was chosen."""
+
+
+class Grammar(Protocol):
+    """The texts that a completion may be."""
+
+    failure: str | None
+    """Why a completion could not be held to it, such as a limit of time or memory."""
+
+    def begin(self) -> Constraint:
+        """The constraint of a completion that has no token yet."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One completion to make."""
@@ -62,6 +84,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the completion; the one that does is part of it."""
+    grammar: Grammar | None = None
+    """What the completion may be. Its constraint allows the stop tokens where the text is whole, so it needs one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,5 +167,7 @@ class RolloutEngineSpec:
     """Whether it keeps keys and values on the run's device, so that memory must be left for them."""
     apart: bool = False
     """Whether `open` makes an `ApartEngine`."""
+    constrains: bool = False
+    """Whether it holds completions to `Request.grammar`; otherwise it receives no request with one."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""
