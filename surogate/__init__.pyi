@@ -200,7 +200,7 @@ def sft(
         save_steps: Optimizer steps between checkpoints; 0 saves only at the end.
         save_total_limit: Number of checkpoints to keep; the newest good one is never deleted.
         load_best: Export the weights with the lowest eval loss instead of the last; each new best is saved and
-            kept.
+            kept, the weights before the first step among them.
         eval_steps: Optimizer steps between evaluations; auto is a tenth of the run, 0 evaluates only at the start
             and the end.
         device: Device to train on; auto is the first GPU if there is one.
@@ -537,7 +537,7 @@ def pt(
         save_steps: Optimizer steps between checkpoints; 0 saves only at the end.
         save_total_limit: Number of checkpoints to keep; the newest good one is never deleted.
         load_best: Export the weights with the lowest eval loss instead of the last; each new best is saved and
-            kept.
+            kept, the weights before the first step among them.
         eval_steps: Optimizer steps between evaluations; auto is a tenth of the run, 0 evaluates only at the start
             and the end.
         device: Device to train on; auto is the first GPU if there is one.

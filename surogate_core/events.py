@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from surogate_core.masking import masked_values
+from surogate_core.outcome import verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,15 +538,15 @@ class RunEnd(Event):
     last_eval_step: int | None = None
     """Step of `last_eval_loss`."""
     best_eval_loss: float | None = None
-    """Lowest held-out loss after the first step; None without an evaluation there."""
+    """Lowest held-out loss, that before the first step included; None without a finite one."""
     first_reward: float | None = None
     """Mean held-out reward of the first evaluation of reinforcement learning; None without one."""
     last_reward: float | None = None
     """Mean held-out reward of the last evaluation."""
     best_reward: float | None = None
-    """Highest mean held-out reward after the first step."""
+    """Highest mean held-out reward, that before the first step included."""
     best_step: int | None = None
-    """Step of `best_reward`, or else of `best_eval_loss`."""
+    """Step of `best_reward`, or else of `best_eval_loss`; 0 if no step was better than the start."""
     export_step: int | None = None
     """Step of the exported weights; None if nothing was exported."""
     next_commands: tuple[tuple[str, str], ...] = ()
@@ -555,6 +556,14 @@ class RunEnd(Event):
 
     def __post_init__(self) -> None:
         _mask(self, "message", "next_commands")
+
+    @property
+    def verdict(self) -> str:
+        """A sentence if the held-out measure ended worse than it began, or was never better; otherwise empty."""
+        if self.first_reward is not None:
+            rewards = (self.first_reward, self.last_reward, self.best_reward, self.best_step)
+            return verdict("held-out reward", *rewards, higher=True) if self.step else ""
+        return verdict("eval loss", self.first_eval_loss, self.last_eval_loss, self.best_eval_loss, self.best_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

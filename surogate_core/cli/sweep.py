@@ -57,6 +57,12 @@ class Result:
         return found[0] if found and not self.exit_code else math.inf
 
     @property
+    def last_rank(self) -> float:
+        """The same measure of the last evaluation."""
+        last = self.eval_loss if self.reward is None else -self.reward
+        return last if last is not None and math.isfinite(last) else math.inf
+
+    @property
     def shown(self) -> tuple[float | None, float | None]:
         """The last and the best of what runs are compared by."""
         rewarded = self.reward is not None
@@ -247,7 +253,8 @@ def result_of(name: str, directory: str, differs: Mapping[str, str], code: int) 
 
 def best_of(results: Sequence[Result]) -> Result | None:
     """The run with the lowest eval loss, or the highest held-out reward; None if no run has one."""
-    best = min(results, key=lambda result: result.rank, default=None)
+    # Runs that were never better than their common start are told apart by their ends.
+    best = min(results, key=lambda result: (result.rank, result.last_rank), default=None)
     return None if best is None or math.isinf(best.rank) else best
 
 

@@ -118,7 +118,9 @@ class RunConfig:
     save_total_limit: Annotated[int, Interval(ge=1, le=10**9)] = 5
     """Number of checkpoints to keep; the newest good one is never deleted."""
     load_best: bool = False
-    """Export the weights with the lowest eval loss instead of the last; each new best is saved and kept."""
+    """Export the weights with the lowest eval loss instead of the last; each new best is saved and kept, the weights
+    before the first step among them.
+    """
     eval_steps: Literal["auto"] | Steps = "auto"
     """Optimizer steps between evaluations; auto is a tenth of the run, 0 evaluates only at the start and the end."""
 

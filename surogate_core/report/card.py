@@ -149,6 +149,8 @@ def _reward_change(run: RunRecord) -> str:
     else:
         return ""
     word = "fell" if last < first else "rose" if last > first else "stayed"
+    if (best := run.best_reward) and best[0] == 0 and not remark:
+        remark = ", never above the start"
     return f"{what} {word} from {first:.4f} to {last:.4f}{remark}"
 
 
@@ -160,6 +162,8 @@ def _eval_change(run: RunRecord) -> str:
     word = "fell" if last < first else "rose" if last > first else "stayed"
     best = run.best
     lowest = f", lowest {best[1]:.4f} at step {best[0]:,}" if best and best[0] != int(steps[-1]) else ""
+    if best and best[0] == 0:
+        lowest = ", never below the start"
     return f"{word} from {first:.4f} to {last:.4f}{lowest}"
 
 
@@ -243,7 +247,7 @@ def _eval_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     remark = f"step {last:,}, the best" if best and best[0] == last else f"step {last:,}"
     found = [("eval loss", f"{_shown(losses[0])} → {_shown(losses[-1])}", remark)]
     if best and best[0] != last:
-        found.append(("best eval loss", figure(best[1]), f"step {best[0]:,}"))
+        found.append(("best eval loss", figure(best[1]), f"step {best[0]:,}" if best[0] else "before the first step"))
     return found
 
 

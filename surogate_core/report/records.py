@@ -207,20 +207,20 @@ class RunRecord:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """(step, loss) of the evaluation after the first step with the lowest loss; None without a finite one."""
+        """(step, loss) of the evaluation with the lowest loss; None without a finite one after the first step."""
         steps, losses = self.curve("eval")
-        finite = np.isfinite(losses) & (steps > 0)
-        if not finite.any():
+        finite = np.isfinite(losses)
+        if not (finite & (steps > 0)).any():
             return None
         place = int(np.where(finite, losses, np.inf).argmin())
         return int(steps[place]), float(losses[place])
 
     @property
     def best_reward(self) -> tuple[int, float] | None:
-        """(step, reward) of the evaluation after the first step with the highest held-out reward; None without one."""
+        """(step, reward) of the evaluation with the highest held-out reward; None without one after the first step."""
         steps, rewards = self.curve("eval/reward/mean")
-        finite = np.isfinite(rewards) & (steps > 0)
-        if not finite.any():
+        finite = np.isfinite(rewards)
+        if not (finite & (steps > 0)).any():
             return None
         place = int(np.where(finite, rewards, -np.inf).argmax())
         return int(steps[place]), float(rewards[place])

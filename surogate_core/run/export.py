@@ -126,6 +126,8 @@ def _eval_loss(state: LoopState) -> str | None:
         return f"{first:.4f} before the first step"
     best = state.best_step == state.evaluated_step
     other = "the best" if best else f"the best {state.best_eval_loss:.4f} at step {state.best_step}"
+    if state.best_eval_loss is None or state.best_eval_loss >= first:
+        other = "never better than before the first step"
     return f"{first:.4f} → {last:.4f} at step {state.evaluated_step}, {other}"
 
 

@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
 
 
-def next_commands(config: RunConfig, *, scored: bool = False) -> tuple[tuple[str, str], ...]:
-    """(purpose, command line) of what can be done with the exported result; `scored`: it is a reward model."""
+def next_commands(config: RunConfig, *, scored: bool = False, worse: bool = False) -> tuple[tuple[str, str], ...]:
+    """(purpose, command line) of what can be done with the exported result.
+
+    `scored`: it is a reward model. `worse`: it is worse than the model that the run began with, so there is nothing to
+    publish or serve.
+    """
     place = Path(config.place)
     whole = not config.lora or config.merge_adapter
     model = place / ("model" if whole else "merged")
@@ -32,6 +36,8 @@ def next_commands(config: RunConfig, *, scored: bool = False) -> tuple[tuple[str
         # `surogate merge` does not fold an adapter with a head of its own; a run with merge_adapter=true does.
         return (("measure it", f"surogate eval {run} datasets=pairs.jsonl"), read, *(() if ours else (publish,)))
     measured = (("measure its rewards", played),) if (played := _env_eval(config, run)) else ()
+    if worse:
+        return (read, ("try it", tried), *measured)
     return (
         *merge,
         ("try it", tried),

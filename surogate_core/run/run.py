@@ -352,7 +352,9 @@ class _Run:
             place = export(trained, self._progress)
         message = _own_data(self.config) if reason == "finished" else f"Stopped: {loop.stop_reason}."
         end = self._end(reason, place, message)
-        commands = next_commands(self.config, scored=base.resolved.model.scored)
+        # With load_best, the best step was exported, which is not worse.
+        worse = bool(end.verdict) and trained.exported_step == end.step
+        commands = next_commands(self.config, scored=base.resolved.model.scored, worse=worse)
         end = replace(end, export_step=trained.exported_step, next_commands=commands)
         self.outputs.write_result(end)
         self.bus.emit(end)

@@ -75,14 +75,16 @@ class LoopState:
     sampled_step: int | None = None
     """The step of the last samples."""
     best_eval_loss: float | None = None
-    """The lowest held-out loss after the first step."""
+    """The lowest held-out loss, that before the first step included."""
     first_reward: float | None = None
     """The mean held-out reward of the first evaluation."""
     last_reward: float | None = None
     best_reward: float | None = None
-    """The highest held-out reward after the first step."""
+    """The highest held-out reward, that before the first step included."""
     best_step: int | None = None
-    """The step of the best evaluation."""
+    """The step of the best evaluation; 0 if no step was better than the start. Checkpoints of an earlier version do
+    not count step 0.
+    """
     recent_losses: list[float] = field(default_factory=list)
     """The last `GAP_WINDOW` training losses since the last evaluation."""
 
@@ -210,6 +212,8 @@ class Loop:
             self._evaluate()
         if self._sampling_due(self.state.step):
             self._sample()
+        if self._best_is_new:
+            self._save(batches.state, last=False, signalled=False)
         launched: _Launched | None = None
         self._clock.restart()
         while self.state.step < self.total_steps:
@@ -420,7 +424,7 @@ class Loop:
 
     def _divergence(self, what: str, *, at_start: bool) -> str:
         saved, rate = self._saved_step, f"learning_rate (now {self.config.learning_rate:g})"
-        if at_start and saved is None:
+        if at_start and not self._started_at:
             # The others of several ranks would have to serve their shares of the weights.
             spoilt = not_finite(self.engine.parameters.base_tensors()) if self.leader.world == 1 else None
             if spoilt is not None:
@@ -458,7 +462,7 @@ class Loop:
         if state.first_eval_loss is None:
             state.first_eval_loss = loss
         state.last_eval_loss, state.evaluated_step = loss, state.step
-        if state.step and math.isfinite(loss) and (state.best_eval_loss is None or loss < state.best_eval_loss):
+        if math.isfinite(loss) and (state.best_eval_loss is None or loss < state.best_eval_loss):
             state.best_eval_loss = loss
             if self.evaluator is None:
                 state.best_step, self._best_is_new = state.step, self.config.load_best
@@ -491,7 +495,7 @@ class Loop:
         if isinstance(found, RolloutEval) and found.reward is not None:
             reward = state.last_reward = found.reward.mean
             state.first_reward = reward if state.first_reward is None else state.first_reward
-            if state.step and (state.best_reward is None or reward > state.best_reward):
+            if state.best_reward is None or reward > state.best_reward:
                 state.best_reward, state.best_step = reward, state.step
                 self._best_is_new = self.config.load_best
         self.emit(found)

@@ -37,6 +37,24 @@ def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+def test_runs_that_were_never_better_than_their_start_are_told_apart_by_their_end():
+    def result(name: str, last: float) -> Result:
+        return Result(
+            name=name,
+            directory=name,
+            overrides={},
+            exit_code=0,
+            outcome="",
+            eval_loss=last,
+            best_eval_loss=2.0,
+            best_step=0,
+        )
+
+    found = best_of([result("a", 9.0), result("b", 3.0), result("c", 5.0)])
+    assert found is not None
+    assert found.name == "b"
+
+
 def test_the_table_marks_the_best_run(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["learning_rate=1e-3,3e-3,666", "output_dir=out", "-m"]) == 3
     head, first, second, third = capsys.readouterr().out.splitlines()[1:]

@@ -120,11 +120,19 @@ def test_the_next_commands_are_those_of_the_run_or_resume_it() -> None:
     assert card_of([never]).commands == [], "nothing to resume"
 
 
-def test_training_that_made_it_worse_has_its_best_after_the_first_step() -> None:
+def test_training_that_made_it_worse_has_its_best_before_the_first_step() -> None:
     evals = [{"event": "eval_end", "step": at, "loss": loss} for at, loss in ((0, 1.0), (4, 3.0), (9, 2.0))]
     run = run_of(START, {**STEP, "step": 9}, *evals, {"event": "run_end", "reason": "finished"})
-    assert run.best == (9, 2.0)
-    assert card_of([run]).verdict == "Finished after 9 steps. Eval loss rose from 1.0000 to 2.0000"
+    assert run.best == (0, 1.0)
+    card = card_of([run])
+    assert card.verdict == "Finished after 9 steps. Eval loss rose from 1.0000 to 2.0000, never below the start"
+    assert ("best eval loss", "1", "before the first step") in card.tiles
+    rewards = [
+        {"event": "rollout_eval", "step": at, "reward": {"mean": mean}}
+        for at, mean in ((0, 0.5), (4, 0.25), (9, 0.375))
+    ]
+    run = run_of(START, {**STEP, "step": 9}, *rewards, {"event": "run_end", "reason": "finished"})
+    assert "Held-out reward fell from 0.5000 to 0.3750, never above the start" in card_of([run]).verdict
 
 
 def test_the_method_in_the_words_of_the_field() -> None:

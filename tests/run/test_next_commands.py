@@ -28,6 +28,11 @@ def test_an_adapter_on_random_weights_cannot_be_loaded_again(config: RunConfig, 
     assert [purpose for purpose, _ in next_commands(config)] == purposes
 
 
+def test_what_got_worse_is_neither_published_nor_served() -> None:
+    purposes = [purpose for purpose, _ in next_commands(replace(SCRATCH, lora=False), worse=True)]
+    assert purposes == ["read the report", "try it"]
+
+
 def test_a_reward_model_is_measured_since_it_writes_no_text() -> None:
     commands = next_commands(replace(SCRATCH, lora=False), scored=True)
     assert commands[0] == ("measure it", "surogate eval runs/a datasets=pairs.jsonl")

@@ -415,6 +415,12 @@ def test_summaries() -> None:
     assert text.summary(signalled)[1] == "Run the same command again to resume."
     worse = replace(END, first_eval_loss=2.0, last_eval_loss=1e4, message="")
     assert text.summary(worse)[1] == "Eval loss 2.0000 → 10000.0000, perplexity 7.389 → inf."
+    worse = replace(worse, best_eval_loss=2.0, best_step=0)
+    never = "No step was better than the start: the eval loss was 2.0000 before the first step."
+    assert text.summary(worse)[2:] == ["Exported to output/adapter", never]
+    lost = replace(worse, best_eval_loss=1.5, best_step=7)
+    assert text.summary(lost)[2] == "Best eval loss 1.5000 at step 7."
+    assert text.summary(lost)[-1].startswith("The last step is worse than the start: ")
 
 
 def test_figures() -> None:

@@ -270,11 +270,13 @@ def summary(
         known = start is None or start.objective == "cross_entropy"
         perplexities = f", perplexity {_perplexity(first)} → {_perplexity(last)}" if known else ""
         lines.append(f"Eval loss {first:.4f} → {last:.4f}{at}{perplexities}.")
-    if event.best_eval_loss is not None:
+    if event.best_eval_loss is not None and event.best_step and event.first_reward is None:
         lines.append(f"Best eval loss {event.best_eval_loss:.4f} at step {event.best_step}.")
     if event.export_path is not None:
         older = f", the weights of step {event.export_step}" if event.export_step not in (None, event.step) else ""
         lines.append(f"Exported to {event.export_path}{older}")
+    if event.verdict and event.reason != "failed":
+        lines.append(event.verdict)
     if event.reason == "signal":
         lines.append("Run the same command again to resume.")
     if event.next_commands:
