@@ -35,7 +35,8 @@ def add_commands(commands: Any) -> None:
         choices=SCOPES,
         default="plugins",
         help="what to lock: the plugins; the core as well; also all that both require; or every installed "
-        "distribution, so that any additional one is refused; default: %(default)s",
+        "distribution, so that any additional one is refused, and any module that none of them has; "
+        "default: %(default)s",
     )
     locking.add_argument(
         "--require-hashes",
@@ -99,6 +100,8 @@ def _lock(arguments: argparse.Namespace) -> int:
     for text in lock.started:
         if text.startswith("start-up"):
             print(f"Python runs this before Surogate: {text}")
+        if text.startswith("loose"):
+            print(f"no distribution has this, and it may be imported: {text}")
     return 0
 
 

@@ -15,7 +15,7 @@ from surogate_core.plugins.static import module_api
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-    from surogate_core.plugins.lock import Difference
+    from surogate_core.plugins.lock import Difference, Lock
 
 UNSTATED = ">=1,<2"
 """The range of a plugin that states none: the versions that there were when it could not."""
@@ -73,22 +73,36 @@ def verify(policy: ImportPolicy, found: Sequence[InstalledPlugin]) -> None:
     if policy.locks or policy.allow:
         # Hydra would import every module of this namespace, which any distribution can add to.
         sys.modules.setdefault("hydra_plugins", None)  # type: ignore[arg-type]
-    problems = []
+    problems: list[str] = []
+    whole: list[Lock] = []
     for rule in policy.locks:
-        lines = rule_differences(policy, found, file=Path(rule.file), allow_editable=rule.allow_editable)
+        installed, lines = compared(policy, found, file=Path(rule.file), allow_editable=rule.allow_editable)
         problems += [f"{line} ({Path(rule.file).absolute()}, asked for by {rule.where})" for line in lines]
+        whole += [installed] if installed.scope == "environment" else []
     if problems:
         listed = "\n".join(f"  - {p}" for p in dict.fromkeys(problems))
         raise PluginError(
             f"the installed plugins are not the locked ones, so none was imported:\n{listed}\n"
             "Fix: install the locked set, or review the changes and write a new lock: surogate plugins lock"
         )
+    if whole:
+        from surogate_core.plugins.lock import importable
+        from surogate_core.plugins.loose import refuse_loose
+
+        refuse_loose(importable(whole[0]))
 
 
 def rule_differences(
     policy: ImportPolicy, found: Sequence[InstalledPlugin], *, file: Path, allow_editable: bool
 ) -> list[Difference]:
     """The differences between a lock and what a policy lets in."""
+    return compared(policy, found, file=file, allow_editable=allow_editable)[1]
+
+
+def compared(
+    policy: ImportPolicy, found: Sequence[InstalledPlugin], *, file: Path, allow_editable: bool
+) -> tuple[Lock, list[Difference]]:
+    """What a policy lets in, as a lock of its own, and its differences from a lock's file."""
     from surogate_core.plugins.lock import differences, installed_lock, read_lock
 
     lock = read_lock(file)
@@ -99,4 +113,4 @@ def rule_differences(
     named = {canonical(p.distribution) for p in let_in}
     # All entry points of a distribution count: a lock has them all.
     installed = installed_lock((p for p in found if canonical(p.distribution) in named), lock.scope)
-    return differences(lock, installed, allow_editable=allow_editable, may_lack=kept_out)
+    return installed, differences(lock, installed, allow_editable=allow_editable, may_lack=kept_out)

@@ -60,12 +60,13 @@ def installed_files(dist: Distribution, modules: Iterable[str] = ()) -> Installe
     elsewhere = bool(direct_url(dist).get("dir_info", {}).get("editable", False))
     records, problem = _records(dist)
     files: dict[str, Path | str] = {}
+    modules = [*modules, *(dist.read_text("top_level.txt") or "").split()] if problem == MISSING else modules
     for unit in {*_units(records), *map(_unit_of, modules)} - {None}:
         assert unit is not None
         found = _imported_from(unit)
         if found is not None:
             elsewhere = elsewhere or not _is_below(found, root, unit)
-            files.update(_below(found, unit.with_name(found.name)))
+            files.update(below(found, unit.with_name(found.name)))
     for path in records:
         skipped = path.name in BY_INSTALLER and path.parent.suffix == ".dist-info"
         # The file of an editable install names a directory of this machine.
@@ -79,7 +80,7 @@ def installed_files(dist: Distribution, modules: Iterable[str] = ()) -> Installe
         files.setdefault(path.as_posix(), Path(str(dist.locate_file(path))))
     if problem:
         metadata = _metadata(root, dist)
-        files.update((label, file) for label, file in _below(metadata, PurePosixPath(metadata.name)))
+        files.update((label, file) for label, file in below(metadata, PurePosixPath(metadata.name)))
         files = {label: file for label, file in files.items() if label.rpartition("/")[2] not in BY_INSTALLER}
         files[f"{metadata.name}/RECORD"] = problem
     return InstalledFiles(elsewhere=elsewhere, digests=_digests(files))
@@ -198,7 +199,7 @@ def _metadata(root: Path, dist: Distribution) -> Path:
     return root / f"{dist.name}-{dist.version}.dist-info"
 
 
-def _below(package: Path, label: PurePosixPath) -> Iterator[tuple[str, Path | str]]:
+def below(package: Path, label: PurePosixPath) -> Iterator[tuple[str, Path | str]]:
     """(label, file) of a module, or of everything in a package but the caches of bytecode; links are named."""
     if not package.is_dir():
         yield label.as_posix(), package

@@ -8,7 +8,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from surogate_core.errors import UserError
 from surogate_core.plugins.digests import LINK, MISSING, digest_of, direct_url, installed_files
 from surogate_core.plugins.discovery import CORE_DISTRIBUTION, InstalledPlugin, canonical
+from surogate_core.plugins.loose import Owned, loose_modules, owned_by
 from surogate_core.plugins.surroundings import FRONT_DOOR, SCOPES, Scope, in_scope, installed_twice, started_code
 
 VERSION = 2
@@ -61,7 +62,9 @@ class Lock:
     scope: Scope = "plugins"
     """The distributions that are locked in addition to the plugins'."""
     started: tuple[str, ...] = ()
-    """Code that libraries or Python start by themselves; see `started_code`."""
+    """Code that libraries or Python start by themselves; see `started_code`. Under the scope ``environment`` also
+    modules that no distribution has; see `loose_modules`.
+    """
 
 
 # ------------------------------------------------------------------------------- what is installed
@@ -72,7 +75,20 @@ def installed_lock(plugins: Iterable[InstalledPlugin], scope: Scope = "plugins")
     from surogate_core import API_VERSION, __version__
 
     found = installed_distributions(plugins, scope)
-    return Lock(core=__version__, api=API_VERSION, distributions=found, scope=scope, started=started_code())
+    lock = Lock(core=__version__, api=API_VERSION, distributions=found, scope=scope, started=started_code())
+    if scope != "environment":
+        return lock
+    return replace(lock, started=(*lock.started, *loose_modules(_owned(lock))))
+
+
+def _owned(lock: Lock) -> Owned:
+    return owned_by({name: dist.files for name, dist in lock.distributions.items()})
+
+
+def importable(lock: Lock) -> Owned:
+    """The files that may be imported under a lock of the whole environment: of distributions, and loose ones in it."""
+    owned = _owned(lock)
+    return owned.joined(place for text, place in loose_modules(owned).items() if text in lock.started)
 
 
 def installed_distributions(

@@ -366,8 +366,10 @@ def test_a_lock_of_the_core_sees_an_altered_core(place: Path, monkeypatch: pytes
 
 
 def test_a_lock_of_the_environment_refuses_one_more_distribution(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surogate_core.plugins import surroundings
+    from surogate_core.plugins import lock, surroundings
 
+    monkeypatch.setattr(lock, "loose_modules", lambda owned: {})  # tests/plugins/test_loose.py
+    monkeypatch.setattr("surogate_core.plugins.loose.refuse_loose", lambda owned: None)
     ours = [d for d in surroundings.distributions() if "two" in d.name or d.name == "pluggy"]
     more = lambda: [*ours, *[d for d in true() if d.name == "zz-more"]]  # noqa: E731
     true = surroundings.distributions
