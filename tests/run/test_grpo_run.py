@@ -35,7 +35,7 @@ OPENED: list[EnvironmentPool] = []
 def _environment() -> Iterator[None]:
     def arena(context: Any, first_fault: Any) -> Any:
         chosen = context.config.environment
-        if chosen.name in ("moody", "fickle"):
+        if chosen.name in ("moody", "fickle", "chatty"):
             OPENED.append(open_arena(context, first_fault))
             return OPENED[-1]
         return Lengths(chosen.name, 2 if chosen.name == "reverse" else 1)
@@ -225,6 +225,58 @@ def test_faults_of_an_environment_are_counted_and_the_run_goes_on(
     told = [one["message"] for one in records(run, "notice") if "the first fault" in one["message"]]
     assert len(told) == 1
     assert told[0].startswith(tuple(f"environment=moody: the first fault: {reason}: " for reason in faults))
+
+
+CHATTY = """
+import sys
+from surogate_core import bundles, hookimpl
+
+class Chatty:
+    size = 4
+
+    def task(self, number, seed):
+        return bundles.EnvironmentTask(messages=({"role": "user", "content": f"what is {number}?"},))
+
+    def start(self, task):
+        return Episode()
+
+class Episode:
+    def reply(self, text):
+        self.text = text
+        for _ in range(42 << 10):
+            print("x" * 1023, file=sys.stderr)
+        return bundles.Turn(done=True)
+
+    def rewards(self):
+        return {"sum": float(sum(map(ord, self.text)) % 7)}
+
+@hookimpl
+def surogate_environment():
+    return bundles.EnvironmentSpec(name="chatty", build=lambda options: Chatty())
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_prints_a_gibibyte_and_a_resumed_run_is_equal(
+    keys: list[str],
+    tmp_path: Path,
+    run_here: RunHere,
+    install_plugin: Callable[..., Path],
+    digests: Digests,
+    records: Records,
+) -> None:
+    """42 MiB a reply: 26 replies are a gibibyte. Before, every reply failed after 256 MiB of a worker."""
+    install_plugin("environment-chatty", CHATTY)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    changed = ("environment=chatty", "environment_workers=1", "environment_timeout=600", "eval_steps=0")
+    assert run_here(whole, *keys, *changed, registry=load_plugins()) == 0
+    assert sum(one["completions"] for one in records(whole, "rollouts")) * 42 >= 1024
+    assert not any(one["faults"] for one in records(whole, "rollouts"))
+    shutil.copytree(whole, run)
+    for name in ("checkpoint-4", "adapter"):
+        shutil.rmtree(run / name)
+    assert run_here(run, *keys, *changed, registry=load_plugins()) == 0
+    assert result(run, digests) == result(whole, digests)
 
 
 FICKLE = """
