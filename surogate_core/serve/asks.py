@@ -92,7 +92,8 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON of the error."""
         kinds = {429: "rate_limit_error", 401: "authentication_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        is_own = self.status >= 500 and self.status not in (501, 505)  # those say what a client must not ask
+        kind = kinds.get(self.status, "server_error" if is_own else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
