@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
 from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
+from surogate_core.dsl.rope import longest_covered
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.kernels import ops
@@ -414,6 +415,13 @@ class Model:
     def tables(self, positions_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Tensors that every block reads, from the positions [N] int32; e.g. RoPE's cos and sin."""
         return {}
+
+    @property
+    def positions(self) -> float:
+        """Tokens of the longest document that the model knows; infinite if it has no end. A family whose positions end
+        elsewhere than ``max_position_embeddings`` and RoPE's scaling say overrides it.
+        """
+        return longest_covered(self.config)
 
     @property
     def scored(self) -> bool:

@@ -176,8 +176,10 @@ def scaled_config(
 def covering(config: Mapping[str, Any], length: int) -> dict[str, Any]:
     """The ``config.json`` of a model from scratch, with positions for documents of `length` tokens.
 
-    It changes only if the number of positions affects no angle.
+    It changes only if the number of positions affects no angle, and all layers have one RoPE.
     """
+    if _of_layer_types(config):
+        return dict(config)
     parameters = _parameters(config)[1]
     kind, positions = _kind(parameters), config.get("max_position_embeddings")
     is_fixed = kind in ("default", "linear") or (
@@ -194,6 +196,8 @@ def longest_covered(config: Mapping[str, Any]) -> float:
     Models differ in whether ``max_position_embeddings`` includes the stretch of linear and yarn; the larger
     interpretation is used.
     """
+    if layered := _of_layer_types(config):
+        return max(map(longest_covered, layered))
     positions = config.get("max_position_embeddings")
     _, parameters = _parameters(config)
     kind = _kind(parameters)
@@ -206,9 +210,17 @@ def longest_covered(config: Mapping[str, Any]) -> float:
     return positions
 
 
-def check_covers(config: Mapping[str, Any], longest: int) -> None:
-    """Raise `UserError` if a document of `longest` tokens exceeds the model's positions."""
-    covered = longest_covered(config)
+def longest_fixed(config: Mapping[str, Any]) -> float:
+    """Tokens of the longest document whose first angles are those of its beginning alone; infinite but for dynamic."""
+    found = []
+    for one in _of_layer_types(config) or [config]:
+        if _kind(_parameters(one)[1]) == "dynamic":
+            found.append(float(Dim("max_position_embeddings").size(one)))
+    return min(found, default=math.inf)
+
+
+def check_covers(covered: float, longest: int) -> None:
+    """Raise `UserError` if a document of `longest` tokens exceeds the model's positions, which cover `covered`."""
     if longest > covered:
         end = int(covered)
         raise UserError(
@@ -217,6 +229,14 @@ def check_covers(config: Mapping[str, Any], longest: int) -> None:
             f"model does not know. Fix: sequence_len={end} or max_length={end}, so that truncation_strategy drops, "
             f"cuts or splits longer documents; or stretch the model with rope_scaling=yarn max_model_len={longest}."
         )
+
+
+def _of_layer_types(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A ``config.json`` with the RoPE of each layer type; none if all layers have one."""
+    nested = config.get("rope_parameters")
+    if not isinstance(nested, Mapping):
+        return []
+    return [{**config, "rope_parameters": one} for one in nested.values() if isinstance(one, Mapping)]
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:

@@ -16,7 +16,6 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data.tokenizer import has_tokenizer, turn_end_id
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.experts import expanded
-from surogate_core.dsl.rope import longest_covered
 from surogate_core.dsl.slots import Adapter
 from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import SurogateError, UserError
@@ -149,7 +148,7 @@ class Prepared:
     @property
     def context(self) -> float:
         """Tokens of the longest sequence; infinite if the model has no end."""
-        return longest_covered(self.model.config)
+        return self.model.positions
 
     @property
     def stop_ids(self) -> frozenset[int]:

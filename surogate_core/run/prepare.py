@@ -20,7 +20,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data import clock
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.preview import suspicious_examples
-from surogate_core.dsl.rope import check_covers
+from surogate_core.dsl.rope import check_covers, longest_fixed
 from surogate_core.engine.device_memory import give_back
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
@@ -150,6 +150,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     resolved = resolve_model(config, registry)
     show(Progress(task="fetching the model", done=1, total=1))
     check_head(config, registry, resolved)
+    check_sampled_positions(config, registry, resolved)
     config = pinned(config, resolved)
     unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
     if unused:
@@ -179,6 +180,20 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
         flat_defaults=flat_defaults(registry),
         notes=tuple(notes),
     )
+
+
+def check_sampled_positions(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> None:
+    """Raise `ConfigError` if a task samples from a model whose training computes other angles than sampling does."""
+    fixed = longest_fixed(resolved.model.config)
+    if task_spec(config, registry).online is None or config.sequence_len <= fixed:
+        return
+    message = (
+        f"is {config.sequence_len:,}, and {resolved.title} has dynamic RoPE, whose angles change when a text grows "
+        f"beyond {int(fixed):,} tokens. Sampling keeps the keys of shorter texts, so the sampled and the trained model "
+        f"would differ."
+    )
+    fix = f"sequence_len: {int(fixed)}" + (", or another rope_scaling" if config.rope_scaling is not None else "")
+    raise ConfigError([Problem(key="sequence_len", message=message, fix=fix)])
 
 
 def checkpoint_to_resume(

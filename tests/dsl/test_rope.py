@@ -265,13 +265,13 @@ def test_a_scaling_that_cannot_be_is_refused(
 def test_a_document_must_not_go_beyond_the_positions(config: dict[str, Any], covered: float) -> None:
     assert longest_covered(config) == covered
     if covered == float("inf"):
-        check_covers(config, 1 << 40)
+        check_covers(longest_covered(config), 1 << 40)
         return
     end = int(covered)
-    check_covers(config, end)
+    check_covers(longest_covered(config), end)
     fix = rf"Fix: sequence_len={end} or max_length={end}, .* rope_scaling=yarn max_model_len={end + 1}\."
     with pytest.raises(UserError, match=rf"has {end + 1:,} tokens, but the model's positions end at {end:,} .* {fix}"):
-        check_covers(config, end + 1)
+        check_covers(longest_covered(config), end + 1)
 
 
 @pytest.mark.parametrize("name", SCALINGS)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
-from surogate_core.dsl.rope import Rope
-from surogate_core.errors import UserError
+from surogate_core.dsl.rope import KINDS, Rope
+from surogate_core.errors import ConfigError, UserError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.assemble import resolve_model
 
@@ -114,3 +115,62 @@ def test_a_model_from_scratch_has_the_positions_that_it_was_trained_on(
         assert written["max_position_embeddings"] == 5000
     with pytest.raises(UserError, match="positions end at 256"):
         run_here(tmp_path / "asked", *keys, "sequence_len=5000", positions)
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""One of each kind; `test_shared_rows.py` of the engine has them on several ranks."""
+
+
+def scaled(directory: Path, kind: str) -> Path:
+    """A directory with this RoPE; dynamic has 32 trained positions, the others cover 128."""
+    config = json.loads((directory / "config.json").read_text())
+    parameters = {"rope_type": kind, "rope_theta": 10_000.0, **SCALINGS[kind]}
+    config |= {"rope_parameters": parameters, "max_position_embeddings": 32 if kind == "dynamic" else 128}
+    config["initializer_range"] = 0.2
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rope_generates_like_transformers(
+    kind: str, model_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = scaled(model_copy, kind)
+    words = ["--prompt", "The chain of the bike slips when", "--max-new-tokens=60", "--temperature=0", "--ignore-eos"]
+    assert main(["generate", str(base), *words, "device=cpu", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base).eval()
+    given = tokenizer(words[1], return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert found.shape[1] > 60
+    expected = tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert json.loads(line)["text"] == expected
+
+
+@pytest.mark.slow_cases("linear", "yarn", "llama3")
+@pytest.mark.parametrize("kind", KINDS)
+def test_reinforcement_learning_trains_the_probabilities_that_it_samples(
+    kind: str, tmp_path: Path, model_copy: Path, grpo_keys: list[str], run_here: Any, records: Any
+) -> None:
+    base = scaled(model_copy, kind)
+    keys = [*grpo_keys, f"model={base}", "max_steps=2", "eval_steps=0", "save_steps=0", "max_completion_length=40"]
+    if kind == "dynamic":
+        with pytest.raises(ConfigError, match=r"sequence_len: is 64, and .* has dynamic RoPE.*: sequence_len: 32$"):
+            run_here(tmp_path / "run", *keys)
+        keys += ["sequence_len=32", "max_completion_length=16"]
+    run_here(tmp_path / "run", *keys)
+    figures = [record["figures"] for record in records(tmp_path / "run", "step_end")]
+    assert figures
+    assert all(one["logprob_gap/max"] < 1e-4 for one in figures)

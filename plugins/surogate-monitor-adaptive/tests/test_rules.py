@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from surogate_monitor_adaptive.advisor import COOLDOWN, FROZEN_ROUTER, RULES
+from surogate_monitor_adaptive.advisor import COOLDOWN, FROZEN_ROUTER, NATIVE_GAP, RULES
 from surogate_monitor_adaptive.monitor import GUARDED, AdaptiveMonitor, AdaptiveOptions, replay
 
 from surogate_core.events import (
@@ -318,6 +318,16 @@ def test_table_of_rules() -> None:
         fired, missed = told(rule, events, **config), told(rule, near_miss, **config)
         print(f"{rule:34} {fired[0]:5}  {expected:8}  {missed or 'silent'}")  # noqa: T201
         assert fired[0] == expected
+
+
+def test_a_gap_is_not_blamed_on_the_engine_that_the_run_has() -> None:
+    events = CASES["logprob_gap"][1]
+    for rollout, expected in (({}, NATIVE_GAP), ({"rollout": {"name": "native"}}, NATIVE_GAP)):
+        (advice,) = [one for one in advices(replay(events, info(**rollout))) if one.rule == "logprob_gap"]
+        assert (advice.key, advice.suggestion) == ("torch_dtype", expected)
+        assert "rollout=native has both" not in advice.suggestion
+    (advice,) = [a for a in advices(replay(events, info(rollout={"name": "vllm"}))) if a.rule == "logprob_gap"]
+    assert (advice.key, advice.suggestion) == ("rollout", RULES["logprob_gap"].suggestion)
 
 
 def test_norms_of_the_first_steps_and_norms_that_come_back_are_no_acceleration() -> None:

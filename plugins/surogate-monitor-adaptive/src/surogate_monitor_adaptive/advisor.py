@@ -133,7 +133,7 @@ RULES: Mapping[str, Rule] = {
     "logprob_gap": Rule(
         key="rollout",
         message="Rollout engine and trainer disagree about the probabilities of sampled tokens.",
-        suggestion="make sure that the engine has the trainer's weights and precision; rollout=native has them",
+        suggestion="make sure that the server has the trainer's weights and precision; rollout=native has both",
     ),
     "clipped_tokens": Rule(
         key="learning_rate",
@@ -193,6 +193,19 @@ ROUTER_KEYS = frozenset({"router_aux_loss_coef", "router_z_loss_coef"})
 def for_frozen_router(advice: Advice) -> Advice:
     """The advice for a run that does not train its router."""
     return replace(advice, key="datasets", suggestion=FROZEN_ROUTER) if advice.key in ROUTER_KEYS else advice
+
+
+NATIVE_GAP = (
+    "rollout=native has the trainer's weights, so the two compute differently: torch_dtype=float32 recipe=bf16 shows "
+    "whether rounding does it; if not, the model family decodes otherwise than it trains, which `surogate plugins "
+    "check` finds"
+)
+"""Suggestion of `logprob_gap` if the engine is the trainer's own; its key is then `torch_dtype`."""
+
+
+def for_native(advice: Advice) -> Advice:
+    """The advice for a run that samples with its own engine."""
+    return replace(advice, key="torch_dtype", suggestion=NATIVE_GAP) if advice.rule == "logprob_gap" else advice
 
 
 @dataclass(slots=True)

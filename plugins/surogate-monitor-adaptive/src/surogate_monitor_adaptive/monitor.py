@@ -27,7 +27,7 @@ from surogate_core.events import (
 )
 from surogate_core.run.token_budget import TOKENS_PER_PARAMETER, token_budget
 from surogate_core.train.lr import warmup_length
-from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor, for_frozen_router
+from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor, for_frozen_router, for_native
 from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
 from surogate_monitor_adaptive.gradients import GradientTracker, acceleration_of
 from surogate_monitor_adaptive.guard import TEMPORARY, LossGuard, Reduction
@@ -90,6 +90,8 @@ class AdaptiveMonitor:
         self._gradients, self._guard, self._routing = GradientTracker(), LossGuard(), RoutingMonitor()
         self._stop, self._advisor, self._counters = EarlyStop(), Advisor(), Counters()
         self._rewards = RewardMonitor()
+        # A record of an earlier version does not name the engine.
+        self._samples_itself = (config.get("rollout") or {}).get("name", "native") == "native"
         self._router_frozen = bool(config.get("lora")) and not config.get("train_router")
 
     def on_event(self, event: Event) -> Control | None:
@@ -199,7 +201,8 @@ class AdaptiveMonitor:
 
     def _online_step(self, event: StepEnd) -> list[Event]:
         found = self._rewards.observe_step(event)
-        return [advice for rule, evidence in found for advice in self._advisor.tell(event.step, rule, evidence)]
+        told = [advice for rule, evidence in found for advice in self._advisor.tell(event.step, rule, evidence)]
+        return [for_native(advice) if self._samples_itself else advice for advice in told]
 
     def _advise(self, step: int, found: Iterable[tuple[str, Mapping[str, Any]]]) -> Control | None:
         told = [advice for rule, evidence in found for advice in self._advisor.tell(step, rule, evidence)]

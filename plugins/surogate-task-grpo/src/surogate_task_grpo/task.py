@@ -57,6 +57,7 @@ from surogate_task_grpo.rollout import (
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
+    from surogate_core.dsl import Model
     from surogate_core.engine.engine import Engine
     from surogate_core.generate.weights import Weights
 
@@ -111,18 +112,16 @@ class GRPOTask:
         return steps.evaluate if steps.held_out else None
 
 
-def caches(config: RunConfig, options: GRPOOptions, model: Mapping[str, Any], weights: Weights) -> tuple[int, int]:
+def caches(config: RunConfig, options: GRPOOptions, model: Model, weights: Weights) -> tuple[int, int]:
     """(tokens of the longest sequence, sequences at a time if memory allows them)."""
-    from surogate_core.dsl.rope import longest_covered
-
     completions = options.prompts_per_step * options.num_generations
-    longest = int(min(config.sequence_len, longest_covered(model)))
+    longest = int(min(config.sequence_len, model.positions))
     return longest, min(MOST_SLOTS.get(weights.plan.assembly.settings.device.type, 32), completions)
 
 
 def planned(config: RunConfig, options: GRPOOptions, weights: Weights) -> tuple[int, str]:
     """(bytes that generation needs of what training leaves free, a sentence about them)."""
-    longest, slots = caches(config, options, weights.plan.assembly.model.config, weights)
+    longest, slots = caches(config, options, weights.plan.assembly.model, weights)
     nbytes = needed_bytes(weights, longest)(slots)
     sentence = (
         f"rollouts: {slots} sequences of {longest:,} tokens need {human_bytes(nbytes)} of what training leaves free; "
@@ -252,7 +251,7 @@ class GRPOSteps:
 
         config, context = self.context.config, self.context
         weights = Weights.of(engine)
-        longest, wanted = caches(config, self.options, engine.model.config, weights)
+        longest, wanted = caches(config, self.options, engine.model, weights)
         if self._judge is not None:
             # Before the caches, which take what is left of the memory.
             self._judge.load()
