@@ -123,7 +123,7 @@ class RunRecord:
     ranks: Mapping[str, Any] = field(default_factory=dict)
     """The last ``rank_stats``; empty for a run on one GPU."""
     live: bool = False
-    """Whether this process is the run, so that one without an end is surely going on."""
+    """Whether the run is going on if no end is recorded: this process is the run, or one holds the run's lock."""
     progress: Mapping[str, Any] | None = None
     """The long work outside the steps that is under way."""
     config_text: str = ""
@@ -236,7 +236,7 @@ class RunRecord:
         if self.end is None:
             if self.live:
                 return "running" if self.start else "starting"
-            return "no end is recorded: killed, or still running"
+            return "no end is recorded: killed, or running on another machine"
         words = {"finished": "finished", "stopped": "stopped early", "signal": "interrupted", "failed": "failed"}
         return words.get(str(self.end.get("reason")), str(self.end.get("reason")))
 

@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 import structlog
 
 from surogate_core.files.metrics import parsed
+from surogate_core.files.run_lock import is_running
 from surogate_core.report.data import AXES, experts, figures, texts
 from surogate_core.report.document import live_page
 from surogate_core.report.records import RunRecord, metrics_path
@@ -85,6 +86,7 @@ class Follower:
     def _empty(self, directory: Path) -> RunRecord:
         record = RunRecord(directory=directory, name=directory.resolve().name, group=self._group)
         record.read_files()
+        record.live = is_running(directory)
         return record
 
     def _follow(self) -> None:
@@ -95,6 +97,7 @@ class Follower:
                 log.info("the metrics cannot be read", path=str(self._path), reason=str(error))
                 grown = False
             if not grown:
+                self.record.live = is_running(self.record.directory)
                 self.caught_up.set()
                 self._closed.wait(POLL_SECONDS)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from surogate_core.errors import UserError
 from surogate_core.files import atomic
+from surogate_core.files.run_lock import is_running
 from surogate_core.report import html, markdown
 from surogate_core.report.records import RunRecord, find_runs, read_run
 
@@ -23,6 +24,8 @@ def write_report(directories: Sequence[Path], *, output: Path | None = None) -> 
     if output is not None and output.suffix not in FORMS:
         raise UserError(f"--output {output}: the name must end in .html or .md. Fix: {output.with_suffix('.html')}")
     runs = [read_run(directory, group=group) for directory, group in find_runs(directories)]
+    for run in runs:
+        run.live = is_running(run.directory)
     home = directories[0] if len(directories) == 1 else Path()
     files = [output] if output is not None else [home / f"report{suffix}" for suffix in FORMS]
     for file in files:

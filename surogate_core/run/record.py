@@ -19,10 +19,13 @@ from surogate_core.errors import UserError
 from surogate_core.files import atomic
 from surogate_core.files.evaluations import EVALUATIONS
 from surogate_core.files.metrics import METRICS
+from surogate_core.files.run_lock import LOCK
 from surogate_core.hf.lora_files import MARKER
 
 FACTS = "run.json"
 CONFIG = "config.yaml"
+PATIENCE = 0.2
+"""Seconds to wait for the lock: who asks whether a run is going on holds it for less."""
 _BESIDE = ("report.html", "report.md", EVALUATIONS)
 _EXPORTS = ("adapter", "model")
 
@@ -80,16 +83,16 @@ def _run_id(facts: Path) -> str:
 @contextmanager
 def locked(directory: Path, *, key: str) -> Iterator[None]:
     """Hold the directory's lock; `UserError` when another run has it."""
-    lock = FileLock(directory / ".lock")
+    lock = FileLock(directory / LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=PATIENCE, poll_interval=0.02)
     except Timeout as error:
         raise UserError(
             f"{key} {directory}: another run is writing there. Fix: wait for it, or set another {key}."
         ) from error
     except OSError as error:
         fix = f"remove what is in the way, or set another {key}"
-        raise atomic.disk_error(error, what=key, path=directory / ".lock", fix=fix) from error
+        raise atomic.disk_error(error, what=key, path=directory / LOCK, fix=fix) from error
     try:
         yield
     finally:

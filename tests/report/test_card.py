@@ -81,7 +81,7 @@ def test_the_time_to_go_is_of_the_median_step() -> None:
         ("signal", 7, "to resume: …", "Interrupted: step 7 of 9", "plain"),
         ("failed", 7, "the loss is NaN", "Failed: step 7 of 9", "bad"),
         ("failed", 0, "no data", "Failed before its first step", "bad"),
-        (None, 7, "", "Step 7 of 9. No end is recorded: killed, or still running", "plain"),
+        (None, 7, "", "Step 7 of 9. No end is recorded: killed, or running on another machine", "plain"),
     ],
 )
 def test_the_verdict_comes_first_and_the_message_behind_it(

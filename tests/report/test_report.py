@@ -180,7 +180,7 @@ def test_the_markdown_of_a_run(tmp_path: Path) -> None:
         ("stopped", "stopped early"),
         ("signal", "interrupted"),
         ("failed", "failed"),
-        (None, "no end is recorded: killed, or still running"),
+        (None, "no end is recorded: killed, or running on another machine"),
     ],
 )
 def test_outcomes(tmp_path: Path, end: str | None, shown: str) -> None:

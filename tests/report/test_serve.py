@@ -26,6 +26,8 @@ from surogate_core.report.data import figures, texts
 from surogate_core.report.document import live_page
 from surogate_core.report.records import RunRecord
 from surogate_core.report.serve import Follower, PageServer
+from surogate_core.report.write import write_report
+from surogate_core.run.record import locked
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -297,6 +299,23 @@ def test_a_growing_file_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         metrics.unlink()
         time.sleep(0.1)
         assert follower.record.steps.tolist() == [1]
+
+
+def test_a_run_that_holds_its_lock_is_shown_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surogate_core.report.serve.POLL_SECONDS", 0.01)
+    (tmp_path / "metrics.jsonl").write_text(line(event="run_start", steps=9, notes=[]) + step(1) + step(2))
+    with locked(tmp_path, key="output_dir"), closing(Follower(tmp_path)) as follower:
+        until(lambda: follower.caught_up.is_set())
+        shown = card_of([follower.record])
+        assert shown.verdict.startswith("Running: step 2 of 9")
+        assert (shown.commands, shown.tone) == ([], "busy")
+        write_report([tmp_path])
+        assert "Running: step 2 of 9" in (tmp_path / "report.md").read_text()
+    with closing(Follower(tmp_path)) as follower:
+        until(lambda: follower.caught_up.is_set())
+        assert "No end is recorded: killed" in card_of([follower.record]).verdict
+    with closing(Follower(tmp_path)) as follower, locked(tmp_path, key="output_dir"):
+        until(lambda: follower.record.live)  # a run that goes on after the page was opened
 
 
 def test_reading_while_another_thread_adds(tmp_path: Path) -> None:

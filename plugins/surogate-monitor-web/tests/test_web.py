@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import sys
 import urllib.request
 from dataclasses import replace
 from importlib import resources
@@ -42,6 +43,18 @@ def reply(url: str) -> dict[str, Any]:
 def figures(url: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = reply(url)["runs"]
     return found
+
+
+def test_the_address_is_on_the_terminal_and_in_no_file_that_the_output_goes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitor(tmp_path / "file").close()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    live = monitor(tmp_path / "terminal")
+    url = (tmp_path / "terminal" / "web.url").read_text().strip()
+    assert capsys.readouterr() == ("", f"Live page: {url}\n")
+    live.close()
 
 
 def test_a_run_is_shown_while_it_goes_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -38,9 +39,9 @@ class WebOptions:
 class WebMonitor:
     """Serves the live page while the run lasts.
 
-    The address, token included, is in ``output_dir/web.url``, which only its owner may read. No event has it, because
-    other monitors write events to files and send them to servers. A run that resumes shows what came before, as far as
-    the monitor jsonl has kept it.
+    The address, token included, is in ``output_dir/web.url``, which only its owner may read, and on the terminal, if
+    there is one. No event has it, because other monitors write events to files and send them to servers. A run that
+    resumes shows what came before, as far as the monitor jsonl has kept it.
     """
 
     def __init__(self, options: WebOptions, info: RunInfo):
@@ -56,6 +57,9 @@ class WebMonitor:
                 f"monitor.web.port={options.port}: cannot be listened on: {error.strerror}. Fix: set another, or 0."
             ) from error
         self._write_url()
+        if sys.stderr.isatty():  # a file that the output goes to may have other readers
+            sys.stderr.write(f"Live page: {self._server.url}\n")
+            sys.stderr.flush()
 
     def on_event(self, event: Event) -> Control | None:
         """Keep the event; the answer to the run's start says where the address is."""
