@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surogate_core.engine.assembly import Assembly
 from surogate_core.generate.cache import Cache, CachedAttention, Documents, Places, Reader, Shape, Steps, with_own
+from surogate_core.generate.masks import packed_masks, unpacked, words_of
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
 from surogate_core.generate.sampling import Rows, choose, filtered, tempered
@@ -68,6 +69,8 @@ class Kind:
     tempered: bool
     penalty: bool
     """Whether some row has a repetition penalty."""
+    masked: bool
+    """Whether some row has a constraint. Its mask depends on the token before, so the host writes it for each step."""
 
 
 def why_eager(assembly: Assembly) -> str | None:
@@ -248,6 +251,8 @@ class SteppedRunner:
         """The largest position of a row of the buffers."""
         self._seen_SV: Tensor | None = None
         """For each slot the tokens that a repetition penalty applies to."""
+        self._masks_NW: Tensor | None = None
+        """For each row of a step the tokens that it may choose."""
 
     # -------------------------------------------------------------------------- prompts
 
@@ -368,7 +373,8 @@ class SteppedRunner:
         if block is None or not any(id(sequence) in ids for sequence in block.running):
             block = self._start(running)
         left = max(s.remaining for s in running) - block.steps
-        if self._loaded and left > 0 and self._rows_for(len(running)) == self._rows:
+        held = any(sequence.constraint is not None for sequence in self._loaded)
+        if self._loaded and not held and left > 0 and self._rows_for(len(running)) == self._rows:
             self._ahead = self._go_on(running, min(BLOCK, left))
         return block.read()
 
@@ -386,7 +392,10 @@ class SteppedRunner:
             seen_NV = seen_SV[slots_N]
         with using(self._table):
             x_ND = torch.stack([s.hidden_D for s in new])
-            tokens_N, logprobs_N = choose(self.weights.logits(x_ND), rows, seen_NV)
+            logits_NV = self.weights.logits(x_ND)
+            masks_NW = packed_masks(new, logits_NV.shape[1])
+            allowed_NV = None if masks_NW is None else unpacked(masks_NW.to(logits_NV.device), logits_NV.shape[1])
+            tokens_N, logprobs_N = choose(logits_NV, rows, seen_NV, allowed_NV)
         if seen_NV is not None:
             self._seen()[slots_N, tokens_N] = True
         return list(zip(tokens_N.tolist(), logprobs_N.tolist(), strict=True))
@@ -398,9 +407,23 @@ class SteppedRunner:
             self._seen_SV = torch.zeros(shape, dtype=torch.bool, device=self.weights.device)
         return self._seen_SV
 
+    def _masks(self) -> Tensor:
+        if self._masks_NW is None:
+            words = words_of(self.weights.plan.assembly.model.vocab_size)
+            shape = (len(self._state.ids_N), words)
+            self._masks_NW = torch.full(shape, -1, dtype=torch.int32, device=self.weights.device)
+        return self._masks_NW
+
+    def _load_masks(self, running: Sequence[Running]) -> None:
+        """The masks of the next step; the rows behind those of the sequences do not count."""
+        masks_NW = packed_masks(running, self.weights.plan.assembly.model.vocab_size)
+        if masks_NW is not None:
+            self._masks()[: len(running)].copy_(masks_NW)
+
     def _start(self, running: Sequence[Running]) -> Block:
-        """Start a block of tokens of each."""
-        steps = min(BLOCK, max(s.remaining for s in running))
+        """Start a block of tokens of each; of one token if some row has a constraint."""
+        held = any(sequence.constraint is not None for sequence in running)
+        steps = 1 if held else min(BLOCK, max(s.remaining for s in running))
         self._reach = max(s.length for s in running) - 1
         if not self._keeps_rows:
             self._rows = self._rows_for(len(running))
@@ -409,6 +432,7 @@ class SteppedRunner:
         if self.eager is None and kind not in self._graphs:
             self._capture(kind)
         self._state.load(running)
+        self._load_masks(running)
         self._loaded = list(running)
         return self._queue(kind, steps)
 
@@ -431,6 +455,7 @@ class SteppedRunner:
             filters=filtered(samplings),
             tempered=tempered(samplings),
             penalty=_penalised(samplings),
+            masked=any(s.constraint is not None for s in running),
         )
 
     def _queue(self, kind: Kind, steps: int) -> Block:
@@ -456,7 +481,9 @@ class SteppedRunner:
                 x_ND = layer(x_ND, tables)
             seen_NV = self._seen()[slots_N] if kind.penalty else None
             rows = state.rows(kind)
-            tokens_N, logprobs_N = choose(self.weights.logits(x_ND), rows, seen_NV)
+            logits_NV = self.weights.logits(x_ND)
+            allowed_NV = unpacked(self._masks()[:count], logits_NV.shape[1]) if kind.masked else None
+            tokens_N, logprobs_N = choose(logits_NV, rows, seen_NV, allowed_NV)
         if kind.penalty:
             self._seen().index_put_((slots_N, tokens_N), torch.ones((), dtype=torch.bool, device=x_ND.device))
         state.advance(count, tokens_N, logprobs_N, self.cache.context - 1)
@@ -468,6 +495,8 @@ class SteppedRunner:
         self._state.clear()
         if kind.penalty:
             self._seen()
+        if kind.masked:
+            self._masks()
         beside = next(iter(self._graphs.values()), None)
 
         def run() -> None:

@@ -139,6 +139,7 @@ class NativeEngine:
     def _check(self, request: Request) -> None:
         assert request.prompt, "a prompt has at least one token"
         assert request.max_new_tokens > 0
+        assert request.grammar is None or request.stop_ids, "a grammar's texts end with a stop token"
         assert len(request.prompt) + request.max_new_tokens <= self.context, "longer than a slot"
 
     def _begin(self, waiting: deque[tuple[int, Request]], free: list[int]) -> list[Running]:
@@ -167,7 +168,8 @@ class NativeEngine:
                 else:
                     self._last[slot] = self._last[source]
             self._prompts[slot] = prompt
-            begun.append(Running(index=index, request=request, slot=slot, key=key_of(request)))
+            constraint = None if request.grammar is None else request.grammar.begin()
+            begun.append(Running(index=index, request=request, slot=slot, key=key_of(request), constraint=constraint))
         for fill, x_ND in zip(fills.values(), self._prefill(list(fills.values())), strict=True):
             self._last[fill.slot] = x_ND[len(fill.ids) - 1 - fill.start].clone()
         if followers:
@@ -211,6 +213,8 @@ class NativeEngine:
                 return "stop"
             if not sequence.remaining:
                 return "length"
+            if sequence.constraint is not None:
+                sequence.constraint.take(token)
         return None
 
     def _prefill(self, fills: Sequence[Fill]) -> Iterable[Tensor]:

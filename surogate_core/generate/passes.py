@@ -18,6 +18,7 @@ from torch import Tensor
 
 from surogate_core.dsl.sides import REAL
 from surogate_core.generate.cache import Cache, CachedAttention, Places, with_own
+from surogate_core.generate.masks import packed_masks, unpacked
 from surogate_core.generate.sampling import Rows, choose
 from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
 from surogate_core.generate.weights import Weights
@@ -109,11 +110,17 @@ class FixedRunner:
         samplings = [s.request.sampling for s in padded]
         rows = Rows.of(samplings, [s.key for s in padded], [len(s.ids) for s in padded], self.weights.device)
         seen_NV = None
+        size = self.weights.plan.assembly.model.vocab_size
         if any(s.repetition_penalty != 1 for s in samplings):
-            seen_NV = torch.zeros(ROWS, self.weights.plan.assembly.model.vocab_size, dtype=torch.bool)
+            seen_NV = torch.zeros(ROWS, size, dtype=torch.bool)
             for row, sequence in enumerate(padded):
                 seen_NV[row, [*sequence.request.prompt, *sequence.ids]] = True
-        tokens_N, logprobs_N = choose(self.logits(torch.stack([s.hidden_D for s in padded])), rows, seen_NV)
+        allowed_NV, masks_NW = None, packed_masks(some, size)
+        if masks_NW is not None:
+            masks_NW = torch.nn.functional.pad(masks_NW, (0, 0, 0, ROWS - len(some)), value=-1)
+            allowed_NV = unpacked(masks_NW, size)
+        logits_NV = self.logits(torch.stack([s.hidden_D for s in padded]))
+        tokens_N, logprobs_N = choose(logits_NV, rows, seen_NV, allowed_NV)
         pairs = zip(tokens_N.tolist(), logprobs_N.tolist(), strict=True)
         return [[pair] for pair, _ in zip(pairs, some, strict=False)]
 

@@ -15,6 +15,9 @@ from torch import Tensor
 from surogate_core.bundles import Request, Sampling
 from surogate_core.kernels.decoding import choose_tokens, token_bounds
 
+FORBIDDEN = -1e30
+"""The score of a token that may not be chosen: no noise makes up for it, whatever the temperature divides it by."""
+
 
 def key_of(request: Request) -> tuple[int, int]:
     """Two int32 that decide the random choices of a completion."""
@@ -85,19 +88,31 @@ def tempered(samplings: Sequence[Sampling]) -> bool:
     return any(logprob_temperature(s) != 1 for s in samplings)
 
 
-def choose(logits_NV: Tensor, rows: Rows, seen_NV: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_NV: Tensor, rows: Rows, seen_NV: Tensor | None = None, allowed_NV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(tokens_N int64, log-probabilities_N fp32 of the logits over `Rows.logprob_temperature_N`).
 
-    `seen_NV`: the tokens that the repetition penalty applies to.
+    `seen_NV`: the tokens that the repetition penalty applies to. `allowed_NV`: those that may be chosen. The filters
+    apply to what is allowed; the log-probabilities are those of all tokens.
     """
     scores_NV = logits_NV if seen_NV is None else _penalised(logits_NV.float(), rows, seen_NV)
+    if allowed_NV is not None:
+        # Kernels look at a row in parts, and of a part with nothing but infinities they get no number.
+        scores_NV = scores_NV.float() if scores_NV.dtype == torch.float16 else scores_NV
+        scores_NV = scores_NV.masked_fill(~allowed_NV, FORBIDDEN)
     bounds: tuple[Tensor, ...] = ()
     if rows.filters:
         bounds = token_bounds(scores_NV, rows.temperature_N, rows.top_k_N, rows.top_p_N, rows.min_p_N)
     tokens_N, logprobs_N = choose_tokens(scores_NV, rows.temperature_N, rows.keys_N2, rows.positions_N, *bounds)
-    if seen_NV is not None or rows.tempered:
+    if seen_NV is not None or rows.tempered or allowed_NV is not None:
         logits_NV = logits_NV.float() / rows.logprob_temperature_N[:, None]
-        logprobs_N = torch.log_softmax(logits_NV, dim=-1).gather(1, tokens_N[:, None])[:, 0]
+        all_N = torch.log_softmax(logits_NV, dim=-1).gather(1, tokens_N[:, None])[:, 0]
+        # A row that may choose every token keeps its bits.
+        free = seen_NV is None and not rows.tempered and allowed_NV is not None
+        logprobs_N = (
+            torch.where(allowed_NV.all(dim=-1), logprobs_N, all_N) if free and allowed_NV is not None else all_N
+        )
     return tokens_N, logprobs_N
 
 

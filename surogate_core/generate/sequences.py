@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Request
+from surogate_core.bundles import Constraint, Request
 
 SEGMENT = 16
 """Tokens of a segment of a prompt. Segments are counted from the beginning of the prompt."""
@@ -27,6 +27,8 @@ class Running:
     """The last layer's output for the last token that went through the layers."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    constraint: Constraint | None = None
+    """What the request's grammar allows after these tokens."""
 
     @property
     def length(self) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from surogate_core.bundles import Completion, Request, RolloutEngine, RolloutEngineSpec, RolloutSettings, Sampling
@@ -116,6 +119,68 @@ def serves(spec: RolloutEngineSpec) -> None:
         ensure(error <= TOLERANCE, f"log-probabilities differ by {error:.1e}")
 
 
+class Stepwise:
+    """A grammar: which tokens may be next depends on the last one, and the text ends after some tokens."""
+
+    def __init__(self, length: int, stop: int, *, step: int = 3, size: int = tiny.VOCABULARY):
+        self.length, self.stop, self.step, self.size = length, stop, step, size
+        self.failure: str | None = None
+
+    def begin(self) -> _Steps:
+        """See `Grammar`."""
+        return _Steps(self)
+
+    def holds(self, ids: Sequence[int]) -> bool:
+        """Whether a completion is held to it, or is cut."""
+        ends = ids[self.length :]
+        pairs = pairwise(ids[: self.length])
+        return all((b - a) % self.step == 1 for a, b in pairs) and list(ends) in ([], [self.stop])
+
+
+class _Steps:
+    def __init__(self, grammar: Stepwise):
+        self._grammar, self._taken = grammar, list[int]()
+
+    def mask(self) -> bytes:
+        grammar, tokens = self._grammar, np.arange(self._grammar.size)
+        if len(self._taken) >= grammar.length:
+            allowed = tokens == grammar.stop
+        else:
+            allowed = (tokens - self._taken[-1]) % grammar.step == 1 if self._taken else tokens >= 0
+            allowed = allowed & (tokens != grammar.stop)
+        return np.packbits(allowed, bitorder="little").tobytes()
+
+    def take(self, token: int) -> None:
+        self._taken.append(token)
+
+
+def holds_completions_to_grammars(spec: RolloutEngineSpec) -> None:
+    """Every token of a request with a grammar is one that it allows; the log-probabilities are those of all tokens, and
+    requests beside it have the tokens that they have alone.
+    """
+    if not spec.constrains:
+        raise NotApplicable(f"{spec.name} takes no grammar")
+    for sampling in (Sampling(temperature=0), Sampling(temperature=2.0, top_k=20, repetition_penalty=1.2)):
+        free = _requests(sampling)
+        stop = tiny.VOCABULARY - 1
+        grammars = [None, Stepwise(NEW - 2, stop), None, Stepwise(NEW + 1, stop)]
+        asked = [
+            replace(one, grammar=grammar, stop_ids=frozenset({stop}) if grammar else one.stop_ids)
+            for one, grammar in zip(free, grammars, strict=True)
+        ]
+        found = _opened(spec, slots=3).generate(asked)
+        ensure(_same([found[0], found[2]], [_opened(spec).generate([free[n]])[0] for n in (0, 2)]), "neighbours differ")
+        for request, completion in zip(asked, found, strict=True):
+            if isinstance(grammar := request.grammar, Stepwise):
+                ensure(grammar.holds(completion.ids), f"{completion.ids} is not what the grammar allows")
+                ends = len(completion.ids) == grammar.length + 1
+                ensure(completion.reason == ("stop" if ends else "length"), f"the reason is {completion.reason!r}")
+            whole = [*request.prompt, *completion.ids]
+            values = _opened(spec).logprobs([whole])[0][-len(completion.ids) :]
+            error = max(abs(a - b) for a, b in zip(values, completion.logprobs, strict=True))
+            ensure(error <= TOLERANCE, f"log-probabilities differ by {error:.1e}")
+
+
 def scores(spec: RolloutEngineSpec) -> None:
     """`logprobs` are those of the training forward, for documents of any length."""
     documents = tiny.documents(LENGTHS)
@@ -129,4 +194,11 @@ def scores(spec: RolloutEngineSpec) -> None:
         ensure(error <= TOLERANCE, f"log-probabilities differ by {error:.1e}")
 
 
-CHECKS = (continues_with_the_most_probable_token, samples_by_its_key, stops, serves, scores)
+CHECKS = (
+    continues_with_the_most_probable_token,
+    samples_by_its_key,
+    stops,
+    serves,
+    holds_completions_to_grammars,
+    scores,
+)

@@ -73,7 +73,7 @@ def test_tokens_are_those_of_the_exact_runner(shared, name):
 
 @pytest.mark.parametrize("check", rollouts.CHECKS, ids=lambda check: check.__name__)
 def test_the_contract_of_engines(check):
-    check(RolloutEngineSpec(name="stepped", open=partial(NativeEngine, stepped=True)))
+    check(RolloutEngineSpec(name="stepped", open=partial(NativeEngine, stepped=True), constrains=True))
 
 
 def test_a_mixture_of_experts():
@@ -171,6 +171,7 @@ def test_a_step_reads_nothing_on_the_host(shared, name):
         filters=filtered([sampling]),
         tempered=tempered([sampling]),
         penalty=sampling.repetition_penalty != 1,
+        masked=name == "filters",
     )
     with torch.no_grad(), NoHost():
         runner._state.done.zero_()

@@ -22,6 +22,7 @@ from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import tiny
+from surogate_core.testing.rollouts import Stepwise
 from surogate_core.testing.weight_formats import built
 
 pytestmark = pytest.mark.gpu
@@ -172,3 +173,46 @@ def test_the_graphs_of_a_long_call_are_few(in_fp32):
     assert count <= 4
     assert made.generate(asked) == found
     assert len(runner(made)._graphs) == count
+
+
+def held(sampling: Sampling, numbers: Sequence[int] = (1, 2, 4)) -> list[Request]:
+    """The requests, those of some numbers with a grammar that ends inside of a block, at its end, and behind it."""
+    stop = 511
+    return [
+        replace(one, grammar=Stepwise(BLOCK - 1 + n, stop, size=512), stop_ids=frozenset({stop}))
+        if n in numbers
+        else one
+        for n, one in enumerate(requests(sampling))
+    ]
+
+
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+def test_rows_with_a_grammar_are_those_of_the_cpu(in_fp32, exact, name):
+    asked = held(SAMPLINGS[name])
+    expected = exact.generate(asked)
+    for slots in (2, 6):
+        made = opened(in_fp32, slots=slots)
+        found = made.generate(asked)
+        same(found, expected)
+        assert {kind.masked for kind in runner(made)._graphs} == {True, False}
+    assert all(
+        request.grammar.holds(completion.ids)
+        for request, completion in zip(asked, found, strict=True)
+        if isinstance(request.grammar, Stepwise)
+    )
+
+
+def test_graphs_of_held_rows_give_the_bits_of_steps_without_and_free_calls_keep_theirs():
+    made = weights(packs=triton_packs(), dtype=torch.bfloat16, **GPU)
+    captured, eager = opened(made), opened(made)
+    runner(eager).eager = "a test"
+    free = captured.generate(requests(SAMPLINGS["filters"]))
+    asked = held(SAMPLINGS["filters"])
+    found = captured.generate(asked)
+    assert any(kind.masked for kind in runner(captured)._graphs)
+    assert found == eager.generate(asked)
+    for request, completion in zip(asked, found, strict=True):
+        if isinstance(request.grammar, Stepwise):
+            assert request.grammar.holds(completion.ids)
+        assert all(value <= 0 for value in completion.logprobs)  # no NaN where a part of the vocabulary is forbidden
+    assert captured.generate(requests(SAMPLINGS["filters"])) == free
