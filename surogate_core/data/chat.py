@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from surogate_core.data.encoded import EncodeContext
+    from surogate_core.data.shown import Verdict
 
 Span = tuple[int, int]
 """Characters [start, end) of a rendered conversation, or tokens of an encoded one."""
@@ -269,8 +270,8 @@ class Chat:
         """Whether the template has generation blocks."""
         self._frame: Frame | None = None
         self._takes_system: bool | None = None
-        self.verdicts: dict[Hashable, str] = {}
-        """The texts that the template drops from conversations of a shape: see `shown`."""
+        self.verdicts: dict[Hashable, Verdict] = {}
+        """What the template does with conversations of a shape: see `shown`."""
 
     def render(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
         """The conversation as the template writes it. Raises `RowError` when the template refuses it."""

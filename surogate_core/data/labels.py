@@ -93,13 +93,13 @@ def tokenize_conversation(
     marked: list[Span] = []
     if chat.marks_turns:
         text, marked = chat.render_marked(messages, tools)
-        check_shown(chat, messages, tools)
+        check_shown(chat, messages, tools, text)
         found = _marked_spans(chat, messages, tools, marked, wanted, needed)
         inside = [turn for turn in needed if messages[turn]["role"] != "assistant"]
         found += [(span, turn) for turn, span in _spans(chat, messages, tools, text, inside).items()]
     else:
         text = chat.render(messages, tools)
-        check_shown(chat, messages, tools)
+        check_shown(chat, messages, tools, text)
         found = [(span, turn) for turn, span in _spans(chat, messages, tools, text, needed).items()]
     found.sort()
     if any(start >= end for (start, end), _ in found) or any(a[0][1] > b[0][0] for a, b in pairwise(found)):

@@ -2,7 +2,8 @@
 
 The conversation is rendered with a mark in place of each text. A mark that is missing from the result belongs to a
 text that the template drops. The answer depends on the conversation's shape only (its roles, properties and calls), so
-one more rendering serves all rows of a shape.
+one more rendering serves all rows of a shape. What a template does with the words of a text is seen in the rendering of
+the row itself (`words`).
 """
 
 from __future__ import annotations
@@ -13,20 +14,44 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.encoded import RowError
+from surogate_core.data.fields import SYSTEM_ROLES
+from surogate_core.data.words import Piece, Rendering, leaves
 
 if TYPE_CHECKING:
     from surogate_core.data.chat import Chat, Messages, Tools
 
 KEPT_VERDICTS = 4096
 """Shapes of conversations whose answer a template keeps."""
-LISTED = 3
-"""Largest number of texts that an error names; it counts the others."""
+LISTED, _LONGEST_WORD = 3, 40
+"""Largest number of texts that an error names (it counts the others), and of characters of a word."""
 
 METADATA = re.compile(r"(^|_)(id|ids|uuid|hash|index|date|time|timestamp)$|^(created|updated)|[a-z](Id|Ids|At)$")
 """Properties of a message that describe it and are not part of a prompt: ids, hashes, places, dates and times."""
 
 _CALLS, _THOUGHT, _TOOLS = "tool_calls", "<think>", "tools"
 _PLAIN = frozenset(("role", "content"))
+_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""What begins and ends a thought that is written at the beginning of a content."""
+
+
+def thought_in(content: Any) -> tuple[tuple[str, str], str, str] | None:
+    """The tags, the thought that a content begins with, and the rest of it."""
+    if isinstance(content, str):
+        for opening, closing in _TAGS:
+            inner, found, rest = content.lstrip().removeprefix(opening).partition(closing)
+            if found and content.lstrip().startswith(opening):
+                return (opening, closing), inner, rest
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a template does with the conversations of a shape."""
+
+    reason: str = ""
+    """The texts that it drops, as the reason of a bad row."""
+    left_out: frozenset[tuple[int, str]] = frozenset()
+    """The messages and properties that it may leave out of earlier turns, and does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +90,12 @@ class _Probe:
             self.texts.append(_Text(name=name, turn=turn, marks=tuple(marks), needs_all=needs_all))
 
 
-def check_shown(chat: Chat, messages: Messages, tools: Tools) -> None:
-    """Raise a `RowError` that names the texts that the chat template drops from the conversation.
+def check_shown(chat: Chat, messages: Messages, tools: Tools, rendered: str) -> None:
+    """Raise a `RowError` that names the texts that the chat template drops, as a whole or in part.
 
     Must be shown: each content, the name and the arguments of each tool call, the name and the description of each
     tool, and whatever text a message has besides. A thought may be left out of earlier turns, as Qwen3's template
-    does, where the template shows it in the last one.
+    does, where the template shows it in the last one. `rendered`: the conversation as the template writes it.
     """
     shape = (tuple(_shape(messages, turn) for turn in range(len(messages))), _tools_shape(tools))
     verdict = chat.verdicts.get(shape)
@@ -78,8 +103,43 @@ def check_shown(chat: Chat, messages: Messages, tools: Tools) -> None:
         if len(chat.verdicts) >= KEPT_VERDICTS:
             chat.verdicts.clear()
         verdict = chat.verdicts[shape] = _verdict(chat, messages, tools)
-    if verdict:
-        raise RowError(verdict)
+    if verdict.reason:
+        raise RowError(verdict.reason)
+    _check_words(messages, tools, rendered, verdict.left_out)
+
+
+def _check_words(messages: Messages, tools: Tools, rendered: str, left_out: frozenset[tuple[int, str]]) -> None:
+    found = Rendering(rendered)
+    contents, moved, others = [], [], []
+    for turn, message in enumerate(messages):
+        for name, text in _texts(messages, turn):
+            if text.strip() and (turn, name) not in left_out:
+                kind = others if name not in ("content", _THOUGHT) else contents
+                (moved if message["role"] in SYSTEM_ROLES else kind).append((turn, name, text))
+    for tool in tools or ():
+        if isinstance(tool, Mapping):
+            values = (_function(tool).get(name) for name in ("name", "description"))
+            others += [(-1, _TOOLS, value) for value in values if isinstance(value, str)]
+    lacking = [*found.lacking(contents, moved), *(piece for piece in others if not found.has(piece[2]))]
+    if lacking:
+        raise RowError(_words_reason(messages, found, lacking))
+
+
+def _texts(messages: Messages, turn: int) -> Iterator[tuple[str, str]]:
+    """The texts of a message that a template must show in full, each with its property."""
+    for name, value in messages[turn].items():
+        if name == "content" and isinstance(value, str):
+            thought = thought_in(value) if messages[turn]["role"] == "assistant" else None
+            if thought is not None:
+                yield _THOUGHT, thought[1]
+            yield name, value if thought is None else thought[2]
+        elif name == _CALLS and isinstance(value, list):
+            for call in value:
+                if isinstance(call, Mapping):
+                    parts = (_function(call).get(part) for part in ("name", "arguments"))
+                    yield from ((name, leaf) for part in parts for leaf in leaves(part))
+        elif name not in _PLAIN and isinstance(value, str) and not _is_metadata(messages, turn, name):
+            yield name, value
 
 
 # ---------------------------------------------------------------------------------- shapes
@@ -89,15 +149,16 @@ def _shape(messages: Messages, turn: int) -> Hashable:
     """Everything except the template that decides whether a message's texts are shown."""
     message = messages[turn]
     role, content = message["role"], message.get("content")
-    thinks = role == "assistant" and isinstance(content, str) and "</think>" in content
+    thought = thought_in(content) if role == "assistant" else None
+    tags, says = thought[0] if thought is not None else None, _has_text(content)
     if message.keys() <= _PLAIN:
-        return (role, thinks, bool(content)) if thinks or not content else role
+        return (role, tags, says) if tags or not says else role
     others = tuple(
         (name, _calls_shape(value) if name == _CALLS else _has_text(value))
         for name, value in sorted(message.items())
         if name not in _PLAIN and not _is_metadata(messages, turn, name)
     )
-    return role, thinks, bool(content), others
+    return role, tags, says, others
 
 
 def _calls_shape(calls: Any) -> Hashable:
@@ -151,8 +212,7 @@ def _has_text(value: Any) -> bool:
 # --------------------------------------------------------------------------------- verdicts
 
 
-def _verdict(chat: Chat, messages: Messages, tools: Tools) -> str:
-    """The dropped texts, as the reason of a bad row; empty if the template shows everything."""
+def _verdict(chat: Chat, messages: Messages, tools: Tools) -> Verdict:
     probe = _probe(messages, tools)
     try:
         rendered = chat.render(probe.messages, probe.tools)
@@ -160,8 +220,9 @@ def _verdict(chat: Chat, messages: Messages, tools: Tools) -> str:
     except RowError:  # the template looks into one of the texts
         missing = [text for text in probe.texts if not _is_shown_alone(chat, messages, tools, probe, text)]
     kept = {text.name for text in _first_of_each_name(missing) if _is_shown_last(chat, probe, text)}
-    missing = [text for text in missing if text.turn < 0 or text.name not in kept]
-    return _reason(messages, missing) if missing else ""
+    left_out = frozenset((text.turn, text.name) for text in missing if text.turn >= 0 and text.name in kept)
+    missing = [text for text in missing if (text.turn, text.name) not in left_out]
+    return Verdict(reason=_reason(messages, missing) if missing else "", left_out=left_out)
 
 
 def _is_shown_alone(chat: Chat, messages: Messages, tools: Tools, probe: _Probe, text: _Text) -> bool:
@@ -223,11 +284,12 @@ def _marked_content(probe: _Probe, turn: int, message: Mapping[str, Any]) -> Any
         return content
     mark = probe.mark()
     probe.add("content", turn, [mark])
-    if message["role"] != "assistant" or "</think>" not in content:
+    found = thought_in(content) if message["role"] == "assistant" else None
+    if found is None:
         return mark
-    thought = probe.mark()
+    thought, (opening, closing) = probe.mark(), found[0]
     probe.add(_THOUGHT, turn, [thought])
-    return f"<think>\n{thought}\n</think>\n\n{mark}"
+    return f"{opening}\n{thought}\n{closing}\n\n{mark}"
 
 
 def _marked_call(probe: _Probe, call: Any, marks: list[str]) -> Any:
@@ -276,23 +338,44 @@ def _reason(messages: Messages, missing: Sequence[_Text]) -> str:
     """The dropped texts and the fix, on one line."""
     places: dict[str, None] = {}
     for text in missing:
-        places[_place(messages, text)] = None
+        places[_place(messages, text.turn, text.name)] = None
     listed = ", ".join(list(places)[:LISTED])
     if len(places) > LISTED:
         listed += f" and {len(places) - LISTED} more"
-    names = {text.name for text in missing}
-    wishes = ["use a chat template that shows it (key `template`)"]
+    wishes = _wishes({text.name for text in missing}, "use a chat template that shows it (key `template`)")
+    return f"the chat template drops {listed}; {wishes}"
+
+
+def _words_reason(messages: Messages, found: Rendering, lacking: Sequence[Piece]) -> str:
+    """The texts of which words are missing, and the fix."""
+    places: dict[str, str] = {}
+    for turn, name, text in lacking:
+        places.setdefault(_place(messages, turn, name), found.first_lacking(text)[:_LONGEST_WORD])
+    listed = ", ".join(
+        place + (f" (such as {word!r})" if word else "") for place, word in list(places.items())[:LISTED]
+    )
+    if len(places) > LISTED:
+        listed += f" and {len(places) - LISTED} more"
+    wish = "use a chat template that shows them (key `template`), change the text"
+    return (
+        f"the chat template looks into the text and drops words of {listed}; "
+        f"{_wishes({name for _, name, _ in lacking}, wish)}"
+    )
+
+
+def _wishes(names: set[str], *first: str) -> str:
+    wishes = list(first)
     if ignored := sorted(names - {"content", _THOUGHT, _TOOLS}):
         wishes.append(f"leave it out on purpose with ignored_properties: [{', '.join(ignored)}]")
     if _TOOLS in names:
         wishes.append("leave the tools out on purpose with tools_field: null")
-    return f"the chat template drops {listed}; {', or '.join(wishes)}"
+    return ", or ".join(wishes)
 
 
-def _place(messages: Messages, text: _Text) -> str:
-    if text.turn < 0:
+def _place(messages: Messages, turn: int, name: str) -> str:
+    if turn < 0:
         return "the tools"
-    place = f"message {text.turn + 1} ({messages[text.turn]['role']})"
-    if text.name == "content":
+    place = f"message {turn + 1} ({messages[turn]['role']})"
+    if name == "content":
         return place
-    return f"the thought of {place}" if text.name == _THOUGHT else f"{text.name} of {place}"
+    return f"the thought of {place}" if name == _THOUGHT else f"{name} of {place}"

@@ -169,3 +169,124 @@ def test_a_turn_of_which_only_the_end_would_be_trained_is_refused(use: Any) -> N
     assert tokenize_conversation(tokenizer, [USER, {**CALL, "content": "Let me look."}]).label_tokens > 1
     with pytest.raises(RowError, match=r"only control tokens of message 2 \(assistant\) would be trained"):
         tokenize_conversation(tokenizer, [USER, CALL])
+
+
+# ------------------------------------------------------------------------ words inside of texts
+
+
+def body(shown: str) -> str:
+    return "{% for m in messages %}" + BODY.replace("BODY", shown)
+
+
+def thought_out(opening: str, closing: str, *, last: str) -> str:
+    """A template that takes contents apart at tags and shows the thought under a condition."""
+    return (
+        "{% for m in messages %}{%- set c = m.content %}{%- set t = '' %}"
+        f"{{%- if m.role == 'assistant' and '{closing}' in c %}}"
+        f"{{%- set t = c.split('{closing}')[0].split('{opening}')[-1] %}}{{%- set c = c.split('{closing}')[-1] %}}"
+        "{%- endif %}{{- m.role + ': ' }}"
+        f"{{%- if t and {last} %}}{{{{- '{opening}' + t + '{closing}' }}}}{{%- endif %}}"
+        "{{- c + '<|im_end|>\\n' }}{% endfor %}"
+    )
+
+
+THINK, MAGISTRAL = (
+    thought_out("<think>", "</think>", last="loop.last"),
+    thought_out("[THINK]", "[/THINK]", last="loop.last"),
+)
+CUT, SEPARATED = body("m.content[:40]"), body("m.content.split('###')[0]")
+FIRST_LINE = body("(m.content.split('\\n')[0] if m.role == 'user' else m.content)")
+UNASKED = body("('' if m.content.startswith('/') and not loop.last else m.content)")
+ARGUMENTS = body(
+    "m.content + (m.tool_calls[0].function.name + m.tool_calls[0].function.arguments.items() "
+    "| selectattr('1', 'string') | map('join', '=') | join(' ') if m.tool_calls else '')"
+)
+SHORT_NAMES = "{% for t in tools or [] %}{{ t.function.name + t.function.description[:20] }}{% endfor %}" + PLAIN
+BRIEF_THOUGHTS = body("(m.reasoning_content or '')[:20] + m.content")
+
+
+def says(text: str, role: str = "assistant") -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def calls(arguments: Any) -> dict[str, Any]:
+    return {**CALL, "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "lost"),
+    [
+        (THINK, [USER, says("ALPHA first. <think>hm</think> Four.")], None, "message 2 (assistant) (such as 'ALPHA')"),
+        (THINK, [USER, says("<think>one</think> BRAVO. <think>two</think> End.")], None, "'BRAVO.'"),
+        (THINK, [USER, says("CHARLIE </think> and on."), USER, ANSWER], None, "'CHARLIE'"),
+        (MAGISTRAL, [USER, says("DELTA [THINK]hm[/THINK] Four.")], None, "'DELTA'"),
+        (CUT, [says("Word " * 9, "user"), ANSWER], None, "message 1 (user)"),
+        (SEPARATED, [SYSTEM | {"content": "Be brief. ### ECHO"}, USER, ANSWER], None, "message 1 (system)"),
+        (FIRST_LINE, [says("One\nFOXTROT", "user"), ANSWER], None, "'FOXTROT'"),
+        (UNASKED, [says("/x", "user"), ANSWER, says("/x", "user"), says("GOLF /x")], None, "message 3 (user)"),
+        (ARGUMENTS, [USER, calls({"city": "Rome", "days": 7301}), RESULT, ANSWER], None, "tool_calls of message 2"),
+        (SHORT_NAMES, [USER, ANSWER], TOOLS, "the tools"),
+        (
+            BRIEF_THOUGHTS,
+            [USER, {**ANSWER, "reasoning_content": "Rome is warm, since INDIA."}],
+            None,
+            "reasoning_content",
+        ),
+    ],
+)
+def test_a_template_that_drops_words_is_named(use: Any, template: str, messages: Any, tools: Any, lost: str) -> None:
+    with pytest.raises(RowError, match="looks into the text and drops words of") as caught:
+        tokenize_conversation(use(template), messages, tools)
+    assert lost in str(caught.value)
+    assert "key `template`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools"),
+    [
+        (THINK, [USER, says("<think>one</think> Two."), USER, says("<think>one</think> Two.")], None),
+        (MAGISTRAL, [USER, says("[THINK]one[/THINK] Two."), USER, says("[THINK]one[/THINK] Two.")], None),
+        ("qwen3", [USER, says("ALPHA <think>hm</think> Four."), USER, says("BRAVO <think>hm</think> Four.")], None),
+        (
+            "qwen3",
+            [USER, says("<think>a</think> B. <think>c</think> D."), USER, says("Close it with </think> now.")],
+            None,
+        ),
+        ("qwen3", [USER, says("Close it with </think> now."), USER, says("Hm.\n</think>\n\nYes.")], None),
+        # White space, escapes of JSON and texts in another place are no loss.
+        ("llama3", [SYSTEM | {"content": " A\n\n b "}, says(" a  \n b\t", "user"), says("\n\nc\n")], None),
+        ("mistral", [SYSTEM, USER, CALL, {**RESULT, "content": 'He said "é\n\\x"'}, ANSWER], TOOLS),
+        (
+            "chatml",
+            [USER, calls({"q": 'a "b" \n é', "n": [1, 2.5], "o": {"k": None, "t": True}}), RESULT, ANSWER],
+            TOOLS,
+        ),
+        ("gemma", [SYSTEM, USER, ANSWER, SYSTEM | {"role": "user"}, ANSWER], None),
+        (body("m.content | indent(2)"), [says("a\nb\nc", "user"), ANSWER], None),
+        (body("(m.content | string | tojson)"), [says('"a"', "user"), says("é\n'b'")], None),
+        (body("m.content"), [says("Ok", "user"), says("Ok"), says("Ok", "user"), says("Ok Ok")], None),
+        (body("m.content"), [says("Say <|im_end|> now", "user"), ANSWER], None),
+    ],
+)
+def test_words_that_are_shown_pass(use: Any, template: str, messages: Any, tools: Any) -> None:
+    assert tokenize_conversation(use(template), messages, tools).label_tokens > 0
+
+
+def test_the_template_of_qwen3_keeps_what_is_around_a_thought(use: Any) -> None:
+    tokenizer = use("qwen3")
+    for content, expected in (
+        ("<think>a</think> B. <think>c</think> D.", "<think>\na\n</think>\n\n B. <think>c</think> D."),
+        ("A <think>b</think> C.", "<think>\n\n</think>\n\nA <think>b</think> C."),
+        ("b\n</think>\n\nC.", "<think>\nb\n</think>\n\nC."),
+    ):
+        document = tokenize_conversation(tokenizer, [USER, says(content)])
+        assert tokenizer.decode(document.input_ids[document.labels >= 0]) == f"{expected}<|im_end|>"
+
+
+def test_an_empty_text_has_another_shape_than_a_text(use: Any) -> None:
+    silent = "{% for m in messages if m.role != 'tool' %}" + BODY.replace("BODY", "m.content")
+    tokenizer = use(silent)
+    called = [USER, says("Let me look."), says("\n", "tool"), ANSWER]
+    assert tokenize_conversation(tokenizer, called).label_tokens > 0
+    with pytest.raises(RowError, match=r"drops message 3 \(tool\)"):
+        tokenize_conversation(tokenizer, [*called[:2], says("20 degrees", "tool"), ANSWER])
