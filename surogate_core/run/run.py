@@ -320,6 +320,7 @@ class _Run:
         if checkpoint is not None:
             self.notes.append(resumed_note(checkpoint, loop.total_steps))
         self._stop_if_asked()
+        loop.check_room()
         assert self.outputs is not None
         self.notes += self.outputs.take_over(checkpoints)
         self.outputs.write_files(self.config, checkpoints.run, loop.identity, material)

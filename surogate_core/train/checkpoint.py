@@ -16,7 +16,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ _REFUSED = (errno.EACCES, errno.EPERM)
 MANIFEST = "manifest.json"
 _STATE = "state.json"
 _DIGEST = "xxh3_128"
+_FIX = "free space, point checkpoint_dir to another disk, or lower save_total_limit"
 LONGEST_REASON = 2000
 """Characters of the reason why a checkpoint is not whole."""
 
@@ -132,7 +133,7 @@ class CheckpointDir:
         final = self.root / f"checkpoint-{step}"
         # Python's NaN and Infinity are kept: only this module reads the file back.
         state_bytes = json.dumps(state, indent=1).encode()
-        needed = sum(nbytes(t) + 256 for group in tensors.values() for t in group.values()) + len(state_bytes) + 4096
+        needed = _bytes_on_disk(tensors) + len(state_bytes)
         total, done = sum(nbytes(t) for group in tensors.values() for t in group.values()), 0
 
         def wrote(count: int) -> None:
@@ -140,10 +141,11 @@ class CheckpointDir:
             done += count
             progress(done, total)
 
-        fix = "free space, point checkpoint_dir to another disk, or lower save_total_limit; older checkpoints are kept"
         sequence = 1 + max((manifest.sequence for _, manifest in self._ours()), default=0)
         self._set_aside(final)
-        with atomic.replaced_directory(final, what="checkpoint", needed=needed, fix=fix) as directory:
+        with atomic.replaced_directory(
+            final, what="checkpoint", needed=needed, fix=f"{_FIX}; older checkpoints are kept"
+        ) as directory:
             files: dict[str, tuple[int, str]] = {}
             for group, named in tensors.items():
                 files[f"{group}.safetensors"] = write_tensors(directory / f"{group}.safetensors", named, wrote=wrote)
@@ -152,6 +154,22 @@ class CheckpointDir:
             _write_manifest(directory, Manifest(step=step, sequence=sequence, files=files, run=self.run))
         self._rotate(final)
         return final
+
+    def check_room(self, steps: Sequence[int], tensors: Mapping[str, Mapping[str, Tensor | Deferred]]) -> None:
+        """Raise `MachineError` if the disk has no room for the checkpoints of these coming steps.
+
+        An old one is deleted when the new one is complete, so there is one more than `limit` for a while.
+        """
+        if not steps:
+            return
+        here = sum(self._is_own_and_whole(path, manifest) for path, manifest in self._ours())
+        count = max(1, min(here + len(steps), self.limit + 1) - here)
+        size = _bytes_on_disk(tensors)
+        if count * size > atomic.free_bytes(self.root):
+            several = f" ({count} more of {atomic.human_bytes(size)} each, before one is deleted)" if count > 1 else ""
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            final = self.root / f"checkpoint-{steps[0]}"
+            raise atomic.disk_error(full, what="checkpoint", path=final, needed=count * size, fix=f"{_FIX}{several}")
 
     def latest_good(self) -> Checkpoint | None:
         """The checkpoint saved last that is whole, every digest verified; None where there is no checkpoint.
@@ -304,6 +322,11 @@ class CheckpointDir:
         except OSError as error:
             raise atomic.disk_error(error, what="checkpoint", path=final) from error
         self._unusable.discard(final)
+
+
+def _bytes_on_disk(tensors: Mapping[str, Mapping[str, Tensor | Deferred]]) -> int:
+    """What the files of a checkpoint take, but for the state."""
+    return sum(nbytes(t) + 256 for group in tensors.values() for t in group.values()) + 4096
 
 
 def _newest_last(item: tuple[Path, Manifest]) -> tuple[int, int]:

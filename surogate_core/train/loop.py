@@ -193,6 +193,19 @@ class Loop:
         self.state = LoopState(**saved)
         self._saved_step = self._started_at = checkpoint.step
 
+    def check_room(self) -> None:
+        """Raise `MachineError` if the disk has no room for the checkpoints that this run is sure to save and keep."""
+        first = [0] if self.config.load_best and not self.state.step and self._evaluates else []
+        steps = [s for s in range(self.state.step + 1, self.total_steps) if self._saving_due(s)][
+            : self.checkpoints.limit
+        ]
+        last = [self.total_steps] if self.state.step < self.total_steps else []
+        self.checkpoints.check_room([*first, *steps, *last], self.engine.state())
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.evaluation is not None or self.evaluator is not None
+
     def run(self) -> Reason:
         """Take the remaining steps; returns why it ended. If a step was taken, a checkpoint of the end is on disk."""
         batches = Batches.of(self.engine, self.loader, self._work)

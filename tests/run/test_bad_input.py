@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from surogate_core.batch import MicroBatch
 from surogate_core.engine.engine import Engine
 from surogate_core.logs import close_log
+from surogate_core.train.loop import Loop
 
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
@@ -266,12 +267,21 @@ def test_read_only_file_system(tmp_path: Path, base: list[str], fails: Fails) ->
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mount") is None, reason="no mount here")
 def test_full_file_system(
-    tmp_path: Path, base: list[str], fails: Fails, run_here: RunHere, digests: Digests, records: Records
+    tmp_path: Path,
+    base: list[str],
+    fails: Fails,
+    run_here: RunHere,
+    digests: Digests,
+    records: Records,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = [*base, "save_steps=2", "optimizer=adamw"]  # so that a second checkpoint has no room
     run_here(tmp_path / "whole", *keys)
     with mounted(tmp_path / "small", "size=1600k"):
         output = tmp_path / "small" / "out"
+        assert "the disk is full" in fails(output, *keys, code=3), "before the first step"
+        assert not list(output.glob("*checkpoint-*"))
+        monkeypatch.setattr(Loop, "check_room", lambda self: None)  # as if others filled the disk later
         message = fails(output, *keys, code=3)
         assert "the disk is full" in message
         assert "older checkpoints are kept" in message
@@ -322,6 +332,8 @@ def test_disk_full_in_a_checkpoint(
     reason = "File too large" if how == "file size limit" else "the disk is full"
     assert f"checkpoint {output}/checkpoint-4: " in message
     assert reason in message
+    if how == "foreseen":
+        assert "(2 more of " in message, "before the first step, for all that the run keeps"
     assert [path.name for path in output.glob("*checkpoint-*")] == ["checkpoint-2"]
     assert digests(output / "checkpoint-2") == before
     # With room again the same command goes on, to the weights of a run that had room all the time.

@@ -380,6 +380,36 @@ def test_too_little_space_is_known_before_writing(tmp_path: Path, monkeypatch: p
     assert names(tmp_path) == []
 
 
+def test_room_for_all_that_is_kept_is_known_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, tensors = CheckpointDir(tmp_path, limit=2), {"weights": {"a": torch.zeros(2**20)}}
+    size = 4 * 2**20 + 256 + 4096
+    for free, steps, more in [
+        (size - 1, [1], 0),
+        (size, [1], None),
+        (2 * size - 1, [1, 2], 2),
+        (3 * size - 1, [1, 2, 3], 3),
+        (3 * size, [*range(1, 100)], None),  # one is deleted then
+        (0, [], None),
+    ]:
+        monkeypatch.setattr(atomic, "free_bytes", lambda path, free=free: free)
+        if more is None:
+            checkpoints.check_room(steps, tensors)
+            continue
+        with pytest.raises(
+            MachineError, match=r"checkpoint-1: the disk is full: .* needed, .* free\. Fix: free"
+        ) as error:
+            checkpoints.check_room(steps, tensors)
+        assert (f"({more} more of 4 MiB each" in str(error.value)) == bool(more)
+    monkeypatch.undo()
+    # Those that a resumed run will delete are there already.
+    for step in (1, 2):
+        checkpoints.save(step, tensors=tensors, state={})
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: size)
+    checkpoints.check_room([3, 4, 5, 6], tensors)
+
+
 def test_root_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
