@@ -94,6 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A plugin does not decide that the command has ended, least of all that it has ended well.
         report_bug(end)
         return 1
+    except BaseException as error:
+        from surogate_core.files.tokenizers import is_panic, panic_error
+
+        if not is_panic(error):
+            raise
+        _report(panic_error(error))
+        return UserError.exit_code
     return code
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surogate_core.data.encoded import RowError
+from surogate_core.files.foreign import unique
 
 INSTRUCTIONS = tuple("instruction prompt question query".split())  # noqa: SIM905
 INPUTS = ("input", "context")
@@ -72,20 +73,6 @@ def require_unicode(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RowError(f"{what} is not Unicode text: half a surrogate pair at character {error.start + 1}") from error
-
-
-class TwiceError(ValueError):
-    """A JSON object has a name twice, of which a dictionary keeps only one."""
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` of `json` that raises `TwiceError`."""
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in names if names.count(name) > 1)
-        raise TwiceError(f"an object has the name {name!r} twice")
-    return value
 
 
 def from_json(text: str, what: str) -> Any:

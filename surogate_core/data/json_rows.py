@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from surogate_core.data.chunks import Chunk, Place, RowChunk, SourceRow, chunked
 from surogate_core.data.encoded import RowError
-from surogate_core.data.fields import TwiceError, unique
 from surogate_core.data.files import Opened, bom_length, forward
 from surogate_core.errors import UserError
+from surogate_core.files.foreign import TwiceError, unique
 
 _HEAD = 1 << 12
 _BLOCK = 1 << 20

@@ -12,6 +12,7 @@ from surogate_core.data import tokenizer_file
 from surogate_core.errors import UserError
 from surogate_core.files.hub import absent, fetch, one_revision
 from surogate_core.files.paths import is_hub_id, resolve_package_path
+from surogate_core.files.tokenizers import check_files, named_panics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,12 @@ def load_tokenizer(
         local = fetch(repo, ("config.json", *TOKENIZER_FILES), revision=revision, key="tokenizer")
         if not has_tokenizer(local):
             raise absent(repo, local, TOKENIZER_FILES[:1], key="tokenizer")
+    check_files(local, path)
+    with named_panics(path):
+        return _loaded(local, path, note)
 
+
+def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:

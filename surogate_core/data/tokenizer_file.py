@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.files.tokenizers import read_once
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -123,10 +125,10 @@ def _says_itself(directory: Path) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        values = read_once(path)
     except (FileNotFoundError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def _setting(model: Any, name: str) -> Any:

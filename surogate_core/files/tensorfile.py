@@ -20,6 +20,7 @@ import xxhash
 
 from surogate_core.errors import UserError
 from surogate_core.files.atomic import write_all
+from surogate_core.files.foreign import open_regular, parsed
 from surogate_core.files.private import regular
 
 if TYPE_CHECKING:
@@ -110,8 +111,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises `UserError` when the file is missing, is not safetensors, or is not as long as its header says.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if len(start) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
@@ -120,10 +121,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     try:
-        entries = json.loads(header)
+        entries = parsed(header)
         entries.pop("__metadata__", None)
         infos = {name: _info(entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise _damaged(path, f"its header is not valid ({error})") from error
     infos = dict(sorted(infos.items(), key=lambda item: item[1].begin))
     position = 8 + length

@@ -11,7 +11,6 @@ import difflib
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.errors import UserError
+from surogate_core.files.foreign import matchers, read_json, wrong_pattern
 from surogate_core.files.hub import split_revision
 from surogate_core.files.tensorfile import FLOATS, TensorFile, file_digest
 from surogate_core.hf.card import OVERRIDES
@@ -113,12 +113,12 @@ class LoraAdapter:
             fix = "load it with PEFT and save_pretrained it again" if pickles else "copy the complete adapter again"
             raise UserError(f"{key} {path}: {WEIGHTS} is missing{why}. Fix: {fix}.")
         file = TensorFile(path / WEIGHTS)
-        ranks = partial(_by_pattern, values.get("rank_pattern") or {}, rank)
+        ranks = _by_pattern(path, values.get("rank_pattern") or {}, rank)
         if problems := _wrong_tensors(file, PREFIX, ranks, values.get("modules_to_save") or ()):
             raise _bad(path, key, problems)
         names = [n for n in file.infos if n.endswith(_SIDES[0]) and not is_of_all_experts(n)]
         modules = [name.removeprefix(PREFIX).removesuffix(_SIDES[0]) for name in names]
-        alphas = partial(_by_pattern, values.get("alpha_pattern") or {}, alpha)
+        alphas = _by_pattern(path, values.get("alpha_pattern") or {}, alpha)
         power = 0.5 if values.get("use_rslora") else 1
         scale, scales = alpha / rank**power, {m: alphas(m) / ranks(m) ** power for m in modules}
         base, revision, version = (values.get(k) for k in ("base_model_name_or_path", "revision", "peft_version"))
@@ -398,7 +398,7 @@ def folded(tensors: Iterable[tuple[str, Tensor]], stack: Sequence[LoraAdapter]) 
 def _read_config(path: Path) -> dict[str, Any]:
     fix = "Fix: name a directory that PEFT or Surogate wrote."
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
     except FileNotFoundError as error:
         raise UserError(f"{path}: missing; an adapter is a directory with {CONFIG} and {WEIGHTS}. {fix}") from error
     except OSError as error:
@@ -413,7 +413,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _recorded_base(path: Path) -> dict[str, str]:
     """The digests of the base's weight files in an export; none for an adapter of other programs."""
     try:
-        values = json.loads(path.read_bytes()).get("base_files")
+        values = read_json(path).get("base_files")
     except (OSError, ValueError, AttributeError):
         return {}
     return {str(name): str(digest) for name, digest in values.items()} if isinstance(values, dict) else {}
@@ -464,9 +464,10 @@ def _unsupported(values: Mapping[str, Any]) -> list[str]:
     return [f"{CONFIG}: {problem}" for problem in problems]
 
 
-def _by_pattern(patterns: Mapping[str, float], otherwise: float, module: str) -> Any:
-    """The value of the first pattern that matches the module, as PEFT reads `rank_pattern` and `alpha_pattern`."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+def _by_pattern(path: Path, patterns: Mapping[str, float], otherwise: float) -> Callable[[str], Any]:
+    """Module → the value of the first pattern that matches it, as PEFT reads `rank_pattern` and `alpha_pattern`."""
+    matches = matchers({key: rf"(.*\.)?({key})$" for key in patterns}, str(path / CONFIG))
+    return lambda module: next((value for key, value in patterns.items() if matches(key, module)), otherwise)
 
 
 def _rank_of(ranks: Mapping[str, int], *, experts: bool) -> int | None:
@@ -487,10 +488,8 @@ def _wrong_pattern(key: str, patterns: Any) -> list[str]:
     for pattern, value in patterns.items():
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
             problems.append(f"{key}: {pattern} is {value!r}, not a positive number")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            problems.append(f"{key}: {pattern} is not a regular expression: {error}")
+        if (why := wrong_pattern(pattern)) is not None:
+            problems.append(f"{key}: {pattern[:100]}: {why}")
     return problems
 
 

@@ -7,13 +7,13 @@ Shape suffixes: O outputs, I inputs.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.errors import UserError
+from surogate_core.files.foreign import matchers, wrong_pattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +42,8 @@ class Skip:
 
     names: frozenset[str]
     """Names, and beginnings or ends of names."""
-    patterns: tuple[re.Pattern[str], ...]
-    """Patterns of names: with ``*``, or regular expressions after ``re:``."""
+    matches: Callable[[str], bool]
+    """Whether a pattern matches a name: one with ``*``, or a regular expression after ``re:``."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Skip:
@@ -52,19 +52,19 @@ class Skip:
         plain = [name for name in names if not name.startswith("re:")]
         globs = [translate(name) for name in plain if set("*?[") & set(name)]
         expressions = [name.removeprefix("re:") for name in names if name not in plain]
-        try:
-            found = [re.compile(text) for text in (*globs, *expressions)]
-        except re.error as error:
-            message = f"config.json: quantization_config: {error.pattern!r} is no regular expression: {error}."
-            raise UserError(f"{message} Fix: correct it.") from error
-        return cls(frozenset(plain), tuple(found))
+        found = [*globs, *expressions]
+        for text in found:
+            if (why := wrong_pattern(text)) is not None:
+                raise UserError(f"config.json: quantization_config: {text[:100]!r}: {why}. Fix: correct it.")
+        matches = matchers({text: text for text in found}, "config.json: quantization_config")
+        return cls(frozenset(plain), lambda module: any(matches(text, module) for text in found))
 
     def has(self, module: str) -> bool:
         """Whether a module is among them."""
         # Looked up, not compared one by one: a model with experts has tens of thousands of modules.
         dots = [at for at, letter in enumerate(module) if letter == "."]
         parts = {module, *(module[at + 1 :] for at in dots), *(module[:at] for at in dots)}
-        return not self.names.isdisjoint(parts) or any(p.match(module) for p in self.patterns)
+        return not self.names.isdisjoint(parts) or self.matches(module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

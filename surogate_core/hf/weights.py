@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.tokenizer import TOKENIZER_FILES
 from surogate_core.errors import UserError
+from surogate_core.files.foreign import check_sizes, read_json
 from surogate_core.files.hub import absent, commit_of, fetch, one_revision
 from surogate_core.files.tensorfile import FLOATS, TensorFile, TensorInfo
 from surogate_core.hf.fused import views_of_experts
@@ -352,6 +353,7 @@ def is_complete(directory: Path) -> bool:
 def config_in(directory: Path) -> dict[str, Any]:
     """The mapping of a directory's ``config.json``, with the ``quantization_config`` that ModelOpt keeps elsewhere."""
     values = _read_json(directory / "config.json")
+    check_sizes(values, str(directory / "config.json"))
     if "quantization_config" not in values and (directory / MODELOPT).exists():
         own = _read_json(directory / MODELOPT).get("quantization")
         if isinstance(own, dict):
@@ -367,7 +369,7 @@ def generation_config_in(directory: Path) -> dict[str, Any] | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
     except FileNotFoundError as error:
         message = f"{path}: missing. A model directory has config.json and safetensors files. {_COPY_AGAIN}"
         raise UserError(message) from error
