@@ -5,7 +5,6 @@ Reads only names and small JSON files, no weights and no data, and writes nothin
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 from surogate_core.conf_paths import expanded
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import ConfigError, Problem
+from surogate_core.files.foreign import read_json
 from surogate_core.files.paths import is_url, too_long
 
 _WRITTEN = ("output_dir", "checkpoint_dir", "offload_dir", "data_cache_dir")
@@ -104,7 +104,7 @@ def _task_of(run: Path) -> str:
 
 def _base_of(adapter: Path) -> str:
     try:
-        base = json.loads((adapter / "adapter_config.json").read_bytes())["base_model_name_or_path"]
+        base = read_json(adapter / "adapter_config.json")["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return base if isinstance(base, str) else ""

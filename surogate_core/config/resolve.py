@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -15,6 +14,7 @@ import structlog
 from surogate_core.bundles.options import field_types, flat_marks, flat_values
 from surogate_core.config.schema import KEYS, PluginPolicy, RunConfig, Selection
 from surogate_core.errors import ConfigError, Problem
+from surogate_core.files.foreign import read_json
 from surogate_core.plugins.registry import Registry
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def _plugins_gone(directories: Sequence[Path], registry: Registry) -> list[Probl
     gone: dict[str, Problem] = {}
     for directory in directories:
         try:
-            plugins = json.loads((directory / "run.json").read_bytes())["plugins"]
+            plugins = read_json(directory / "run.json")["plugins"]
             had = {p["name"]: f"{p['distribution']} {p['version']}" for p in plugins}
         except (OSError, ValueError, TypeError, KeyError):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -63,7 +64,7 @@ def open_regular(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(0, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return descriptor
 
 
@@ -72,7 +73,7 @@ def read_bytes(path: Path, most: int = LARGEST_JSON) -> bytes:
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(0, f"it has {size:,} bytes, more than {most:,}", str(path))
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most:,}", str(path))
         return file.read(most)
 
 

@@ -47,7 +47,7 @@ def parsed(line: str | bytes) -> dict[str, Any] | None:
     """The record of one line; None for a torn line, which a killed run may leave."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

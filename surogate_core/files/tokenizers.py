@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import json
 import os
 import struct
@@ -90,7 +91,7 @@ def _check_size(path: Path, most: int) -> None:
     size = os.fstat(descriptor).st_size
     os.close(descriptor)
     if size > most:
-        raise OSError(0, f"it has {size:,} bytes, more than {most:,}", str(path))
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most:,}", str(path))
 
 
 def _growth(rules: Any, depth: int = 0) -> float:

@@ -23,6 +23,7 @@ import xxhash
 
 from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.files import atomic
+from surogate_core.files.foreign import read_json
 from surogate_core.files.paths import cache_root
 from surogate_core.files.tensorfile import TensorFile
 
@@ -107,7 +108,7 @@ class Contents:
 
     def _kept(self, path: Path, facts: Mapping[str, Any]) -> str | None:
         try:
-            values = json.loads(self._entry(path).read_bytes())
+            values = read_json(self._entry(path))
         except (OSError, ValueError):
             return None
         if not isinstance(values, dict) or values.get("file") != facts:

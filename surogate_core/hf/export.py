@@ -15,6 +15,7 @@ from surogate_core import __version__
 from surogate_core.data.tokenizer import turn_end_id
 from surogate_core.errors import UserError
 from surogate_core.files import atomic
+from surogate_core.files.foreign import read_json
 from surogate_core.files.tensorfile import TensorWriter, nbytes, write_tensors
 from surogate_core.hf.card import OVERRIDES, USE, Card, card_facts, overrides_note, write_card
 from surogate_core.hf.lora_files import CONFIG, MARKER, STACKED_ON, WEIGHTS
@@ -233,7 +234,7 @@ def _copy_stack(source: Path, target: Path) -> None:
 def exported_facts(directory: Path) -> dict[str, Any]:
     """``settings``, ``figures`` and ``configuration`` of the card of an export; empty for another directory."""
     try:
-        values = json.loads((directory / MARKER).read_bytes())
+        values = read_json(directory / MARKER)
     except (OSError, ValueError):
         return {}
     names = ("settings", "figures", "configuration")

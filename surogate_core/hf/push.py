@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surogate_core.errors import MachineError, SurogateError, UserError
+from surogate_core.files.foreign import read_json
 from surogate_core.files.paths import is_hub_id
 from surogate_core.hf.card import without_places
 from surogate_core.hf.lora_files import CONFIG, MARKER
@@ -87,7 +88,10 @@ def outgoing(export: Path, *, base_model: str | None = None, repo: str = "") -> 
 
 
 def _rewritten(path: Path, base_model: str | None) -> bytes:
-    values = json.loads(path.read_bytes())
+    try:
+        values = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}. Fix: export it again.") from error
     base = values.get("base_model_name_or_path") if path.name == CONFIG else None
     if isinstance(base, str) and base_model is not None:
         values["base_model_name_or_path"] = base_model

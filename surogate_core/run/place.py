@@ -24,6 +24,7 @@ from surogate_core.conf_paths import expanded
 from surogate_core.config.resolve import to_dict
 from surogate_core.errors import MachineError, PluginError, UserError
 from surogate_core.files import atomic
+from surogate_core.files.foreign import read_json
 from surogate_core.files.hub import split_revision
 from surogate_core.files.metrics import has_run
 from surogate_core.files.paths import PACKAGE_SCHEME, is_url
@@ -210,7 +211,7 @@ def began(directory: Path) -> bool:
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(file.read_bytes())
+        values = read_json(file)
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

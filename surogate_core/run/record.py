@@ -7,7 +7,6 @@ another one moves that one's record to ``former-1/`` (``former-2/``, …), which
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from filelock import FileLock, Timeout
 from surogate_core.errors import UserError
 from surogate_core.files import atomic
 from surogate_core.files.evaluations import EVALUATIONS
+from surogate_core.files.foreign import read_json
 from surogate_core.files.metrics import METRICS
 from surogate_core.files.run_lock import LOCK
 from surogate_core.hf.lora_files import MARKER
@@ -74,7 +74,7 @@ def _run_id(facts: Path) -> str:
     if not facts.is_file():
         return ""  # opening a pipe would wait forever
     try:
-        values = json.loads(facts.read_bytes())
+        values = read_json(facts)
     except (OSError, ValueError):
         return ""
     return str(values.get("run", "")) if isinstance(values, dict) else ""
