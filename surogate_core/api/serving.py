@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.api.process import contained, plain
 from surogate_core.errors import UserError
-from surogate_core.serve import LEAST_TOKEN, is_token
+from surogate_core.serve import LEAST_TOKEN, is_token, require_packages
 
 if TYPE_CHECKING:
     from surogate_core.serve.server import Server
@@ -37,6 +37,7 @@ def serve(
     configuration, such as ``device="cpu"``. Raises `UserError` or `MachineError`.
     """
     with contained():
+        require_packages()
         from surogate_core.cli.arguments import Arguments, registry_for
         from surogate_core.cli.sampling import flags_of, sampling_of
         from surogate_core.config.resolve import load_run_config

@@ -63,9 +63,14 @@ class _Lines:
         self._clock = _Clock()
         self._last: dict[str, float] = {}
         """Seconds of each task at its last line."""
+        self._first: dict[str, tuple[float, int]] = {}
+        """(seconds, what was done) at the first event of each task, before which other work may have run."""
 
     def take(self, event: Progress) -> None:
         seconds = self._clock.seconds(event)
+        begun, known = self._first.setdefault(event.task, (seconds, event.done))
+        if _finished(event):
+            del self._first[event.task]
         last = self._last.pop(event.task, None) if _finished(event) else self._last.get(event.task)
         # A task that has had a line has one at its end too.
         if seconds - (last or 0.0) < PROGRESS_SECONDS and not (_finished(event) and last is not None):
@@ -73,8 +78,8 @@ class _Lines:
         if not _finished(event):
             self._last[event.task] = seconds
         left = ""
-        if 0 < event.done < event.total:
-            left = f", {seconds * (event.total - event.done) / event.done:.0f} s to go"
+        if known < event.done < event.total:
+            left = f", {(seconds - begun) * (event.total - event.done) / (event.done - known):.0f} s to go"
         print(f"{event.task}: {_figures(event, seconds)}{left}", file=sys.stderr, flush=True)
 
 

@@ -8,14 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surogate_core.cli.sampling import number, sampling_of
 from surogate_core.cli.words import Flags, Words
 from surogate_core.errors import UserError
-from surogate_core.serve import LEAST_TOKEN, LOOPBACK, is_token
+from surogate_core.serve import LEAST_TOKEN, LOOPBACK, is_token, require_packages
 
 if TYPE_CHECKING:
     from surogate_core.serve.server import Server
@@ -69,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if port > 65535:
         raise UserError(f"--port {port}: must be at most 65535. Fix: --port {PORT}")
     host = words.texts.get("--host", "127.0.0.1")
+    require_packages()
     token = _token(words, host)
     from surogate_core import logs
     from surogate_core.data import clock
@@ -77,7 +78,8 @@ def main(argv: Sequence[str]) -> int:
     clock.follow()
     with _interruptible(), _server(words, host=host, port=port, token=token) as server:
         if "--token-file" not in words.texts and token is not None:
-            print(f"token: {token}")
+            without = "; without one: --no-token" if host in LOOPBACK else ""
+            print(f"token: {token} (the api_key of a client, or the header Authorization: Bearer TOKEN{without})")
         print(f"{', '.join(server.models)} at {server.url}; Ctrl-C ends it", flush=True)
         try:
             threading.Event().wait()
@@ -129,16 +131,15 @@ def _token_of(file: Path) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the server as Ctrl-C does."""
+    """SIGTERM ends the server as Ctrl-C does, which also works where a shell has had SIGINT ignored, as behind `&`."""
 
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, interrupt))
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _server(words: Words, *, host: str, port: int, token: str | None) -> Server:

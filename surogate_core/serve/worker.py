@@ -52,6 +52,8 @@ class Ticket:
     """What has happened, for the thread that answers."""
     gone: bool = False
     """Whether nobody waits any more; set by the thread that answers."""
+    wake: Callable[[], None] = lambda: None
+    """Called from the thread that generates when something has happened."""
     arrived: float = field(default_factory=time.monotonic)
     begun: int = 0
     """Requests that the engine has."""
@@ -60,6 +62,11 @@ class Ticket:
     def taken(self) -> bool:
         """Whether the engine has all of them."""
         return self.begun == len(self.requests)
+
+    def tell(self, event: Chosen | RequestError) -> None:
+        """Something has happened."""
+        self.events.put(event)
+        self.wake()
 
 
 class Worker:
@@ -125,7 +132,7 @@ class Worker:
                 self._engine.serve(partial(self._arriving, model), self._chosen)
             except SurogateError as error:
                 self._fail(RequestError(str(error), status=500))
-            except Exception as error:
+            except BaseException as error:  # also the panics of a library, which are no `Exception`
                 log.error("generation failed", traceback=str(record_traceback("generation failed", error)))
                 self._fail(RequestError("generation failed; the server's log has the reason.", status=500))
 
@@ -149,7 +156,7 @@ class Worker:
         ticket, place = self._running[index]
         if self._closed or ticket.gone:
             if self._closed:
-                ticket.events.put(_stopping())
+                ticket.tell(_stopping())
             return self._over(index)
         request, watch = ticket.requests[place], ticket.watches[place]
         stopped = watch.take(token)
@@ -160,7 +167,7 @@ class Worker:
             reason = "length"
         if reason is not None:
             self._over(index)
-        ticket.events.put(Chosen(place=place, token=token, logprob=logprob, reason=reason))
+        ticket.tell(Chosen(place=place, token=token, logprob=logprob, reason=reason))
         return stopped
 
     def _over(self, index: int) -> bool:
@@ -178,7 +185,7 @@ class Worker:
             self._waiting = deque(ticket for ticket in self._waiting if ticket not in found)
             for ticket in dict.fromkeys(found):
                 ticket.gone = True
-                ticket.events.put(error)
+                ticket.tell(error)
 
 
 def _stopping() -> RequestError:

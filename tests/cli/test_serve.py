@@ -46,17 +46,23 @@ def asked(url: str, token: str, **body: object) -> Any:
     raise AssertionError("no server")
 
 
-def test_it_answers_until_it_is_ended(hf_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_answers_until_it_is_ended(hf_dir: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals) -> None:
+    """Also where SIGINT was ignored, as it is for a command that a script starts with `&`."""
+    before = signal.signal(number, signal.SIG_IGN)
     port, answers = free_port(), []
 
     def client() -> None:
         try:
             url = f"http://127.0.0.1:{port}/v1"
             answers.append(asked(url, "wrong", prompt="a"))
-            token = capsys.readouterr().out.splitlines()[0].removeprefix("token: ")
+            line = capsys.readouterr().out.splitlines()[0]
+            token = line.removeprefix("token: ").split()[0]
+            assert "api_key" in line
+            assert "--no-token" in line
             answers.append(asked(url, token, model="qwen3", prompt="The chain", max_tokens=3))
         finally:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=client)
     thread.start()
@@ -69,7 +75,7 @@ def test_it_answers_until_it_is_ended(hf_dir: Path, capsys: pytest.CaptureFixtur
     # The client can end the server before the line for its answer is written.
     assert "stopping" in said[-2:]
     assert any(re.fullmatch(r"[\d:]+ qwen3: \d tokens in \d+\.\d s, answered", line) for line in said[-2:])
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.signal(number, before) == signal.SIG_IGN
 
 
 @pytest.mark.slow
