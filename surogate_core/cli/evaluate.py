@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.cli.words import Flags, Words
 from surogate_core.errors import UserError
+from surogate_core.numbers import significant
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
@@ -276,7 +277,7 @@ def table(found: Sequence[Evaluation]) -> str:
             one.model,
             f"{one.loss:.4f}",
             _shown(one.stderr),
-            "" if math.isnan(one.perplexity) else f"{one.perplexity:.4g}",
+            "" if math.isnan(one.perplexity) else significant(one.perplexity, 4),
             "" if math.isnan(one.accuracy) else f"{one.accuracy:.2%}",
             f"{one.documents:,}",
             f"{one.label_tokens:,}",
@@ -286,7 +287,9 @@ def table(found: Sequence[Evaluation]) -> str:
         lines.append(line)
     rows = aligned(lines, texts=1)
     for one in (one for one in found if one.figures):
-        rows.append(f"{one.model}: " + ", ".join(f"{name} {value:.4g}" for name, value in one.figures.items()))
+        rows.append(
+            f"{one.model}: " + ", ".join(f"{name} {significant(value, 4)}" for name, value in one.figures.items())
+        )
     if several and any(one.data != found[0].data for one in found):
         rows.append("Models with another tokenizer or template have other tokens, so their losses are not compared.")
     return "\n".join(rows)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from surogate_core import numbers
 from surogate_core.cli.cluster import HOW_TO_MEASURE, HOW_TO_TIME, Cluster
 from surogate_core.cli.plan_cluster import Cost, Traffic
 from surogate_core.engine.shares import Sent
@@ -51,13 +52,9 @@ def speed(plan: ClusterPlan) -> str:
         missing = [HOW_TO_TIME] * (not cluster.timed) + [HOW_TO_MEASURE] * (cluster.tokens_per_second is None)
         return f"not known; {'; '.join(missing)}"
     return (
-        f"{_rate(rate)} tokens/s, {seconds:.3g} s a step, {min(share, 1):.0%} of the speed of {cluster.ranks:,} single "
-        f"GPUs (from the given {cluster.tokens_per_second:,.0f} tokens/s of one)"
+        f"{numbers.rate(rate)} tokens/s, {numbers.significant(seconds)} s a step, {min(share, 1):.0%} of the speed of "
+        f"{cluster.ranks:,} single GPUs (from the given {cluster.tokens_per_second:,.0f} tokens/s of one)"
     )
-
-
-def _rate(value: float) -> str:
-    return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k" if value >= 1e3 else f"{value:.3g}"
 
 
 def as_text(plan: ClusterPlan) -> str:
@@ -105,7 +102,7 @@ def _totals(plan: ClusterPlan) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+    return f"{numbers.significant(seconds)} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _wires(cluster: Cluster) -> str:

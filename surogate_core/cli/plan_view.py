@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from surogate_core import numbers
 from surogate_core.cli import plan_cluster_view
 from surogate_core.cli.gpus import Gpu
 from surogate_core.cli.plan_cluster_view import ClusterPlan
@@ -218,10 +219,9 @@ def _speed(plan: Plan) -> str:
         what = "a CPU" if plan.settings.device.type != "cuda" else "this GPU"
         what = "a model with experts" if plan.unused else what
         return f"not estimated for {what}; train with max_steps=5 to see"
-    rate = plan.speed.tokens_per_second
-    shown = f"{rate / 1000:.3g}k" if rate >= 1000 else f"{rate:.3g}"
     step = step_time(plan.speed.seconds)
-    return f"about {shown} tokens/s, {step} a step, MFU {plan.speed.mfu:.0%} (estimated; {ASSUMED})"
+    rate = numbers.rate(plan.speed.tokens_per_second)
+    return f"about {rate} tokens/s, {step} a step, MFU {plan.speed.mfu:.0%} (estimated; {ASSUMED})"
 
 
 def _sends(plan: Plan) -> str:

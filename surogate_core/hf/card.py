@@ -15,6 +15,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.config.yamlfile import write_yaml
 from surogate_core.files import atomic
 from surogate_core.masking import masked, masked_values
+from surogate_core.numbers import significant
 
 OVERRIDES = "base_config_overrides.json"
 """Keys of the base's ``config.json`` that an adapter was trained with other values of."""
@@ -156,5 +157,5 @@ def card_facts(card: Card) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = significant(value, 6) if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.files.metrics import as_number
+from surogate_core.numbers import significant
 from surogate_core.report.curves import Band, Mark, figure
 from surogate_core.report.records import RunRecord
 
@@ -68,7 +69,7 @@ def facts(run: RunRecord) -> Rows:
             ("trained parameters", f"{trained:,}{share}"),
             ("device", str(start.get("device"))),
             ("tokens per step", f"{start['tokens_per_step']:,}" if start.get("tokens_per_step") else ""),
-            ("epochs", f"{start['epochs']:.4g}" if start.get("epochs") else ""),
+            ("epochs", significant(start["epochs"], 4) if start.get("epochs") else ""),
         ]
     if bad := len(run.steps) - len(finite(run, "loss")):
         rows.append(("steps that were not finite", f"{bad:,}"))
@@ -201,7 +202,7 @@ def ranks(run: RunRecord) -> Rows:
     lists = (run.ranks.get(name) for name in ("peak_memory_bytes", "work_seconds"))
     memory, seconds = ([as_number(v) for v in found] if isinstance(found, list) else [] for found in lists)
     return [
-        (str(rank), gibibytes(peak), f"{1e3 * seconds[rank]:.4g} ms" if rank < len(seconds) else "")
+        (str(rank), gibibytes(peak), f"{significant(1e3 * seconds[rank], 4)} ms" if rank < len(seconds) else "")
         for rank, peak in enumerate(memory)
     ]
 

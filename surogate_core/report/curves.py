@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from surogate_core.numbers import significant
 from surogate_core.report import palette
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def figure(value: float) -> str:
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
-    return f"{value:.4g}" if size >= 1e-3 else f"{value:.1e}"
+    return significant(value, 4).replace(",", "") if size >= 1e-3 else f"{value:.1e}"
 
 
 def _range(ys: Sequence[float], *, log: bool) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from surogate_core.numbers import significant
 from surogate_core.report import palette
 from surogate_core.report.curves import LEFT, RIGHT, TOP, WIDTH, ticks
 from surogate_core.report.curves import figure as number
@@ -84,7 +85,9 @@ def _rising(peaks_RT: NDArray[np.float64]) -> tuple[NDArray[np.uint8], list[tupl
     opacity = 0.1 + 0.9 * (heights - least) / max(most - least, 1e-9)
     known = dict.fromkeys((least, (least + most) / 2, most))
     depths = [0.1 + 0.9 * (at - least) / max(most - least, 1e-9) for at in known]
-    shades = [(f"{2**at:.2g} ×", palette.HEAT["high"], depth) for at, depth in zip(known, depths, strict=True)]
+    shades = [
+        (f"{significant(2**at, 2)} ×", palette.HEAT["high"], depth) for at, depth in zip(known, depths, strict=True)
+    ]
     return _pixels(np.broadcast_to(_rgb("high"), (*peaks_RT.shape, 3)), opacity), shades
 
 

@@ -21,6 +21,7 @@ from surogate_core.dsl import Model
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
+from surogate_core.numbers import significant
 from surogate_core.run.assemble import resolve_device, resolve_model, resolve_recipe, resolve_weight_format
 from surogate_core.run.build import Choice, build_engine
 from surogate_core.run.identity import identity_of
@@ -208,7 +209,7 @@ def _finite_loss(name: str, step: int, result: StepResult, config: RunConfig) ->
     loss, norm = result.read()
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise UserError(
-            f"{name}: step {step}: the loss is {loss:.6g} and the gradient norm {norm:.6g}. "
+            f"{name}: step {step}: the loss is {significant(loss, 6)} and the gradient norm {significant(norm, 6)}. "
             f"Fix: lower learning_rate (now {config.learning_rate:g}), or look at the data."
         )
     return loss

@@ -30,6 +30,7 @@ from surogate_core.events import (
     StepEnd,
 )
 from surogate_core.mesh.mesh import Mesh
+from surogate_core.numbers import significant
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.flops import Work
@@ -395,7 +396,8 @@ class Loop:
         self._watch_ranks(step)
         self._watch_precision(launched, step)
         if not (proceed or (math.isfinite(loss) and math.isfinite(norm))):
-            what = f"the loss is {loss:.6g} and the gradient norm {norm:.6g}, so the step was not applied"
+            figures = f"the loss is {significant(loss, 6)} and the gradient norm {significant(norm, 6)}"
+            what = f"{figures}, so the step was not applied"
             if (layer := self._sides.broken_router(sides)) is not None:
                 what += f"; the router of layer {layer} is the first with probabilities that are not finite"
             raise DivergedError(self._divergence(f"step {step}: {what}", at_start=step == self._started_at + 1))

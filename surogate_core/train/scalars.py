@@ -19,6 +19,7 @@ from surogate_core.events import (
     event_fields,
 )
 from surogate_core.files.figures import named_figures
+from surogate_core.numbers import significant
 
 STEP_SCALARS = (
     *("loss", "grad_norm", "lr", "epoch", "seconds", "tokens_per_second"),
@@ -85,7 +86,7 @@ def sample_rows(event: RolloutSamples) -> list[list[str | float | None]]:
 
 
 def _rewarded(sample: RolloutSample) -> str:
-    reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
+    reward = "no reward" if sample.reward is None else f"reward {significant(sample.reward, 4)}"
     facts = ", ".join(filter(None, [reward, sample.reason, f"{sample.length} tokens"]))
     return f"[{facts}] {sample.prompt}\n→ {sample.completion}"
 

@@ -423,6 +423,13 @@ def test_summaries() -> None:
     assert text.summary(lost)[-1].startswith("The last step is worse than the start: ")
 
 
+def test_perplexities() -> None:
+    ends = [
+        text.summary(replace(END, first_eval_loss=1.0, last_eval_loss=loss))[1] for loss in (9.0, 20.0, 40.0, 800.0)
+    ]
+    assert [end.split("→ ")[-1] for end in ends] == ["8,103.", "485,165,195.", "2.35e+17.", "inf."]
+
+
 def test_figures() -> None:
     assert [text.count(n) for n in (0, 999, 1000, 93_512, 1.2e6, 8.19e9, 1e12)] == [
         "0",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from surogate_core.bundles import Exported, ExportJob
 from surogate_core.errors import UserError
 from surogate_core.files import atomic
+from surogate_core.numbers import significant
 from surogate_export_gguf.architectures import Architecture, Tensor
 from surogate_export_gguf.modelfile import modelfile
 from surogate_export_gguf.options import GgufOptions
@@ -146,7 +147,8 @@ def _converted(name: str, weight: torch.Tensor, kind: gguf.GGMLQuantizationType)
         raise UserError(f"{name}: has values that are not finite. Fix: export a run that did not diverge.")
     if kind is Type.F16 and max(-low, high) > LARGEST_F16:
         raise UserError(
-            f"{name}: has {max(-low, high):.3g}, and f16 ends at {LARGEST_F16:g}. Fix: --type bf16 or --type q8_0"
+            f"{name}: has {significant(max(-low, high))}, and f16 ends at {LARGEST_F16:g}. "
+            f"Fix: --type bf16 or --type q8_0"
         )
     weight = weight.contiguous()
     if kind is Type.F32:

@@ -38,6 +38,7 @@ from surogate_core.events import (
     Samples,
     StepEnd,
 )
+from surogate_core.numbers import significant
 from surogate_monitor_console import rewards, text
 from surogate_monitor_console.options import ConsoleOptions
 
@@ -224,7 +225,7 @@ class LiveView:
         epoch = Text.assemble(("epoch ", "dim"), f"{step.epoch:.2f}")
         speed = Text.assemble(f"{text.count(self._pace.tokens_per_second)} ", ("tok/s", "dim"))
         memory = Text.assemble(("memory ", "dim"), text.size(step.peak_memory_bytes))
-        grad = Text.assemble(("grad norm ", "dim"), f"{step.grad_norm:.3g}")
+        grad = Text.assemble(("grad norm ", "dim"), significant(step.grad_norm))
         rate = Text.assemble(("lr ", "dim"), f"{step.lr:.2e}")
         data = self._start is None or self._start.train_tokens > 0
         grid.add_row(loss, *([held_out] if data or self._evals else []), *([epoch] if data else []))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from surogate_core.events import EvalEnd, RolloutEval, Rollouts, RolloutSample, RolloutSamples, Spread, StepEnd
+from surogate_core.numbers import significant
 from surogate_monitor_console.text import count, duration, shortened
 
 FIGURES = {
@@ -40,7 +41,7 @@ def figures(event: StepEnd | EvalEnd) -> list[tuple[str, str]]:
     known = {short: event.figures[name] for name, short in reversed(FIGURES.items()) if name in event.figures}
     order = [short for short in dict.fromkeys(FIGURES.values()) if short in known]
     shown = {short: known[short] for short in order} or dict(list(event.figures.items())[:FIRST_FIGURES])
-    return [(name, f"{value:.3g}") for name, value in shown.items()]
+    return [(name, significant(value)) for name, value in shown.items()]
 
 
 def columns(event: Rollouts) -> list[tuple[str, str]]:
@@ -56,7 +57,9 @@ def line(event: Rollouts, step: StepEnd | None) -> str:
     """What has no column: rewards by name, faults by reason, speed of generation, time by phase."""
     told = []
     if len(event.rewards) > 1:
-        told.append("rewards " + ", ".join(f"{name} {spread.mean:.3g}" for name, spread in event.rewards.items()))
+        told.append(
+            "rewards " + ", ".join(f"{name} {significant(spread.mean)}" for name, spread in event.rewards.items())
+        )
     told += [faults] if (faults := _faults(event.faults)) else []
     if generating := event.seconds.get("generate") or event.overlapped.get("generate"):
         told.append(f"generates {count(event.tokens / generating)} tok/s")
@@ -81,7 +84,7 @@ def eval_line(event: RolloutEval) -> str:
     """An evaluation of held-out tasks in one line."""
     told = [f"{event.tasks} tasks"]
     if len(event.rewards) > 1:
-        told += [f"{name} {spread.mean:.3g}" for name, spread in event.rewards.items()]
+        told += [f"{name} {significant(spread.mean)}" for name, spread in event.rewards.items()]
     if event.length is not None:
         told.append(f"length {count(event.length.mean)}")
     if event.truncated:

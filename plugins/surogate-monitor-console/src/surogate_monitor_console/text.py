@@ -23,6 +23,7 @@ from surogate_core.events import (
     Samples,
     StepEnd,
 )
+from surogate_core.numbers import count, significant
 
 PACE_STEPS = 20
 """Steps whose mean speed is shown."""
@@ -33,20 +34,14 @@ TREND_WINDOW = 20
 TREND_SHARE = 0.005
 """Relative change of the halves' means below which the trend is level."""
 
+MOST_DIGITS = 34
+"""Losses from which a perplexity, more than 10^14, has an exponent."""
+
 SAMPLES = 8
 """Samples that are shown."""
 
 SAMPLE_PROMPT = 40
 """Characters of a sample's prompt that are shown."""
-
-
-def count(number: float) -> str:
-    """``93.5k`` for 93500: three significant digits."""
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 999.5:
-            return f"{number:.0f}" if unit == "" else f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}T"
 
 
 def duration(seconds: float) -> str:
@@ -97,7 +92,7 @@ def run_facts(event: RunStart, info: RunInfo) -> list[str]:
     if (of_experts := config.get("lora_expert_rank")) is not None:
         rank += f" (experts {of_experts})"
     trained = (
-        f"LoRA {rank}, {count(event.trainable_parameters)} trained ({share:.2g} %)"
+        f"LoRA {rank}, {count(event.trainable_parameters)} trained ({significant(share, 2)} %)"
         if config.get("lora") and event.trainable_parameters != event.parameters
         else "all trained"
     )
@@ -105,12 +100,12 @@ def run_facts(event: RunStart, info: RunInfo) -> list[str]:
     model = [event.model, f"{count(event.parameters)} parameters{active}", trained, event.device]
     how = [info.task, *(f"{key} {name}" for key in ("recipe", "optimizer") if (name := _name(config.get(key))))]
     if (rate := config.get("learning_rate")) is not None:
-        how.append(f"lr {rate:.3g} {config.get('lr_scheduler_type', '')}".rstrip())
+        how.append(f"lr {significant(rate)} {config.get('lr_scheduler_type', '')}".rstrip())
     done = f" from step {event.start_step}" if event.start_step else ""
     each = f" of {count(event.tokens_per_step)} tokens" if event.tokens_per_step else ""
     length = [f"{event.steps} steps{done}{each}"]
     if event.train_tokens:
-        length.append(f"{event.epochs:.3g} epochs of {count(event.train_tokens)} tokens")
+        length.append(f"{significant(event.epochs)} epochs of {count(event.train_tokens)} tokens")
     length.append(f"output {info.output_dir}")
     return [" · ".join(line) for line in (model, how, length)]
 
@@ -229,7 +224,7 @@ def precision_line(event: PrecisionStats) -> str:
         if any(shares.values())
     ]
     if event.worst:
-        told.append(f"worst {event.worst}, {event.worst_excess:.3g} × its format")
+        told.append(f"worst {event.worst}, {significant(event.worst_excess)} × its format")
     return f"step {event.step}: scaled tensors of {event.steps} steps: {' · '.join(told)}" if told else ""
 
 
@@ -289,4 +284,6 @@ def summary(
 
 
 def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):.4g}" if loss < 700 else "inf"
+    if loss < MOST_DIGITS:
+        return significant(math.exp(loss), 4)
+    return f"{math.exp(loss):.3g}" if loss < 700 else "inf"

@@ -18,6 +18,7 @@ from surogate_core.errors import MachineError, UserError
 from surogate_core.generate.native import NativeEngine
 from surogate_core.hf.card import Card
 from surogate_core.hf.export import export_adapter
+from surogate_core.numbers import significant
 from surogate_rollout_vllm.client import Client, Refused
 from surogate_rollout_vllm.options import VllmOptions
 from surogate_rollout_vllm.wire import models_of, scored
@@ -148,14 +149,16 @@ class Adapters:
             if server == self._before[1] and changed > IGNORED * self.options.probe_tolerance:
                 raise MachineError(
                     f"rollout vllm: {place} has the weights of an earlier step: the trainer's log-probabilities of "
-                    f"{len(server)} tokens changed by {changed:.2g} on average, and the server's are the same. "
+                    f"{len(server)} tokens changed by {significant(changed, 2)} on average, and the server's are the "
+                    "same. "
                     "Fix: serve with --enable-lora from one process that reads the adapter's directory"
                 )
         apart = _mean_difference(trainer, server)
         if not apart <= self.options.probe_tolerance:
             raise MachineError(
                 f"rollout vllm: {place} has other weights than the trainer: the log-probabilities of {len(server)} "
-                f"tokens differ by {apart:.2g} on average, more than probe_tolerance={self.options.probe_tolerance:g}. "
+                f"tokens differ by {significant(apart, 2)} on average, more than "
+                f"probe_tolerance={self.options.probe_tolerance:g}. "
                 "Fix: serve the model that is trained, in its dtype and weight format, or raise rollout.probe_tolerance"
             )
         if self._before is None or server != self._before[1]:
