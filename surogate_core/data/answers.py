@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.data.calls import CallError, template_call
 from surogate_core.data.chat import with_default_system
 from surogate_core.data.encoded import RowError
-from surogate_core.data.fields import from_json, require_unicode, required, required_text, without_nulls
+from surogate_core.data.fields import ROLES, from_json, listed, require_unicode, required, required_text
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,26 +17,61 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 
+_BEGINNING = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
+"""How a list of messages begins: one that ends too early is no text."""
+
 
 def text_or_messages(row: Mapping[str, Any], field: str) -> str | Messages:
-    """A field's text, or its messages. Raises `RowError` where it has neither, or an empty one."""
+    """A field's text, or its messages. Raises `RowError` where it has neither, or an empty one.
+
+    A text that is JSON is text, unless it is a list of messages: CSV holds these so.
+    """
     value = required(row, field)
-    if isinstance(value, str) and value.startswith('[{"'):  # CSV holds messages as JSON text
-        value = from_json(value, f"field {field!r} begins like a list of messages, and")
+    if isinstance(value, str):
+        value = _messages_in(value, field) or value
+    value = listed(value)
     if not isinstance(value, list):
         return required_text(row, field)
-    found: Messages = without_nulls(value)
-    if not found:
+    if not value:
         raise RowError(f"field {field!r} is empty")
-    for place, message in enumerate(found, start=1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(f'field {field!r}: item {place} is no message; want {{"role": …, "content": …}}')
-        content = message.get("content")
-        if isinstance(content, str):
-            require_unicode(content, f"field {field!r}: message {place}")
-        elif content is not None or "tool_calls" not in message:
-            raise RowError(f"field {field!r}: the content of message {place} is no text")
-    return found
+    return [_message(place, message, field) for place, message in enumerate(value, start=1)]
+
+
+def _messages_in(text: str, field: str) -> list[Any] | None:
+    """The messages that a text writes as JSON, if it does."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = from_json(text, f"field {field!r} begins like a list of messages, and")
+    except RowError:
+        if _BEGINNING.match(text):
+            raise
+        return None
+    return value if isinstance(value, list) and all(map(_is_message, value)) else None
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("role") in ROLES and ("content" in value or "tool_calls" in value)
+
+
+def _message(place: int, raw: Any, field: str) -> dict[str, Any]:
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("role"), str):
+        raise RowError(f'field {field!r}: item {place} is no message; want {{"role": …, "content": …}}')
+    message = {name: value for name, value in raw.items() if value is not None}
+    if "tool_calls" in message:
+        calls = listed(message["tool_calls"])
+        if not isinstance(calls, list):
+            raise RowError(f"field {field!r}: tool_calls of message {place} must be a list of objects")
+        try:
+            message["tool_calls"] = [template_call(call, f"tool call {n}") for n, call in enumerate(calls, start=1)]
+        except CallError as error:
+            raise RowError(f"field {field!r}: message {place}: {error}") from error
+    content = message.get("content")
+    if isinstance(content, str):
+        require_unicode(content, f"field {field!r}: message {place}")
+    elif content is not None or "tool_calls" not in message:
+        raise RowError(f"field {field!r}: the content of message {place} is no text")
+    return message
 
 
 def check_answer(answer: str | Messages, field: str) -> None:

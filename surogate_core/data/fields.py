@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from surogate_core.data.encoded import RowError
@@ -19,11 +20,22 @@ MESSAGES = tuple("messages conversations conversation chat dialog turns".split()
 """Usual names of the field of messages."""
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a message that is a system prompt."""
+ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
+"""Roles that a message may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value of a column that Python cannot hold, such as a date after the year 9999."""
+
+    reason: str
 
 
 def required(row: Mapping[str, Any], field: str) -> Any:
     """The field's value. Raises `RowError` when the row lacks it."""
-    if row.get(field) is None:
+    if isinstance(value := row.get(field), Unreadable):
+        raise RowError(f"field {field!r} cannot be read: {value.reason}")
+    if value is None:
         close = difflib.get_close_matches(field, [name for name in row if row[name] is not None], n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         if not hint and any(name in MESSAGES and isinstance(row[name], list) for name in row):
@@ -31,7 +43,7 @@ def required(row: Mapping[str, Any], field: str) -> Any:
             hint = "; type: auto reads such rows"
         state = "is null" if field in row else f"is missing, the row has {', '.join(map(repr, row)) or 'no fields'}"
         raise RowError(f"field {field!r} {state}{hint}")
-    return row[field]
+    return value
 
 
 def required_text(row: Mapping[str, Any], field: str) -> str:
@@ -85,8 +97,12 @@ def from_json(text: str, what: str) -> Any:
         raise RowError(f"{what} is not JSON that can be read: {error}") from error
 
 
-def without_nulls(value: Any) -> Any:
-    """The value without null properties of objects, because columnar files give each row the properties of all rows."""
-    if isinstance(value, Mapping):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def listed(value: Any) -> Any:
+    """A struct of lists of one length, which columnar files have for a list of structs, as that list; another value as
+    it is.
+    """
+    if not isinstance(value, Mapping) or not value or not all(isinstance(inner, list) for inner in value.values()):
+        return value
+    if len({len(inner) for inner in value.values()}) != 1:
+        return value
+    return [dict(zip(value, items, strict=True)) for items in zip(*value.values(), strict=True)]

@@ -151,6 +151,18 @@ def cut(length: int, longest: int, strategy: TruncationStrategy) -> list[tuple[i
             return [(start, min(longest, length - start)) for start in range(0, length - 1, stride)]
 
 
+def cut_group(parts: Sequence[int], settings: PackSettings) -> list[tuple[int, int]] | None:
+    """(start, length) of what is left of each document of a group, so that they fit into a row together; None if the
+    group is dropped. `split` drops a longer group.
+    """
+    lengths = [min(length, settings.longest) for length in parts]
+    if sum(lengths) > settings.sequence_len:
+        lengths = [min(length, settings.sequence_len // len(parts)) for length in lengths]
+    strategy = "delete" if settings.truncation_strategy == "split" else settings.truncation_strategy
+    cuts = [cut(was, now, strategy) for was, now in zip(parts, lengths, strict=True)]
+    return [found[0] for found in cuts] if all(len(found) == 1 for found in cuts) else None
+
+
 def pack(
     documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats
 ) -> Iterator[list[list[DocumentSpan]]]:
@@ -208,20 +220,16 @@ def _units(
 def _group(
     document: int, parts: Sequence[int], known: Lengths, settings: PackSettings, stats: PackStats
 ) -> Iterable[list[DocumentSpan]]:
-    """The documents of a group if they fit into a row together, each with a label. `split` drops a longer group."""
-    lengths = [min(length, settings.longest) for length in parts]
-    if sum(lengths) > settings.sequence_len:
-        lengths = [min(length, settings.sequence_len // len(parts)) for length in lengths]
-    strategy = "delete" if settings.truncation_strategy == "split" else settings.truncation_strategy
-    cuts = [cut(was, now, strategy) for was, now in zip(parts, lengths, strict=True)]
-    if any(len(found) != 1 for found in cuts):
+    """The documents of a group if they fit into a row together, each with a label."""
+    cuts = cut_group(parts, settings)
+    if cuts is None:
         stats.deleted += 1
         return
     begins = [sum(parts[:number]) for number in range(len(parts))]
-    spans = [DocumentSpan(document, at + start, size) for at, [(start, size)] in zip(begins, cuts, strict=True)]
+    spans = [DocumentSpan(document, at + start, size) for at, (start, size) in zip(begins, cuts, strict=True)]
     trained = known.trained(document)
     labels = [int(np.count_nonzero(trained[s.start + 1 : s.start + s.length])) for s in spans]
-    stats.truncated += lengths != list(parts)
+    stats.truncated += [size for _, size in cuts] != list(parts)
     if 0 in labels:
         stats.unlabelled += 1
         return

@@ -1,13 +1,12 @@
 """Rows of a `datasets` entry, streamed: local files and directories, ``pkg://`` data, URLs, hub ids.
 
-JSON and CSV have readers of our own, so that every row is read or named by file and line; other formats are streamed
-by the `datasets` library.
+JSON, CSV, Parquet and Arrow have readers of our own, so that every row is read or named by its place; the `datasets`
+library reads what it has saved and what is on the hub.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import glob
 import hashlib
 import json
 import logging
@@ -23,18 +22,21 @@ from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from surogate_core.data.chunks import CHUNK_ROWS, START, Chunk, Place, SourceRow, chunked
+from surogate_core.data.arrow_rows import arrow_rows, parquet_rows, unpadded
+from surogate_core.data.chunks import START, Chunk, Place, SourceRow, chunked
 from surogate_core.data.csv_rows import csv_rows
 from surogate_core.data.files import Kind, decompressed, kind_of, list_directory, readable, readable_suffixes
 from surogate_core.data.json_rows import json_chunks
 from surogate_core.errors import UserError, printable
 from surogate_core.files.paths import is_hub_id, is_url, resolve_package_path
 
-READERS_VERSION = 2
+READERS_VERSION = 3
 """Incremented when the same files give other rows; part of the key of their tokens."""
 
 MOST_PASSES = 10_000
 """Largest weight of a data set; a larger one is probably a mistake, and an epoch would never end."""
+
+_Rows = Iterator[SourceRow]
 
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"} | dict.fromkeys(
     ("abfs", "az", "adl"), "abfs"
@@ -200,7 +202,8 @@ def _file_chunks(file: Path, kind: Kind, start: Place, done: int) -> Iterator[Ch
             with readable(name):
                 yield from chunked(csv_rows(name, opened, kind.suffix), start, done=done)
         case _:
-            yield from chunked(_library_rows(name, kind, start[2]), start, skipped=start[2], done=done)
+            rows = _table_rows(name, lambda: file.open("rb"), kind, start[2])
+            yield from chunked(rows, start, skipped=start[2], done=done)
 
 
 def _nearest_name(path: Path) -> str | None:
@@ -217,47 +220,26 @@ def _nearest_name(path: Path) -> str | None:
 # --------------------------------------------------------------------- the datasets library
 
 
-def _library_rows(path: str, kind: Kind, skip: int = 0) -> Iterator[SourceRow]:
-    options: dict[str, Any] = {}
-    if not is_url(path):
-        if "::" in path:
-            raise UserError(f"data set {path}: a name with '::' cannot be read. Fix: rename the file.")
-        if kind.suffix == ".parquet":
-            rows = _group_rows(path)
-            if rows is not None and not any(rows):  # which the library takes for broken
-                return iter(())
-            if rows and rows[0] == 0:  # the library reads batches of the size of the first group
-                options["batch_size"] = CHUNK_ROWS
+def _table_rows(name: str, opened: Callable[[], AbstractContextManager[IO[bytes]]], kind: Kind, skip: int) -> _Rows:
+    """The rows of a Parquet or Arrow file."""
+    if not is_url(name) and "::" in name:
+        raise UserError(f"data set {name}: a name with '::' cannot be read. Fix: rename the file.")
+    read = parquet_rows if kind.reader == "parquet" else arrow_rows
 
-    def load() -> Any:
-        import datasets
+    def rows() -> Iterator[Any]:
+        with opened() as handle:
+            yield from read(name, handle, skip)
 
-        # The library takes patterns: a file's own * would match others.
-        files = [path if is_url(path) else glob.escape(path)]
-        return datasets.load_dataset(kind.reader, data_files=files, split="train", streaming=True, **options)
-
-    return _numbered(path, load, skip)
+    return _numbered(name, rows, skip)
 
 
-def _group_rows(path: str) -> list[int] | None:
-    """Rows of each row group of a Parquet file; None where it cannot be read."""
-    from pyarrow import ArrowException, parquet
-
-    try:
-        metadata = parquet.read_metadata(path)
-    except (ArrowException, OSError, UnicodeDecodeError):
-        return None
-    return [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-
-
-def _numbered(name: str, load: Callable[[], Any], skip: int = 0) -> Iterator[SourceRow]:
-    """Rows of what `load` gives, a data set of the library, without the first `skip`."""
+def _numbered(name: str, rows: Callable[[], Iterator[Any]], skip: int = 0) -> _Rows:
+    """The rows, with their places; the first of them is number `skip`."""
     # Our message contains what the library logs about a broken file.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     done = skip
     try:
-        data = load()
-        for done, row in enumerate(data.skip(skip) if skip else data, start=skip + 1):
+        for done, row in enumerate(rows(), start=skip + 1):
             yield f"{name} row {done}", row
     except (UserError, GeneratorExit):
         raise
@@ -305,7 +287,7 @@ def _url_chunks(url: str, kind: Kind, start: Place) -> Iterator[Chunk]:
             case "csv":
                 yield from chunked(csv_rows(url, opened, kind.suffix), start)
             case _:
-                yield from chunked(_library_rows(url, kind, start[2]), start, skipped=start[2])
+                yield from chunked(_table_rows(url, opened, kind, start[2]), start, skipped=start[2])
     except (UserError, GeneratorExit):
         raise
     except Exception as error:  # each file system has its own errors
@@ -341,7 +323,13 @@ def _saved_source(directory: Path, spec: SourceSpec) -> Source:
 
 def _reader(name: str, data: Any) -> Callable[[Place], Iterator[Chunk]]:
     """Chunks of a data set of the library."""
-    return lambda start: chunked(_numbered(name, lambda: data, start[2]), start, skipped=start[2])
+    kinds = dict(zip((schema := data.features.arrow_schema).names, schema.types, strict=True))
+
+    def rows(skip: int) -> Iterator[Any]:
+        for row in data.skip(skip) if skip else data:
+            yield {name: unpadded(value, kinds[name], json_is_text=False) for name, value in row.items()}
+
+    return lambda start: chunked(_numbered(name, lambda: rows(start[2]), start[2]), start, skipped=start[2])
 
 
 def _hub_source(spec: SourceSpec) -> Source:

@@ -63,7 +63,8 @@ def test_an_answer_that_does_not_end_with_the_assistant_is_a_bad_row() -> None:
         ([{"content": "Hi"}], "item 1 is no message"),
         ([{"role": "user", "content": 3}], "message 1 is no text"),
         ([{"role": "user", "content": "\ud800"}], "not Unicode"),
-        ('[{"a": ', "is not JSON"),
+        ('[{"role": "user", "content": "Hi', "is not JSON"),
+        (' [ { "role" : "user"', "is not JSON"),
         (" ", "is empty"),
         (3, "must be a string"),
         (None, "is null"),
@@ -78,3 +79,36 @@ def test_messages_may_be_json_text() -> None:
     assert text_or_messages({"prompt": '[{"role": "user", "content": "Hi"}]'}, "prompt") == [
         {"role": "user", "content": "Hi"}
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"city": "Paris"}]',
+        ' [ {"city": "Paris"}]',
+        '[{"city": ',
+        "[]",
+        "[1, 2]",
+        '["role"]',
+        '[{"role": "user", "name": "x"}]',
+        '[{"role": "admin", "content": "x"}]',
+        '[{"role": "user", "content": "x"}, {"city": "Paris"}]',
+        '{"role": "user", "content": "x"}',
+        '[{"a": 1, "a": 2}]',
+    ],
+)
+def test_a_text_that_is_json_is_text(text: str) -> None:
+    assert text_or_messages({"prompt": text}, "prompt") == text
+
+
+def test_messages_may_call_tools_and_be_a_struct_of_lists() -> None:
+    call = {"function": {"name": "f", "arguments": ""}}
+    found = text_or_messages({"a": [{"role": "assistant", "content": None, "tool_calls": [call]}]}, "a")
+    assert found == [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+    arguments = {"function": {"name": "f", "arguments": {"x": None}}}
+    assert text_or_messages({"a": [{"role": "assistant", "tool_calls": [arguments]}]}, "a") == [
+        {"role": "assistant", "tool_calls": [arguments]}
+    ]
+    assert text_or_messages({"a": {"role": ["user"], "content": ["Hi"]}}, "a") == [{"role": "user", "content": "Hi"}]
+    with pytest.raises(RowError, match="message 1: tool call 1"):
+        text_or_messages({"a": [{"role": "assistant", "tool_calls": [3]}]}, "a")

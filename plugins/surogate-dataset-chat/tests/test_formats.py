@@ -254,13 +254,59 @@ def test_arguments_are_the_same_as_text_and_as_an_object(templated: Any, name: s
         for value in (
             [{"function": {"name": "clock", "arguments": {"zone": "CET", "at": [1, 2.5]}}}],
             [{"function": {"name": "clock", "arguments": '{"zone":"CET", "at":[1,2.5]}'}}],
-            # As Parquet gives them, where another row's call has other arguments.
-            [{"id": None, "function": {"name": "clock", "arguments": {"zone": "CET", "at": [1, 2.5], "x": None}}}],
+            [{"id": None, "function": {"name": "clock", "arguments": {"zone": "CET", "at": [1, 2.5]}}}],
             '[{"function": {"name": "clock", "arguments": "{\\"zone\\": \\"CET\\", \\"at\\": [1, 2.5]}"}}]',
         )
     ]
     assert all(equal(document, found[0]) for document in found)
     assert '"zone": "CET", "at": [1, 2.5]' in context.tokenizer.decode(found[0].input_ids)
+
+
+def test_nulls_that_a_row_writes_stay(templated: Any) -> None:
+    context = EncodeContext(tokenizer=templated("qwen3")[0], sequence_len=64)
+    function = {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"a": {"default": None}}},
+    }
+    tools = [{"type": "function", "function": function}]
+    for arguments in ({"city": None, "q": {"a": None}}, '{"city": null, "q": {"a": null}}'):
+        for written in (tools, json.dumps(tools)):
+            messages = [USER, calls([{"function": {"name": "f", "arguments": arguments}}]), ASSISTANT]
+            text = context.tokenizer.decode(conversation({"messages": messages, "tools": written}, context).input_ids)
+            assert '{"city": null, "q": {"a": null}}' in text
+            assert '{"a": {"default": null}}' in text
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral", "chatml", "chatml-short"])
+def test_rows_of_agents_may_have_empty_texts(templated: Any, name: str) -> None:
+    context = EncodeContext(tokenizer=templated(name)[0], sequence_len=64)
+    empty = {"role": "system", "content": ""}
+    for system in (empty, {**empty, "content": " \n"}, {"role": "system"}):
+        found = conversation({"messages": [system, USER, ASSISTANT]}, context)
+        assert context.tokenizer.decode(found.input_ids[found.labels >= 0]).endswith(
+            "Hello" + context.tokenizer.eos_token
+        )
+    if name == "chatml-short":
+        return
+    for arguments, content in (("", ""), (" ", "\n"), ({}, None)):
+        call = calls([{"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}])
+        row = {"messages": [USER, call, {"role": "tool", "tool_call_id": "c1", "content": content}, ASSISTANT]}
+        text = context.tokenizer.decode(conversation(row, context).input_ids)
+        assert '"f", "parameters": {}' in text or '"f", "arguments": {}' in text
+
+
+def test_an_empty_system_prompt_gives_way_to_that_of_the_field(context: EncodeContext) -> None:
+    row = {"messages": [{"role": "system", "content": ""}, USER, ASSISTANT], "system": "Be brief."}
+    plain = {"messages": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT]}
+    assert equal(conversation(row, context), conversation(plain, context))
+
+
+def test_a_struct_of_lists_is_a_list_of_messages(context: EncodeContext) -> None:
+    row = {"messages": {"role": ["user", "assistant"], "content": ["Hi", "Hello"]}}
+    assert equal(conversation(row, context), conversation({"messages": [USER, ASSISTANT]}, context))
+    with pytest.raises(RowError, match="must be a list of messages, this is dict"):
+        conversation({"messages": {"role": ["user", "assistant"], "content": ["Hi"]}}, context)
 
 
 def test_nulls_of_columns_are_left_out(context: EncodeContext) -> None:

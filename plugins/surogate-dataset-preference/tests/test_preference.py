@@ -166,3 +166,52 @@ def test_tasks_of_documents_refuse_it(templated: Callable[..., Any], tmp_path: P
     ):
         prepare(RunConfig(task=task, **keys), templated("own")[0], {"preference": FORMAT})
     assert not (tmp_path / "cache").exists()
+
+
+CUT = {"truncation_strategy": "right", "max_length": 12}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "context", "reason"),
+    [
+        ("llama3", {"prompt": "Hi", "chosen": "Yes. ", "rejected": "\nYes."}, {}, "are equal as tokens"),
+        ("none", {"prompt": "Hi", "chosen": "Say it.", "rejected": "Say it.<|im_end|>"}, {}, "are equal as tokens"),
+        (
+            "none",
+            {"prompt": "Hi ", "chosen": "a b c d e f g h i j", "rejected": "a b c d e f g h i k"},
+            CUT,
+            "once they",
+        ),
+        (
+            "none",
+            {"prompt": "Hi ", "chosen": "b " * 40, "rejected": "a b " + "b " * 38},
+            {**CUT, "truncation_strategy": "left"},
+            "once",
+        ),
+    ],
+)
+def test_answers_that_become_equal_are_a_bad_row(
+    templated: Callable[..., Any], name: str, row: Any, context: Any, reason: str
+) -> None:
+    with pytest.raises(RowError, match=f"fields 'chosen' and 'rejected' are equal .*|{reason}") as caught:
+        pair(templated(name)[0], row, context=context)
+    assert reason in str(caught.value)
+
+
+def test_a_long_pair_that_differs_before_the_cut_stays(templated: Callable[..., Any]) -> None:
+    tokenizer, _ = templated("none")
+    for strategy in ("delete", "right", "split"):
+        row = {"prompt": "Hi ", "chosen": "a" + " b" * 40, "rejected": "c" + " b" * 40}
+        assert len(pair(tokenizer, row, context={**CUT, "truncation_strategy": strategy})) == 2
+
+
+def test_answers_and_prompts_of_json_are_texts(templated: Callable[..., Any]) -> None:
+    tokenizer, end = templated("chatml")
+    one, two = '[{"city": "Paris"}]', '[{"city": "Rome"}]'
+    chosen, rejected = pair(tokenizer, {"prompt": "Cities?", "chosen": one, "rejected": two})
+    assert split(tokenizer, chosen)[1] == one + end
+    assert split(tokenizer, rejected)[1] == two + end
+    chosen, _ = pair(tokenizer, {"prompt": one, "chosen": "yes", "rejected": "no"})
+    assert one in split(tokenizer, chosen)[0]
+    with pytest.raises(RowError, match="'prompt' is missing"):
+        pair(tokenizer, {"chosen": one, "rejected": two})

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
+from surogate_core.data.calls import CallError, template_call
 from surogate_core.data.chat import with_default_system
 from surogate_core.data.encoded import RowError
 from surogate_core.data.fields import (
+    ROLES,
     SYSTEM_ROLES,
     from_json,
+    listed,
     optional_text,
     require_unicode,
     required,
-    without_nulls,
 )
 from surogate_core.errors import UserError
 
@@ -27,7 +29,6 @@ SYSTEM, TOOLS = "system", "tools"
 """Fields of a row that are read where the data set's entry does not say otherwise."""
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 """Fields that hold what is no text: the messages that refer to it cannot be trained without."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +99,15 @@ def read_messages(row: Mapping[str, Any], options: ConversationOptions) -> list[
             raise RowError(f"field {medium!r} has something other than text; only text can be trained")
     if isinstance(raw, str):  # CSV, and Parquet whose writer could not nest, hold them as JSON text
         raw = from_json(raw, f"field {name!r} must be a list of messages, this is text that")
+    raw = listed(raw)
     if not isinstance(raw, list):
         raise RowError(f"field {name!r} must be a list of messages, this is {type(raw).__name__}")
     messages = [_message(number, message, options) for number, message in enumerate(raw, start=1)]
     if system := _system(row, options):
         if not messages or messages[0]["role"] not in SYSTEM_ROLES:
             messages.insert(0, {"role": "system", "content": system})
+        elif not messages[0]["content"].strip():
+            messages[0]["content"] = system
         elif messages[0]["content"].strip() != system.strip():
             raise RowError(
                 f"field {options.system_field!r} and the messages have different system prompts; "
@@ -155,15 +159,13 @@ def _message(number: int, raw: Any, options: ConversationOptions) -> dict[str, A
             message["tool_calls"] = calls
     content = message.get("content")
     if isinstance(content, list):
-        content = message["content"] = _joined(content, place)
-    if content is None or content == "":
-        if role == "assistant" and message.get("tool_calls"):
-            return {**message, "content": ""}
-        raise RowError(f"{place} has no content")
+        content = _joined(content, place)
+    message["content"] = content = "" if content is None else content
     if not isinstance(content, str):
         raise RowError(f"{place}: content must be a string, this is {type(content).__name__}")
-    if not content.strip():
-        raise RowError(f"{place}: content is blank")
+    # A tool may return nothing, a system prompt may be left empty, and a call needs no words.
+    if not content.strip() and (role == "user" or (role == "assistant" and "tool_calls" not in message)):
+        raise RowError(f"{place}: content is blank" if content else f"{place} has no content")
     require_unicode(content, f"{place}: content")
     return message
 
@@ -183,24 +185,16 @@ def _joined(parts: list[Any], place: str) -> str:
 
 
 def _tool_calls(raw: Any, place: str) -> list[Any]:
-    """The calls, their arguments as objects: templates write those as JSON, and would quote JSON text once more."""
+    """The calls as templates read them."""
     if isinstance(raw, str):
         raw = from_json(raw, f"{place}: tool_calls must be a list of objects, this is text that")
+    raw = listed(raw)
     if not isinstance(raw, list) or not all(isinstance(call, Mapping) for call in raw):
         raise RowError(f"{place}: tool_calls must be a list of objects")
-    calls = []
-    for number, call in enumerate(raw, start=1):
-        call = without_nulls(call)
-        # OpenAI puts name and arguments into `function`, others into the call itself.
-        holder = call["function"] if isinstance(call.get("function"), dict) else call
-        arguments = holder.get("arguments")
-        if isinstance(arguments, str):
-            arguments = holder["arguments"] = from_json(arguments, f"{place}: arguments of tool call {number}:")
-        if arguments is not None and not isinstance(arguments, dict):
-            kind = type(arguments).__name__
-            raise RowError(f"{place}: arguments of tool call {number} must be an object, this is {kind}")
-        calls.append(call)
-    return calls
+    try:
+        return [template_call(call, f"tool call {number}") for number, call in enumerate(raw, start=1)]
+    except CallError as error:
+        raise RowError(f"{place}: {error}") from error
 
 
 def _wrong_role(number: int, role: Any, raw: Mapping[str, Any], options: ConversationOptions) -> str:
@@ -224,9 +218,10 @@ def read_tools(row: Mapping[str, Any], options: ConversationOptions) -> list[Any
         tools = from_json(tools, f"field {options.tools_field!r}")
         if tools is None:
             return None
+    tools = listed(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RowError(f"field {options.tools_field!r} must be a list of objects; tools_field: null leaves it out")
-    return [without_nulls(tool) for tool in tools] or None
+    return tools or None
 
 
 _TURNS = [
@@ -240,6 +235,6 @@ FORMAT = DatasetFormat(
     options=ConversationOptions,
     encode=encode,
     columns=columns,
-    version=3,
+    version=4,
     examples=(({"messages": _TURNS}, {}), ({"messages": [*_TURNS, *_TURNS[1:]]}, {})),
 )

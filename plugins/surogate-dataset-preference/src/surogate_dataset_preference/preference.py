@@ -10,6 +10,7 @@ from surogate_core.bundles import DatasetFormat
 from surogate_core.data.answers import Messages, check_answer, encode_answer, text_or_messages
 from surogate_core.data.encoded import Group, RowError
 from surogate_core.data.fields import required
+from surogate_core.data.packing import PackSettings, cut_group
 
 if TYPE_CHECKING:
     from surogate_core.data.encoded import EncodeContext
@@ -46,12 +47,35 @@ def encode(row: Mapping[str, Any], options: PreferenceOptions, context: EncodeCo
     """The prompt with the chosen and with the rejected answer, in this order.
 
     The answers and the tokens that end them have labels. Raises `RowError` when a field is missing, malformed or empty,
-    when the answers are equal, and when the chat template does not take the row; `UserError` for messages without a
-    template.
+    when the answers are equal or become so, and when the chat template does not take the row; `UserError` for messages
+    without a template.
     """
     pair = read_pair(row, options)
     answers = (pair.chosen, pair.rejected)
-    return Group(documents=tuple(encode_answer(pair.prompt, answer, context) for answer in answers))
+    group = Group(documents=tuple(encode_answer(pair.prompt, answer, context) for answer in answers))
+    _check_different(group, (options.chosen_field, options.rejected_field), context)
+    return group
+
+
+def _check_different(group: Group, names: Sequence[str], context: EncodeContext) -> None:
+    """Raise `RowError` if the documents are equal, or are what is left of them in a row."""
+    fields = f"fields {names[0]!r} and {names[1]!r}"
+    ids = [document.input_ids.tolist() for document in group.documents]
+    if ids[0] == ids[1]:
+        raise RowError(f"{fields} are equal as tokens: nothing is preferred")
+    settings = PackSettings(
+        sequence_len=context.sequence_len,
+        max_length=context.max_length,
+        truncation_strategy=context.truncation_strategy,
+    )
+    cuts = cut_group([len(one) for one in ids], settings)
+    if cuts is not None:
+        first, second = (one[start : start + length] for one, (start, length) in zip(ids, cuts, strict=True))
+        if first == second:
+            raise RowError(
+                f"{fields} are equal once they are cut to {len(first)} tokens: nothing is preferred; raise max_length "
+                f"or sequence_len"
+            )
 
 
 # ---------------------------------------------------------------------------------------- rows
@@ -60,7 +84,7 @@ def encode(row: Mapping[str, Any], options: PreferenceOptions, context: EncodeCo
 def read_pair(row: Mapping[str, Any], options: PreferenceOptions) -> Pair:
     """The prompt and both answers. Answers that are whole conversations have the prompt in common."""
     names = (options.chosen_field, options.rejected_field)
-    if options.prompt_field is not None and options.prompt_field not in row and not _is_list(row.get(names[0])):
+    if options.prompt_field is not None and options.prompt_field not in row and not _is_messages(row, names[0]):
         required(row, options.prompt_field)
     chosen, rejected = (text_or_messages(row, name) for name in names)
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -82,9 +106,8 @@ def read_pair(row: Mapping[str, Any], options: PreferenceOptions) -> Pair:
     return Pair(prompt=prompt, chosen=chosen, rejected=rejected)
 
 
-def _is_list(value: Any) -> bool:
-    """Whether a field holds messages, also as JSON text."""
-    return isinstance(value, list) or (isinstance(value, str) and value.startswith('[{"'))
+def _is_messages(row: Mapping[str, Any], field: str) -> bool:
+    return row.get(field) is not None and not isinstance(text_or_messages(row, field), str)
 
 
 def _with_shared_messages(chosen: Messages, rejected: Messages, names: Sequence[str]) -> Pair:
@@ -121,7 +144,7 @@ FORMAT = DatasetFormat(
     encode=encode,
     columns=columns,
     tasks=("dpo", "ipo", "orpo", "simpo", "reward"),
-    version=4,
+    version=5,
     examples=(
         ({"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five."}, {}),
         (
