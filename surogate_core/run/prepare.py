@@ -26,6 +26,7 @@ from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
 from surogate_core.hf.contents import Contents, check_contents, digest_cache
 from surogate_core.hf.weights import unused_note
+from surogate_core.numbers import significant
 from surogate_core.run.assemble import (
     ResolvedModel,
     check_commit,
@@ -317,7 +318,7 @@ def with_adjusted_epochs(config: RunConfig, *, parameters: int, tokens: int) -> 
     """
     epochs = adjusted_epochs(parameters, tokens)
     note = (
-        f"epoch_adjustment: num_epochs is {epochs:.4g} instead of {config.num_epochs:.4g}, for "
+        f"epoch_adjustment: num_epochs is {significant(epochs, 4)} instead of {significant(config.num_epochs, 4)}, for "
         f"{token_budget(parameters):,} tokens at {tokens:,} an epoch."
     )
     return dataclasses.replace(config, num_epochs=epochs), note
