@@ -119,7 +119,8 @@ class Encoder:
         What is guarded stays plain text, unless this tokenizer reads a text differently piece by piece.
         """
         assert self.backend is not None
-        whole = self.backend.encode(text, add_special_tokens=False)
+        # Unlike `encode`, `encode_batch` lets other threads run.
+        (whole,) = self.backend.encode_batch([text], add_special_tokens=False)
         ids, offsets = whole.ids, whole.offsets
         if GUARD not in text:
             return ids, offsets
@@ -189,7 +190,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_to
     """
     backend = encoder_of(tokenizer).backend
     if backend is not None:
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, this lets other threads run, and makes no offsets.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     # verbose=False: a text longer than the model's maximum is the packer's business, not worth a warning.
     return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 

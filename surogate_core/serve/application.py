@@ -122,7 +122,9 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send):
         self.scope, self.headers = scope, Headers(scope=scope)
         self._receive, self._send = receive, send
-        self._unread = "transfer-encoding" in self.headers or self.headers.get("content-length", "0") != "0"
+        self._coded = "transfer-encoding" in self.headers
+        """A proxy may see another end of such a request."""
+        self._unread = self._coded or self.headers.get("content-length", "0") != "0"
         self._started = False
 
     def check_head(self) -> None:
@@ -145,7 +147,7 @@ class Exchange:
         """Send a message."""
         if message["type"] == "http.response.start":
             self._started = True
-            if self._unread:
+            if self._unread or self._coded:
                 message["headers"].append((b"connection", b"close"))
         await self._send(message)
 

@@ -158,12 +158,11 @@ class LimitedProtocol(H11Protocol):
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         text = str(error) if isinstance(error, h11.RemoteProtocolError) else msg
-        if self.is_waiting and self.conn.our_state is h11.IDLE:
-            self._refuse(RequestError(f"{HTTPStatus(status).phrase}: {text[:200]}", status=status))
-            return
-        if not self.is_waiting:
+        if not self.is_waiting:  # an error in a body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        if self.is_waiting or not self.cycle.response_started:
+            self._refuse(RequestError(f"{HTTPStatus(status).phrase}: {text[:200]}", status=status))
         self.transport.close()
 
     def _watch_head(self) -> None:

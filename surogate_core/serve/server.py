@@ -19,6 +19,8 @@ from surogate_core.serve.worker import Worker
 
 BACKLOG = 1024
 """Connections that wait to be taken."""
+AT_ONCE = 16
+"""Connections that are taken before those that are there are read again."""
 CLOSE_SECONDS = 5.0
 """Time in which those that are asked may answer, when the server ends."""
 
@@ -91,6 +93,12 @@ class _Http(uvicorn.Server):
         super().__init__(config)
         self.deaf = threading.Event()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. asyncio takes as many connections at once as may wait, so it gets the smaller number first."""
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the listening sockets, then wait for answers."""
         for server in self.servers:
@@ -125,7 +133,7 @@ def _config(application: Application, connections: Connections) -> uvicorn.Confi
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        backlog=BACKLOG,
+        backlog=AT_ONCE,
         timeout_keep_alive=int(IDLE_SECONDS),
         h11_max_incomplete_event_size=MOST_HEAD_BYTES,
     )
