@@ -168,8 +168,16 @@ class Watch:
     The text is that of the tokens' bytes without special tokens, up to the first stop text that is complete.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]):
-        self._tokenizer, self._bytes = tokenizer, token_bytes(tokenizer)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        *,
+        shown: frozenset[int] = frozenset(),
+    ):
+        """`shown`: special tokens that are part of the text, such as the tags of tool calls."""
+        self._tokenizer, self._bytes, self._shown = tokenizer, token_bytes(tokenizer), shown
         self._first = self._bytes.begins_text(prompt)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # A special token may also be spelt out by others.
@@ -232,10 +240,12 @@ class Watch:
     def _advance(self) -> None:
         """Decode the tokens that are new."""
         for token in self.ids[self._done :] if self.end is None else ():
-            if self._bytes.special(token):
+            special = self._bytes.special(token)
+            if special and token not in self._shown:
                 self._look((token,))
             else:
                 data = self._bytes.first(token) if self._first else self._bytes.inside(token)
+                data = special.encode() or data
                 self._first = self._first and not data
                 new = self._decoder.decode(data)
                 self._parts.append(new)

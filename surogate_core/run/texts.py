@@ -16,6 +16,7 @@ from surogate_core.bundles import (
     RolloutSettings,
     Sampling,
 )
+from surogate_core.data.calls import template_message
 from surogate_core.data.chat import chat_of, encode_text
 from surogate_core.data.encoded import RowError
 from surogate_core.data.whole_text import encode_whole
@@ -117,8 +118,12 @@ def prompt_of_messages(
             what = f"messages[{place}] {state or 'is no object'}"
             raise UserError(f'{name}: {what}. Fix: each message is {{"role": …, "content": …}}')
     chat = chat_of(tokenizer, tools or None)
+    if tools and "tools" not in chat.template:
+        raise UserError(f"{name}: the chat template lists no tools. Fix: leave tools out, or set `template`.")
     try:
-        text = chat.render(chat.encoder.guarded(list(messages)), tools or None, add_generation_prompt=True)
+        given = [template_message(message) for message in messages]
+        listed = list(chat.encoder.guarded(list(tools))) or None
+        text = chat.render(chat.encoder.guarded(given), listed, add_generation_prompt=True)
     except RowError as error:
         raise UserError(f"{name}: {str(error).rstrip('.')}. Fix: correct the messages, or `template`.") from error
     if chat.encoder.backend is not None:

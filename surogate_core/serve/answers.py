@@ -7,9 +7,10 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from surogate_core.bundles import Reason
+from surogate_core.tools.reading import Call, Delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,11 @@ class Choice:
     text: str
     tokens: Sequence[Token] | None = None
     """Its tokens, if the request asks for log-probabilities."""
-    reason: Reason | None = None
+    calls: Sequence[Call] = ()
+    """Its tool calls, of a whole answer."""
+    deltas: Sequence[Delta] = ()
+    """The parts of its calls, of a stream."""
+    reason: Reason | Literal["tool_calls"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,7 @@ class Answer:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The answer at once."""
-        found = [self._choice(choice, {"message": {"role": "assistant", "content": choice.text}}) for choice in choices]
+        found = [self._choice(choice, {"message": _message(choice)}) for choice in choices]
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": found, "usage": usage.body()}
 
@@ -72,7 +77,10 @@ class Answer:
 
     def chunk(self, choice: Choice) -> dict[str, Any]:
         """The next part of a completion."""
-        return self._chunk(choice, {"content": choice.text} if choice.text else {})
+        delta: dict[str, Any] = {"content": choice.text} if choice.text else {}
+        if choice.deltas:
+            delta["tool_calls"] = [one.body() for one in choice.deltas]
+        return self._chunk(choice, delta)
 
     def ending(self, usage: Usage) -> dict[str, Any]:
         """The last chunk, which has the numbers of tokens."""
@@ -94,6 +102,13 @@ class Answer:
             content = {"text": choice.text}
             logprobs = None if choice.tokens is None else _logprobs(choice.tokens)
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    if choice.calls:
+        message |= {"content": choice.text or None, "tool_calls": [call.body() for call in choice.calls]}
+    return message
 
 
 def _chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
+
+from surogate_core.serve.refusals import RequestError
+from surogate_core.serve.tool_fields import Offer, message_of, offer, schema_of
+
+__all__ = ["Ask", "RequestError", "read"]
 
 MOST_CHOICES = 128
 """Largest `n`."""
 MOST_COMPLETIONS = 1024
 """Largest number of completions of a request: prompts times `n`."""
 MOST_STOPS = 16
+MOST_DIGITS = 1000
+"""Of a whole number."""
 
 SAMPLING = {
     "temperature": (0.0, 100.0),
@@ -24,9 +31,21 @@ SAMPLING = {
 }
 """Fields of `Sampling` with the smallest and the largest value that is taken."""
 WHOLE = ("top_k", "seed")
+LEAST_TOP_P = 1e-9
+"""In place of 0, which keeps the most probable token alone too."""
 
 OWN = {
-    True: ("messages", "max_completion_tokens", "top_logprobs"),
+    True: (
+        "messages",
+        "max_completion_tokens",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "response_format",
+        "functions",
+        "function_call",
+    ),
     False: ("prompt", "best_of", "echo", "suffix"),
 }
 """Whether a request is a chat → the fields that only such a request has."""
@@ -43,11 +62,6 @@ SHARED = (
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
-    "response_format",
-    "tools",
-    "tool_choice",
-    "functions",
-    "function_call",
 )
 IGNORED = (
     "user",
@@ -56,7 +70,6 @@ IGNORED = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
-    "parallel_tool_calls",
     "prediction",
 )
 """Fields that change no answer."""
@@ -65,9 +78,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "top_logprobs": (0,),
@@ -78,23 +88,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 HINTS = {
     "presence_penalty": "use repetition_penalty",
     "frequency_penalty": "use repetition_penalty",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
     "top_logprobs": "leave it out; logprobs gives the log-probability of the chosen token",
 }
-
-
-class RequestError(Exception):
-    """A request that gets an error instead of an answer, in the form of the OpenAI API."""
-
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        """The JSON of the error."""
-        kinds = {429: "rate_limit_error", 401: "authentication_error"}
-        is_own = self.status >= 500 and self.status not in (501, 505)  # those say what a client must not ask
-        kind = kinds.get(self.status, "server_error" if is_own else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +114,19 @@ class Ask:
     usage: bool = False
     """Whether a stream ends with the numbers of tokens."""
     ignore_eos: bool = False
+    offer: Offer = field(default_factory=Offer)
+    schema: Mapping[str, Any] | None = None
+    """What the answer must be as JSON."""
+
+    @property
+    def held(self) -> bool:
+        """Whether a grammar decides what the answer may be."""
+        return self.schema is not None or bool(self.offer.must)
+
+    def unheld(self, reason: str) -> RequestError:
+        """The error of a constrained answer that cannot be made."""
+        param = "response_format" if self.schema is not None else "tools"
+        return RequestError(f"{param}: {reason}", param=param)
 
 
 def read(body: bytes, *, chat: bool) -> Ask:
@@ -137,7 +147,13 @@ def read(body: bytes, *, chat: bool) -> Ask:
     logprobs, echo = fields.logprobs(), fields.flag("echo")
     if logprobs and echo:
         raise RequestError("echo with logprobs is not offered. Fix: leave one of them out.", param="echo")
-    options = fields.of_type("stream_options", dict, "an object")
+    offered = offer(*map(fields.values.get, ("tools", "tool_choice", "parallel_tool_calls")))
+    schema = schema_of(fields.values.get("response_format"))
+    if schema is not None and offered.tools:
+        reason = "response_format with tools is not offered. Fix: leave one of them out, or tool_choice none."
+        raise RequestError(reason, param="response_format", code="unsupported_parameter")
+    if fields.flag("ignore_eos") and (schema is not None or offered.must):
+        raise RequestError("ignore_eos: a constrained answer has an end. Fix: leave it out.", param="ignore_eos")
     return Ask(
         chat=chat,
         model=fields.of_type("model", str, "text"),
@@ -150,15 +166,18 @@ def read(body: bytes, *, chat: bool) -> Ask:
         logprobs=logprobs,
         echo=echo,
         stream=fields.flag("stream"),
-        usage=bool((options or {}).get("include_usage")),
+        usage=fields.usage(),
         ignore_eos=fields.flag("ignore_eos"),
+        offer=offered,
+        schema=schema,
     )
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body.decode("utf-8"))
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
+        found = json.loads(body.decode("utf-8"), parse_int=_whole_number)
+        if rb"\ud" in body.lower():  # only such an escape makes half of a pair, and to look for it takes long
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError("the body has half of a surrogate pair, which is not text.") from error
     except UnicodeDecodeError as error:
@@ -223,9 +242,11 @@ class _Fields:
             return None
         kinds = int if name in WHOLE else int | float
         fits = isinstance(value, kinds) and not isinstance(value, bool)
-        if not fits or not least <= value <= most or (name == "top_p" and value == 0):  # NaN is in no range
+        if not fits or not least <= value <= most:  # NaN is in no range
             what = "a whole number" if name in WHOLE else "a number"
             raise RequestError(f"{name}: must be {what} from {least:g} to {most:g}.", param=name)
+        if name == "top_p":
+            return max(LEAST_TOP_P, value)
         return max(0, value) if name == "top_k" else value
 
     def logprobs(self) -> bool:
@@ -272,32 +293,27 @@ class _Fields:
         value = self.values.get("messages")
         if not isinstance(value, list) or not value:
             raise RequestError("messages: must be a list with at least one message.", param="messages")
-        return tuple(_message(place, one) for place, one in enumerate(value))
+        return tuple(message_of(place, one) for place, one in enumerate(value))
+
+    def usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        options = self.of_type("stream_options", dict, "an object") or {}
+        for name, value in options.items():
+            where, known = f"stream_options.{name[:100]}", ("include_usage", "include_obfuscation")
+            if name not in known:
+                near = get_close_matches(name, known, n=1, cutoff=0.5)
+                fix = f" Fix: {near[0]}" if near else ""
+                raise RequestError(f"{where}: there is no such field.{fix}", param=where, code="unknown_parameter")
+            if not isinstance(value, bool):
+                raise RequestError(f"{where}: must be true or false.", param=where)
+        return bool(options.get("include_usage"))
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise RequestError(f"the body has a number of {len(digits):,} digits; at most {MOST_DIGITS} are read.")
+    return int(digits)
 
 
 def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _message(place: int, message: Any) -> Mapping[str, Any]:
-    param = f"messages[{place}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(f'{param}: must be an object with "role" and "content".', param=param)
-    content = message.get("content")
-    if isinstance(content, list):
-        content = _joined(content, f"{param}.content")
-    if not isinstance(content, str):
-        raise RequestError(f"{param}.content: must be text.", param=f"{param}.content")
-    return {**message, "content": content}
-
-
-def _joined(parts: Sequence[Any], param: str) -> str:
-    """The text of a content that is a list of parts."""
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            shown = kind if isinstance(kind, str) and kind != "text" else "this part"
-            raise RequestError(f"{param}: {shown[:50]} is not text, and the models here read text only.", param=param)
-        texts.append(part["text"])
-    return "".join(texts)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.bundles import Request, Sampling
+from surogate_core.bundles import Grammar, Request, Sampling, ToolParserSpec
+from surogate_core.data.chat import chat_of
 from surogate_core.errors import UserError
+from surogate_core.generate.constraints import grammars_of
 from surogate_core.run.completions import Watch, token_bytes
 from surogate_core.run.generation import Prepared
 from surogate_core.run.texts import Prompt, prompt_of_messages, prompt_of_text
+from surogate_core.run.tool_calls import OneCall, tag_ids
 from surogate_core.serve.answers import Token, Usage
 from surogate_core.serve.asks import Ask, RequestError
 from surogate_core.serve.worker import Ticket
+from surogate_core.tools.choosing import core_parsers, parser_of
+from surogate_core.tools.reading import CallReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +40,12 @@ class Served:
     """Tokens of the longest sequence."""
     parent: str | None = None
     """The base, if this is an adapter on it."""
+    parsers: Mapping[str, ToolParserSpec] = field(default_factory=dict)
+    """The tool parsers by name."""
+    tool_parser: str = ""
+    """The name of the one to use; by default the chat template decides."""
+    constrains: bool = True
+    """Whether the rollout engine takes grammars."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -51,6 +62,7 @@ class Served:
         prompts = self._prompts(ask)
         sampling = self._sampling(ask)
         stop_ids = frozenset() if ask.ignore_eos else self.prepared.stop_ids
+        grammar = self._grammar(ask)
         requests = [
             Request(
                 prompt=prompt.ids,
@@ -59,16 +71,72 @@ class Served:
                 sample=sample,
                 sampling=sampling,
                 stop_ids=stop_ids,
+                grammar=grammar,
             )
             for number, prompt in enumerate(prompts)
             for sample in range(ask.n)
         ]
-        watches = [self.watch(ask, request) for request in requests]
+        watches = [self._ending(ask, request) for request in requests]
         return Ticket(model=self.name, requests=requests, watches=watches)
 
     def watch(self, ask: Ask, request: Request) -> Watch:
         """The text of a completion of a request while it grows."""
-        return Watch(self.tokenizer, request.prompt, ask.stop)
+        return Watch(self.tokenizer, request.prompt, ask.stop, shown=self._shown(ask))
+
+    def _ending(self, ask: Ask, request: Request) -> Watch:
+        """Says when a completion ends: at a stop text, or behind the only call that it may have."""
+        reader = None if ask.offer.several else self.reader(ask)
+        if reader is None:
+            return self.watch(ask, request)
+        return OneCall(self.tokenizer, request.prompt, ask.stop, shown=self._shown(ask), reader=reader)
+
+    def reader(self, ask: Ask) -> CallReader | None:
+        """What finds the tool calls in a completion; None without tools."""
+        if not ask.offer.tools:
+            return None
+        offered = ask.offer
+        return CallReader(self._parser(ask), offered.functions, held=bool(offered.must), several=offered.several)
+
+    def _shown(self, ask: Ask) -> frozenset[int]:
+        """Special tokens that are part of the text, because calls are written with them."""
+        return tag_ids(self.tokenizer, self._parser(ask).tags) if ask.offer.tools else frozenset()
+
+    def _parser(self, ask: Ask) -> ToolParserSpec:
+        """The parser of the model's calls; raises `RequestError` without one."""
+        try:
+            template = chat_of(self.tokenizer, ask.offer.tools).template
+            parser = parser_of(self.parsers or core_parsers(), template, name=self.tool_parser)
+        except UserError as error:
+            raise RequestError(f"tools: {error}", param="tools") from error
+        if parser is None:
+            raise RequestError(
+                "tools: the chat template of the model writes no calls that a tool parser reads. Fix: leave tools "
+                "out, or start the server with --tool-parser NAME",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        return parser
+
+    def _grammar(self, ask: Ask) -> Grammar | None:
+        """What a constrained answer may be; raises `RequestError` for one that cannot be compiled."""
+        if not ask.held:
+            return None
+        param = "response_format" if ask.schema is not None else "tool_choice"
+        if not self.constrains:
+            raise RequestError(
+                f"{param}: the rollout engine of this server constrains no answers. Fix: leave it out, or start the "
+                f"server with --engine native",
+                param=param,
+                code="unsupported_parameter",
+            )
+        try:
+            size = self.prepared.model.vocab_size
+            made = grammars_of(self.tokenizer, self.prepared.stop_ids, size)
+            if ask.schema is not None:
+                return made.of_schema(ask.schema)
+            return made.of_rules(self._parser(ask).grammar(ask.offer.must, ask.offer.several, made.tag))
+        except UserError as error:
+            raise ask.unheld(str(error)) from error
 
     def echo(self, ask: Ask, request: Request) -> str:
         """The prompt of a completion as text."""
@@ -83,7 +151,8 @@ class Served:
     def _prompts(self, ask: Ask) -> list[Prompt]:
         try:
             if ask.chat:
-                return [prompt_of_messages(self.tokenizer, ask.messages, name="messages")]
+                messages = prompt_of_messages(self.tokenizer, ask.messages, name="messages", tools=ask.offer.tools)
+                return [messages]
             return [self._prompt(one) for one in ask.prompts]
         except UserError as error:
             raise RequestError(str(error), param="messages" if ask.chat else "prompt") from error

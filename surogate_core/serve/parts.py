@@ -10,6 +10,7 @@ from surogate_core.serve.answers import Choice, Token
 from surogate_core.serve.asks import Ask
 from surogate_core.serve.models import Served
 from surogate_core.serve.worker import Chosen, Ticket
+from surogate_core.tools.reading import Delta
 
 
 class Parts:
@@ -18,6 +19,8 @@ class Parts:
     def __init__(self, ask: Ask, model: Served, ticket: Ticket):
         self._ask, self._model, self._ticket = ask, model, ticket
         self._texts = [model.watch(ask, request) for request in ticket.requests]
+        self._readers = [model.reader(ask) for _ in ticket.requests]
+        """Find the tool calls of each; None without tools."""
         self._reasons: list[Any] = [None] * len(ticket.requests)
         self._logprobs: list[list[Token]] = [[] for _ in ticket.requests]
         self._given = [0] * len(ticket.requests)
@@ -38,20 +41,34 @@ class Parts:
         self._touched[place] = None
         self.tokens += 1
         if chosen.reason is not None:
+            grammar = self._ticket.requests[place].grammar
+            if grammar is not None and grammar.failure is not None:
+                raise self._ask.unheld(grammar.failure)
             self._reasons[place] = chosen.reason
             self.open -= 1
 
     def whole(self) -> list[Choice]:
         """All completions."""
-        return [
-            Choice(
-                index=place,
-                text=self._echo(place) + watch.text(),
-                tokens=self._tokens(place, ended=True),
-                reason=self._reasons[place],
-            )
-            for place, watch in enumerate(self._texts)
-        ]
+        return [self._whole(place) for place in range(len(self._texts))]
+
+    def _whole(self, place: int) -> Choice:
+        text, reader = self._texts[place].text(), self._readers[place]
+        if reader is not None:
+            reader.feed(text)
+            reader.close()
+            text = reader.content
+        return Choice(
+            index=place,
+            text=self._echo(place) + text,
+            tokens=self._tokens(place, ended=True),
+            calls=() if reader is None else reader.calls,
+            reason=self._reason(place),
+        )
+
+    def _reason(self, place: int) -> Any:
+        """Why a completion ended, as the API says it."""
+        reason, reader = self._reasons[place], self._readers[place]
+        return "tool_calls" if reason == "stop" and reader is not None and reader.calls else reason
 
     def new(self) -> Iterator[Choice]:
         """The new parts of completions since the last call."""
@@ -60,8 +77,13 @@ class Parts:
             reason = self._reasons[place]
             text = self._echo(place) + self._texts[place].settled(reason is not None)
             tokens = self._tokens(place, ended=reason is not None)
-            if text or tokens or reason:
-                yield Choice(index=place, text=text, tokens=tokens, reason=reason)
+            deltas: list[Delta] = []
+            if (reader := self._readers[place]) is not None:
+                deltas = reader.feed(text) + (reader.close() if reason is not None else [])
+                text = "".join(delta.content for delta in deltas)
+                deltas = [delta for delta in deltas if delta.number is not None]
+            if text or tokens or deltas or reason:
+                yield Choice(index=place, text=text, tokens=tokens, deltas=deltas, reason=self._reason(place))
 
     def _tokens(self, place: int, *, ended: bool) -> list[Token] | None:
         """The tokens that are new, of a text that has not ended those that begin in what is settled of it."""
