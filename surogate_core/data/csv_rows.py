@@ -15,6 +15,8 @@ from surogate_core.errors import UserError
 
 _LONGEST_CELL = 1 << 28
 """Largest number of characters in a cell; a quote that is never closed must not read the whole file into memory."""
+_MOST_BLANK = 1 << 21
+"""Blank lines in a row; a compressed file can have any number of them."""
 
 
 class _Lines:
@@ -91,7 +93,7 @@ def _rows(file: str, separator: str, records: Iterable[tuple[int, list[str] | Ro
 
 def _records(file: str, lines: _Lines, reader: Iterable[list[str]]) -> Iterator[tuple[int, list[str] | RowError]]:
     """(first line, cells) of each row that is not blank. Every unreadable line is a bad row."""
-    rows = iter(reader)
+    rows, blank = iter(reader), 0
     while True:
         first = lines.begin()
         try:
@@ -115,6 +117,12 @@ def _records(file: str, lines: _Lines, reader: Iterable[list[str]]) -> Iterator[
             yield first, RowError("not UTF-8")
         elif cells:
             yield first, cells
+        blank = 0 if cells else blank + 1
+        if blank > _MOST_BLANK:
+            raise UserError(
+                f"data set {file}:{first}: more than {_MOST_BLANK:,} blank lines in a row. Fix: check that the file is "
+                f"data."
+            )
 
 
 def _header(where: str, cells: list[str], separator: str) -> list[str]:

@@ -25,6 +25,10 @@ _LARGEST_ELEMENT = 1 << 28
 """Largest number of characters in one value; a broken one must not read the whole file into memory."""
 _LONGEST_LINE = 1 << 28
 """Bytes that a line of JSON may have, for the same reason."""
+_MOST_BLANK = 1 << 27
+"""Bytes without a value in a row, of blank lines or of a line that is too long; a compressed file can have any number
+of them.
+"""
 _NEAR_END = 64
 """An error this many characters before the end may be due to the end."""
 
@@ -59,6 +63,8 @@ class LineChunk:
     def rows(self) -> Iterator[SourceRow]:
         """The values on the lines that are not blank."""
         for number, line in enumerate(self.content.split(b"\n"), start=self.first):
+            if not line:
+                continue
             if (row := _object(line)) is not None:
                 yield f"{self.file}:{number}", row
             elif line.strip():
@@ -76,8 +82,10 @@ def json_chunks(file: str, opened: Opened, start: Place, *, done: int = 0, sized
         head = handle.read(_HEAD)
         bom = bom_length(file, head)
         head = head[bom:]
-        while not head.strip() and (block := handle.read(_HEAD)):  # a file may begin with any number of blank lines
-            head = block
+        blank = 0
+        while not head.strip() and (block := handle.read(_BLOCK)):  # a file may begin with many blank lines
+            head, blank = block, blank + len(head)
+            _check_blank(file, blank)
         by_lines = not head.lstrip().startswith(b"[") and not _goes_on_over_lines(head, handle)
     with opened() as handle:
         if by_lines:
@@ -113,10 +121,16 @@ def _goes_on_over_lines(head: bytes, handle: IO[bytes]) -> bool:
 
 def _line_chunks(file: str, handle: IO[bytes], start: Place, done: int | None) -> Iterator[Chunk]:
     number, at, lines = start
+    blank = 0
     while content := handle.read(_BLOCK):
         if not content.endswith(b"\n"):
             content += handle.readline(_LONGEST_LINE)
         at += len(content)
+        blank = 0 if content.strip() else blank + len(content)
+        _check_blank(file, blank)
+        if blank:
+            lines += content.count(b"\n") + (not content.endswith(b"\n"))
+            continue
         broken = not content.endswith(b"\n") and len(content) >= _LONGEST_LINE
         content = content.removesuffix(b"\n")
         first, lines = lines + 1, lines + content.count(b"\n") + 1
@@ -124,13 +138,24 @@ def _line_chunks(file: str, handle: IO[bytes], start: Place, done: int | None) -
             yield LineChunk(file, first, content, (number, at, lines), 0 if done is None else done + at)
             continue
         whole, _, _ = content.rpartition(b"\n")
+        more = 0
         while (rest := handle.readline(_BLOCK)) and not rest.endswith(b"\n"):
-            at += len(rest)
+            at, more = at + len(rest), more + len(rest)
+            _check_blank(file, more)
         at += len(rest)
         after = (number, at, lines)
         error = RowError(f"the line is longer than {_LONGEST_LINE:,} bytes")
         rows = [*LineChunk(file, first, whole, after, 0).rows(), (f"{file}:{lines}", error)]
         yield RowChunk(rows, after, 0 if done is None else done + at)
+
+
+def _check_blank(file: str, count: int) -> None:
+    """Raise `UserError` where a file goes on without a value."""
+    if count > _MOST_BLANK:
+        raise UserError(
+            f"data set {file}: more than {_MOST_BLANK:,} bytes in a row have no value: blank lines, or a line that "
+            f"does not end. Fix: check that the file is data."
+        )
 
 
 def _object(line: bytes) -> Mapping[str, Any] | None:
@@ -196,7 +221,7 @@ def _values(handle: IO[bytes]) -> Iterator[tuple[int, Mapping[str, Any] | RowErr
     Raises `_BrokenError`.
     """
     decode = codecs.getincrementaldecoder("utf-8")()
-    text, at, line, ended, in_array = "", 0, 1, False, False
+    text, at, line, ended, in_array, blank = "", 0, 1, False, False, 0
 
     def more() -> None:
         nonlocal text, at, ended
@@ -213,10 +238,15 @@ def _values(handle: IO[bytes]) -> Iterator[tuple[int, Mapping[str, Any] | RowErr
         gap = _GAP.match(text, at)
         assert gap is not None
         line += text.count("\n", at, gap.end())
+        blank += gap.end() - at
         at = gap.end()
         if at == len(text) and not ended:
+            if blank > _MOST_BLANK:
+                raise _BrokenError(line, f"more than {_MOST_BLANK:,} blank characters in a row")
             more()
-        elif at == len(text):
+            continue
+        blank = 0
+        if at == len(text):
             if in_array:
                 raise _BrokenError(line, "the JSON array is broken: it is not closed")
             return

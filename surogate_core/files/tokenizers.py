@@ -46,7 +46,13 @@ def check_files(directory: Path, name: str) -> None:
     for file, most in (*((f, _LARGEST) for f in _OTHER), *((f, _LARGEST_TEMPLATE) for f in _templates(directory))):
         _read(directory / file, name, lambda path, most=most: _check_size(path, most))
     for file in _JSON:
-        _read(directory / file, name, lambda path: read_json(path, twice=True))  # transformers takes the last
+        values = _read(directory / file, name, lambda path: read_json(path, twice=True))  # transformers takes the last
+        longest = values.get("model_max_length") if isinstance(values, dict) else None
+        if file == _JSON[0] and not isinstance(longest, int | float | None):
+            raise UserError(
+                f"tokenizer {name}: {directory / file}: model_max_length is {longest!r:.60}, not a number. "
+                f"Fix: correct it."
+            )
     values = _read(directory / TOKENIZER, name, read_once)
     if isinstance(values, dict):
         for part in ("normalizer", "pre_tokenizer", "decoder"):

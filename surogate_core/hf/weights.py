@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.tokenizer import TOKENIZER_FILES
-from surogate_core.errors import UserError
+from surogate_core.errors import UserError, printable
 from surogate_core.files.foreign import check_sizes, read_json
 from surogate_core.files.hub import absent, commit_of, fetch, one_revision
 from surogate_core.files.tensorfile import FLOATS, TensorFile, TensorInfo
@@ -395,9 +395,9 @@ def _open_files(path: Path, names: Iterable[str], *, needed_by: Path) -> dict[st
     files, problems = {}, []
     for name in names:
         if Path(name).name != name:
-            problems.append(f"{name}: a shard must be in the directory itself")
+            problems.append(f"{printable(name)}: a shard must be in the directory itself")
         elif not (path / name).exists():
-            problems.append(f"{path / name}: missing")
+            problems.append(f"{printable(str(path / name))}: missing")
         else:
             try:
                 files[name] = TensorFile(path / name)
