@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from surogate_core.dsl.declare import Model
-from surogate_core.dsl.dims import Dim, read_key
+from surogate_core.dsl.dims import Dim, not_computed, read_key
+from surogate_core.dsl.known_keys import check_keys
 from surogate_core.dsl.rope import Rope
 from surogate_core.errors import UserError
 
@@ -22,20 +23,25 @@ def even_share(config: Mapping[str, Any]) -> int:
     return width // heads
 
 
-def check_decoder(model: Model, *, family: str, heads: Dim, kv_heads: Dim, head_dim: Dim) -> None:
+def check_decoder(
+    model: Model,
+    *,
+    family: str,
+    heads: Dim,
+    kv_heads: Dim,
+    head_dim: Dim,
+    reads: Collection[str] = (),
+    computes: Mapping[str, Any] | None = None,
+) -> None:
     """Refuse, by the name of the key, what no such block computes, and read every size once.
 
-    A missing or impossible size is an error here, before data are read.
+    A missing or impossible size is an error here, before data are read. `reads`, `computes`: what the family computes
+    beyond a plain decoder, as `check_keys` takes them.
     """
     config = model.config
-    layer_types = config.get("layer_types") or []
-    if config.get("use_sliding_window") or set(layer_types) - {"full_attention"}:
-        key = "use_sliding_window" if config.get("use_sliding_window") else "layer_types"
-        raise UserError(f"config.json: `{key}`: sliding windows are not available for {family}. Fix: switch them off.")
-    if (activation := read_key(config, "hidden_act", "silu")) != "silu":
-        raise UserError(f"config.json: `hidden_act` is {activation!r}; {family} has silu. Fix: set it to silu.")
-    if config.get("attention_dropout"):
-        raise UserError(f"config.json: `attention_dropout` is not available for {family}. Fix: set it to 0.")
+    check_keys(config, family=family, reads=reads, computes=computes)
+    if (activation := read_key(config, "hidden_act", "silu")) not in ("silu", "swish") and "hidden_act" not in reads:
+        raise not_computed([f"`hidden_act` is {activation!r}, and {family} computes silu alone"])
     if heads.size(config) % kv_heads.size(config):
         raise UserError(
             f"config.json: `num_attention_heads` ({heads.size(config)}) must be a multiple of "

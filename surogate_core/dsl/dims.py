@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from surogate_core.errors import UserError
@@ -15,9 +15,23 @@ def read_key(config: Mapping[str, Any], key: str, default: Any = _MISSING) -> An
     value = config.get(key, _MISSING)
     if value is _MISSING or value is None:
         if default is _MISSING:
-            raise UserError(f"config.json: key `{key}` is missing. Fix: add it, or use a complete model directory.")
+            raise UserError(f"config.json: key `{key}` is missing. Fix: use a complete model directory.")
         return default(config) if callable(default) else default
     return value
+
+
+def not_computed(problems: Sequence[str]) -> UserError:
+    """The refusal of a ``config.json`` that asks for what a model family does not compute, each `problem` with its key.
+
+    It never advises to change the key of a trained model, which would make another model of it.
+    """
+    one = len(problems) == 1
+    listed = f" {problems[0]}." if one else "".join(f"\n  - {problem}" for problem in problems) + "\n"
+    return UserError(
+        f"config.json:{listed} With {'this key' if one else 'these keys'} changed it would be another model. "
+        f"Fix: install a plugin whose model family computes it (`surogate plugins list` shows those that are here), or "
+        f"take another model."
+    )
 
 
 class Dim:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.dsl.dims import Dim, read_key
+from surogate_core.dsl.dims import Dim, not_computed, read_key
 from surogate_core.errors import UserError
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -39,15 +39,10 @@ class Rope:
         self.kind = _kind(self.parameters)
         self.theta = self._number("rope_theta", above=1.0, default=config.get("rope_theta") or DEFAULT_THETA)
         if self.kind not in KINDS:
-            raise UserError(
-                f"config.json: `{self.key}`: RoPE scaling `{self.kind}` is not available, only {', '.join(KINDS)}. "
-                f"Fix: choose one of these."
-            )
+            raise not_computed([f"`{self.key}`: RoPE scaling `{self.kind}` is not available, only {', '.join(KINDS)}"])
         partial = self.parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
-            raise UserError(
-                f"config.json: `partial_rotary_factor` is {partial!r}; only 1 is available. Fix: remove it."
-            )
+            raise not_computed([f"`partial_rotary_factor` is {partial!r}; only 1 is available"])
         # A wrong parameter is an error here.
         self.frequencies()
         _ = self.amplitude
@@ -114,7 +109,10 @@ class Rope:
         value = self.parameters.get(key)
         if value is None:
             if default is None:
-                raise UserError(f"config.json: `{self.key}`: RoPE scaling `{self.kind}` needs `{key}`. Fix: add it.")
+                raise UserError(
+                    f"config.json: `{self.key}`: RoPE scaling `{self.kind}` needs `{key}`. "
+                    f"Fix: use the model's own config.json."
+                )
             value = default
         return _checked(f"{self.key}.{key}", value, above=above, least=least)
 
@@ -250,9 +248,12 @@ def _parameters(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         if not isinstance(parameters, Mapping):
             raise UserError(f"config.json: `{key}` must be an object, not {parameters!r}.")
         if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
-            raise UserError(f"config.json: `{key}`: RoPE by layer type ({', '.join(nested)}) is not available.")
+            raise not_computed([f"`{key}`: RoPE by layer type ({', '.join(nested)}) is not available here"])
     if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
-        raise UserError("config.json: `rope_scaling` and `rope_parameters` are both given and differ. Fix: keep one.")
+        raise UserError(
+            "config.json: `rope_scaling` and `rope_parameters` are both given and differ. "
+            "Fix: use the model's own config.json."
+        )
     return next(iter(given.items()), ("rope_parameters", {}))
 
 

@@ -152,8 +152,8 @@ def merge(
     Tensors are read, folded and written one by one, in the base's dtypes; a former export at `output` stays until the
     new one is complete. A hub id without a revision is read at the commit that the adapter was trained on, if known.
     `families`: the installed ones; called only if experts are in one tensor, in the base or in the adapter, or if the
-    base is tied and has a head. `progress` receives the bytes done and in total. Raises `UserError` or `MachineError`,
-    if possible before anything is written.
+    base is tied and its embedding has an unusual name. `progress` receives the bytes done and in total. Raises
+    `UserError` or `MachineError`, if possible before anything is written.
     """
     check_place(output)
     stack, used = open_trained(trained)

@@ -42,17 +42,17 @@ def read_head(
 def read_head_of(
     files: ModelDir, families: Callable[[], Mapping[str, ModelFamily]], title: str
 ) -> tuple[ModelDir, str | None]:
-    """The files and a note, of a model whose family may not be installed: then the usual names count.
+    """The files and a note, of a model whose family may not be installed: the usual names count first.
 
-    `families`: called only if ``config.json`` ties the head and the files have one.
+    `families`: called only if ``config.json`` ties the head, and the files have one, but no usual embedding.
     """
     if not files.config.get(TIED) or HEAD not in files.names():
         return files, None
-    kind = files.config.get("model_type")
-    family = next((family for family in families().values() if kind in family.hf_model_types), None)
     found = [name for name in files.names() if name.endswith(_EMBEDDINGS)]
-    if family is not None:
-        found = [family.build(files.config).embed.hf_name]
+    if not found:
+        kind = files.config.get("model_type")
+        family = next((family for family in families().values() if kind in family.hf_model_types), None)
+        found = [] if family is None else [family.build(files.config).embed.hf_name]
     if len(found) == 1:
         files = files.with_head(HEAD, found[0])
     return files, None if files.config.get(TIED) else own_head_note(title, TIED)

@@ -10,7 +10,16 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, modeling_rope_utils
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from surogate_core.dsl.rope import Rope, check_covers, covering, document_lengths, longest_covered, scaled_config
+from surogate_core.dsl import Model
+from surogate_core.dsl.rope import (
+    Rope,
+    check_covers,
+    covering,
+    document_lengths,
+    longest_covered,
+    longest_fixed,
+    scaled_config,
+)
 from surogate_core.errors import UserError
 
 LLAMA3 = {
@@ -272,6 +281,35 @@ def test_a_document_must_not_go_beyond_the_positions(config: dict[str, Any], cov
     fix = rf"Fix: sequence_len={end} or max_length={end}, .* rope_scaling=yarn max_model_len={end + 1}\."
     with pytest.raises(UserError, match=rf"has {end + 1:,} tokens, but the model's positions end at {end:,} .* {fix}"):
         check_covers(longest_covered(config), end + 1)
+
+
+def test_a_rope_for_each_layer_type_is_the_familys_to_read() -> None:
+    plain, stretched = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "linear", "factor": 8.0}
+    config = {
+        **mapping({}),
+        "rope_scaling": None,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"sliding_attention": plain, "full_attention": stretched},
+    }
+    assert longest_covered(config) == 8 * 4096
+    assert longest_fixed(config) == float("inf")
+    assert covering(config, 1 << 20) == config
+
+    class Layered(Model):
+        pass
+
+    class Endless(Model):
+        positions = float("inf")
+
+    assert Layered(config).positions == 8 * 4096
+    assert Endless(config).positions == float("inf")
+    with pytest.raises(
+        UserError, match=r"RoPE by layer type \(sliding_attention, full_attention\) is not available here"
+    ):
+        Rope(config, 128)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    config["rope_parameters"] = {"sliding_attention": plain, "full_attention": dynamic}
+    assert (longest_covered(config), longest_fixed(config)) == (float("inf"), 4096)
 
 
 @pytest.mark.parametrize("name", SCALINGS)

@@ -78,5 +78,5 @@ class Llama(Model):
 def build(config: Mapping[str, Any]) -> Llama:
     """The model of a ``config.json``; refuses what the block does not compute."""
     model = Llama(config)
-    check_decoder(model, family="llama", heads=H, kv_heads=K, head_dim=E)
+    check_decoder(model, family="llama", heads=H, kv_heads=K, head_dim=E, reads=("attention_bias", "mlp_bias"))
     return model

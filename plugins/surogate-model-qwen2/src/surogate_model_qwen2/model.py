@@ -24,6 +24,8 @@ E = Dim("head_dim", default=even_share)
 F = Dim("intermediate_size")
 V = Dim("vocab_size")
 EPS = Setting("rms_norm_eps", default=1e-6)
+# The window acts with use_sliding_window, which is refused. The biases of q, k and v are there whatever a file says.
+READS = ("sliding_window", "attention_bias", "qkv_bias")
 
 
 class Qwen2Block(Block):
@@ -76,5 +78,5 @@ class Qwen2(Model):
 def build(config: Mapping[str, Any]) -> Qwen2:
     """The model of a ``config.json``; refuses what the block does not compute."""
     model = Qwen2(config)
-    check_decoder(model, family="qwen2", heads=H, kv_heads=K, head_dim=E)
+    check_decoder(model, family="qwen2", heads=H, kv_heads=K, head_dim=E, reads=READS)
     return model

@@ -57,6 +57,10 @@ DENSE_LAYERS = Setting("mlp_only_layers", default=())
 BIAS = Setting("attention_bias", default=False)
 EPS = Setting("rms_norm_eps", default=1e-6)
 PREFIX = "model.layers.{i}."
+OWN = "Fix: use the model's own config.json."
+# The window acts with use_sliding_window, which is refused.
+READS = ("attention_bias", "sliding_window", "num_experts", "num_local_experts")
+COMPUTES = {"qk_norm": True, "use_qk_norm": True}
 
 
 class AttentionBlock(Block):
@@ -155,7 +159,7 @@ def build(config: Mapping[str, Any]) -> Qwen3Moe:
     """The model of a ``config.json``; refuses what the blocks do not compute."""
     model = Qwen3Moe(config)
     _check_layers(model)
-    check_decoder(model, family="qwen3-moe", heads=H, kv_heads=K, head_dim=A)
+    check_decoder(model, family="qwen3-moe", heads=H, kv_heads=K, head_dim=A, reads=READS, computes=COMPUTES)
     return model
 
 
@@ -166,21 +170,18 @@ def _check_layers(model: Qwen3Moe) -> None:
     if not isinstance(dense, list | tuple) or any(
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in dense
     ):
-        raise UserError(
-            f"config.json: `mlp_only_layers` is {dense!r}; it lists layers from 0 to {layers - 1}. Fix: correct it."
-        )
+        raise UserError(f"config.json: `mlp_only_layers` is {dense!r}; it lists layers from 0 to {layers - 1}. {OWN}")
     if not any(map(model.is_sparse, range(layers))):
         raise UserError(
             "config.json: no layer has experts: `mlp_only_layers` and `decoder_sparse_step` leave none. "
-            'Fix: correct them, or use the dense family with "model_type": "qwen3".'
+            'Fix: use the model\'s own config.json. Without experts it is a dense model, of "model_type": "qwen3".'
         )
     experts, choices = E.size(config), C.size(config)
     if choices > experts:
         raise UserError(
-            f"config.json: `num_experts_per_tok` ({choices}) is larger than `num_experts` ({experts}). "
-            f"Fix: set it to {experts} or less."
+            f"config.json: `num_experts_per_tok` ({choices}) is larger than `num_experts` ({experts}). {OWN}"
         )
     if not isinstance(RENORMALISE.value(config), bool):
         raise UserError(
-            f"config.json: `norm_topk_prob` is {RENORMALISE.value(config)!r}. Fix: set it to true or false."
+            f"config.json: `norm_topk_prob` is {RENORMALISE.value(config)!r}, and must be true or false. {OWN}"
         )

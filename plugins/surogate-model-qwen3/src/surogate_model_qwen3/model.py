@@ -25,6 +25,8 @@ F = Dim("intermediate_size")
 V = Dim("vocab_size")
 BIAS = Setting("attention_bias", default=False)
 EPS = Setting("rms_norm_eps", default=1e-6)
+READS = ("attention_bias", "sliding_window")  # the window acts with use_sliding_window, which is refused
+COMPUTES = {"qk_norm": True, "use_qk_norm": True}
 
 
 class Qwen3Block(Block):
@@ -73,5 +75,5 @@ class Qwen3(Model):
 def build(config: Mapping[str, Any]) -> Qwen3:
     """The model of a ``config.json``; refuses what the block does not compute."""
     model = Qwen3(config)
-    check_decoder(model, family="qwen3", heads=H, kv_heads=K, head_dim=E)
+    check_decoder(model, family="qwen3", heads=H, kv_heads=K, head_dim=E, reads=READS, computes=COMPUTES)
     return model
