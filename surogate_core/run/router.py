@@ -61,7 +61,9 @@ def _in_model(model: Model, key: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 10**6:
-        raise UserError(f"config.json: `{key}` is {value!r}. Fix: set it to a number from 0, such as {default}.")
+        raise UserError(
+            f"config.json: `{key}` is {value!r}, no number from 0. Fix: set the run's {key}, such as {default}."
+        )
     return float(value)
 
 
@@ -74,6 +76,12 @@ def _reports(model: Model, role: Role) -> bool:
     return any(spec.role == role for _, block in model.blocks(0) for spec in block.side_specs())
 
 
+def _learns_nothing(model: Model) -> bool:
+    """Whether the loss has no gradient with respect to the routers."""
+    choices = {slot.choices for slots in model.expert_slots().values() for slot in slots}
+    return choices == {1} and model.config.get("norm_topk_prob") is True
+
+
 def router_notes(config: RunConfig, model: Model) -> list[str]:
     """What a run and its plan say about the losses of routers: which are part of the loss, and what they cost."""
     losses, notes = router_losses(config, model), []
@@ -82,6 +90,12 @@ def router_notes(config: RunConfig, model: Model) -> list[str]:
     terms = [f"{key} {value:g}" for key, value in zip(KEYS, (losses.aux, losses.z), strict=True) if value]
     if terms:
         notes.append(f"Added to the loss for the routers: {', '.join(terms)}. The loss that is shown is without them.")
+    if not _frozen(config) and _learns_nothing(model):
+        rest = ", and its own losses alone train it" if terms else ""
+        notes.append(
+            f"num_experts_per_tok is 1 and norm_topk_prob true, so the expert of a token always has weight 1: "
+            f"the router learns nothing from the loss{rest}."
+        )
     counted = config.gradient_accumulation_steps > 1 or (config.gpus != 1 and sharing.shards_weights(config))
     if losses.aux and losses.form == "step" and counted:
         notes.append(

@@ -70,6 +70,14 @@ def test_a_coefficient_that_is_set_is_added_to_the_loss(losses: Losses) -> None:
     assert losses("lora=true", "train_router=true", "router_z_loss_coef=1")[0] == RouterLosses(z=1.0)
 
 
+def test_a_router_that_the_loss_cannot_teach_is_named(losses: Losses) -> None:
+    one = ("model.config.num_experts_per_tok=1", "model.config.norm_topk_prob=true")
+    assert "the router learns nothing from the loss." in losses(*one)[1]
+    assert "learns nothing from the loss, and its own losses alone train it" in losses(*one, ON)[1]
+    for teaches in (("model.config.norm_topk_prob=false",), ("model.config.num_experts_per_tok=2",), ("lora=true",)):
+        assert "learns nothing" not in losses(*one, *teaches)[1]
+
+
 @pytest.mark.parametrize("key", ["router_aux_loss_coef", "router_z_loss_coef"])
 def test_a_coefficient_without_a_router_that_is_trained_is_refused(losses: Losses, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}.*the routers are frozen(.|\n)*train_router: true, or remove {key}"):
@@ -81,7 +89,7 @@ def test_a_coefficient_without_a_router_that_is_trained_is_refused(losses: Losse
 
 
 def test_a_coefficient_of_the_model_that_is_no_number_is_refused(losses: Losses) -> None:
-    with pytest.raises(UserError, match=r"config.json: `router_aux_loss_coef` is 'much'. Fix"):
+    with pytest.raises(UserError, match=r"config.json: `router_aux_loss_coef` is 'much', no number from 0. Fix"):
         losses(ON, "model.config.router_aux_loss_coef=much")
 
 
