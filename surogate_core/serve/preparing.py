@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class Preparer:
-    """A thread that calls functions in the order of their sizes, until it is closed."""
+    """A thread that calls functions, the smallest first, until it is closed. Sizes up to twice as large are alike."""
 
     def __init__(self) -> None:
-        self._waiting: PriorityQueue[tuple[float, int, Callable[[], Any], Future[Any]]] = PriorityQueue()
+        self._waiting: PriorityQueue[tuple[int, int, Callable[[], Any], Future[Any]]] = PriorityQueue()
         self._count = count()
         self._thread = threading.Thread(target=self._run, name="surogate-prepare", daemon=True)
         self._thread.start()
@@ -36,7 +36,7 @@ class Preparer:
     async def call(self, size: int, function: Callable[[], T]) -> T:
         """The result of a function; one that is cancelled before its turn is not called."""
         future: Future[T] = Future()
-        self._waiting.put((size, next(self._count), function, future))
+        self._waiting.put((size.bit_length(), next(self._count), function, future))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
