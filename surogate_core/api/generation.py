@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.api.process import contained, plain
@@ -12,8 +13,8 @@ from surogate_core.errors import UserError
 if TYPE_CHECKING:
     from surogate_core.run.texts import Text
 
-Prompt = str | Sequence[Mapping[str, Any]]
-"""A text to continue, or the messages of a chat to answer."""
+Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""A text to continue, the messages of a chat to answer, or a row with ``messages`` and ``tools``."""
 
 
 def generate(
@@ -26,15 +27,19 @@ def generate(
     slots: int | None = None,
     engine: str = "native",
     sampling: Mapping[str, float] | None = None,
+    chat: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_parser: str = "",
     **keys: Any,
 ) -> list[Text]:
     """Continue texts, or answer chats: ``surogate.generate(run.path, ["The chain"], sampling={"temperature": 0})``.
 
     `model`: a directory, a run, a checkpoint, an adapter or a hub id. `sampling`: `temperature`, `top_k`, `top_p`,
     `min_p`, `repetition_penalty`, `seed`; the others are those of the model's files. `stop`: a text or several that end
-    a completion. `keys`: keys of the configuration,
-    such as ``device="cpu"``. Returns the `samples` of each prompt together, each with `text`, `ids`, `logprobs` and
-    `reason`. Every call loads the weights. Raises `UserError` or `MachineError`.
+    a completion. `chat`: a text is a user's message. `tools`: those that a chat may call, in the form of the OpenAI
+    API; `tool_parser`: the form of the calls, by default that of the chat template. `keys`: keys of the configuration,
+    such as ``device="cpu"``. Returns the `samples` of each prompt together, each with `text`, `calls`, `ids`,
+    `logprobs` and `reason`. Every call loads the weights. Raises `UserError` or `MachineError`.
     """
     asked = _asked(prompts)
     with contained():
@@ -44,11 +49,15 @@ def generate(
         from surogate_core.config.yamlfile import with_keywords
         from surogate_core.run import texts
         from surogate_core.run.generation import named, prepare, rollout_of
+        from surogate_core.run.tool_calls import calling
+        from surogate_core.tools.choosing import check_parser
 
         found = named(os.fspath(model))
         source = with_keywords(None, {key: plain(value) for key, value in keys.items()})
         registry = registry_for(Arguments(config_file=source))
         spec = rollout_of(registry, engine)
+        if tool_parser:
+            check_parser(registry.all("tool_parser"), tool_parser, key="tool_parser")
         prepared = prepare(found, load_run_config(found.overrides, config_file=source, registry=registry), registry)
         wanted = texts.Wanted(
             max_new_tokens=max_new_tokens,
@@ -58,26 +67,55 @@ def generate(
         )
         if not asked:
             return []
+        form = partial(calling, registry, prepared.tokenizer, name=tool_parser, key="tool_parser")
         given = [
-            texts.prompt_of_text(prepared.tokenizer, one, name=f"prompt {number}")
-            if isinstance(one, str)
-            else texts.prompt_of_messages(prepared.tokenizer, one, name=f"prompt {number}")
+            texts.prompt_of_row(
+                prepared.tokenizer, _row(one, number, chat, tools), name=f"prompt {number}", calling=form
+            )
             for number, one in enumerate(asked)
         ]
         requests, _ = texts.requests_of(prepared, given, wanted)
         weights = prepared.load(registry)
         made = spec.open(weights, texts.settings_of(weights, requests, slots=slots))
-        return texts.generate_texts(made, prepared.tokenizer, requests, wanted.stop)
+        forms = [given[request.number].calling for request in requests]
+        return texts.generate_texts(made, prepared.tokenizer, requests, wanted.stop, callings=forms)
+
+
+def _row(prompt: Prompt, number: int, chat: bool, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, Any]:
+    """A prompt as a row of a file has it; raises `UserError`."""
+    from surogate_core.files.prompts import fault_of
+    from surogate_core.run.texts import unanswered
+
+    name = f"prompt {number}"
+    if isinstance(prompt, str):
+        if not (chat or tools):
+            return prompt
+        if not prompt:
+            raise UserError(f"{name}: is empty. Fix: give the message to answer.")
+        row: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
+    else:
+        row = dict(prompt) if isinstance(prompt, Mapping) else {"messages": list(prompt)}
+    if tools and row.get("tools") is None and "messages" in row:
+        row["tools"] = list(tools)
+    if (fault := fault_of(row)) is not None:
+        raise UserError(f"{name}: {fault[0]} Fix: {fault[1]}")
+    if "messages" in row and len(unanswered(row["messages"])) < len(row["messages"]):
+        raise UserError(
+            f"{name}: ends with an assistant's turn. Fix: leave it out; the model answers what is before it."
+        )
+    return row
 
 
 def _asked(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str) or _is_chat(prompts):
+    if isinstance(prompts, str | Mapping) or _is_chat(prompts):
         return [prompts]
-    found = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, bytes | Mapping) else None
-    if found is None or not all(isinstance(one, str | list | tuple) for one in found):
+    found = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, bytes) else None
+    if found is None or not all(isinstance(one, str | list | tuple | Mapping) for one in found):
         raise UserError("prompts: is neither text nor messages. Fix: a text, a list of messages, or a list of these")
     return found
 
 
 def _is_chat(prompts: Any) -> bool:
-    return isinstance(prompts, list | tuple) and bool(prompts) and all(isinstance(one, Mapping) for one in prompts)
+    """Whether these are the messages of one chat, and not rows."""
+    some = isinstance(prompts, list | tuple) and bool(prompts)
+    return some and all(isinstance(one, Mapping) and not one.keys() & {"messages", "prompt"} for one in prompts)

@@ -26,6 +26,7 @@ def serve(
     context: int | None = None,
     slots: int | None = None,
     engine: str = "native",
+    tool_parser: str = "",
     sampling: Mapping[str, float] | None = None,
     **keys: Any,
 ) -> Server:
@@ -33,8 +34,9 @@ def serve(
 
     `adapters`: name → an adapter on it, served beside it. `name`: the model's name in requests, by default the last
     part of its path. `port` 0 takes a free one. `token`: what clients must send; by default a random one. The server
-    has `url`, `token`, `models` and `close()`. The others are the flags of `surogate serve` and keys of the
-    configuration, such as ``device="cpu"``. Raises `UserError` or `MachineError`.
+    has `url`, `token`, `models` and `close()`. `tool_parser`: the form of the model's tool calls, by default that
+    of the chat template. The others are the flags of `surogate serve` and keys of the configuration, such as
+    ``device="cpu"``. Raises `UserError` or `MachineError`.
     """
     with contained():
         require_packages()
@@ -65,6 +67,7 @@ def serve(
             context=context,
             slots=slots,
             engine=engine,
+            tool_parser=tool_parser,
             sampling=lambda own: sampling_of(flags, own),
         )
         models, worker = load(serving, registry)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from surogate_core.cli.sampling import sampling_of
 from surogate_core.cli.words import Flags, Words
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.adapters import Adapters
     from surogate_core.run.generation import Prepared
+    from surogate_core.run.tool_calls import Calling
 
 USAGE = """\
 usage: surogate chat MODEL [MODEL …] [--system TEXT] [KEY=VALUE …]
@@ -32,6 +33,8 @@ KEY=VALUE are keys of a run, such as device=cpu or qlora_bnb=true.
 
   --adapter DIR        an adapter, a run or a checkpoint to use on MODEL; several are partners side by side
   --system TEXT        the system message
+  --tools FILE         a JSON list of tools that the model may call
+  --tool-parser NAME   the form of its calls; without it the chat template decides
   --max-new-tokens N   largest number of tokens of an answer (512)
   --context N          tokens of the longest conversation (4096, or what the model has)
   --temperature T      0 takes the most probable token. Without these flags generation_config.json decides
@@ -44,9 +47,11 @@ In the chat:
   /system TEXT         another system message, and a new conversation
   /reset               a new conversation
   /undo                take the last message and its answer back
+  /tools FILE          other tools, and a new conversation; without FILE none
   /save FILE           write the conversation as a row of a data set
   /quit                end the chat, as Ctrl-D does. Ctrl-C ends an answer
 
+After a call of a tool the next line is its result, or an empty line leaves it without one.
 Lines of standard input are messages if it is not a terminal.
 """
 
@@ -54,7 +59,7 @@ MOST, CONTEXT = 512, 4096
 """Tokens of an answer and of a conversation, unless flags say otherwise."""
 FLAGS = Flags(
     command="surogate chat",
-    texts=("--system",),
+    texts=("--system", "--tools", "--tool-parser"),
     lists=("--adapter", "--stop"),
     counts=("--max-new-tokens", "--context"),
     samples=True,
@@ -73,15 +78,37 @@ class Partner:
     stop: tuple[str, ...] = ()
     activate: Callable[[], None] | None = None
     """Puts its adapter into the weights that it shares with others."""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: Sequence[Mapping[str, Any]] = ()
+    form: Callable[[Sequence[Mapping[str, Any]]], Calling | None] = lambda tools: None
+    """How it calls tools."""
+    pending: list[Mapping[str, Any]] = field(default_factory=list)
+    """Calls of the last answer that have no result yet."""
 
     def answer(self, text: str, *, most: int, shown: Callable[[str], None]) -> str:
         """Answers a message, which is taken back if it cannot; Ctrl-C ends the answer."""
+        return self._answer([*self.messages, {"role": "user", "content": text}], most=most, shown=shown)
+
+    def take_result(self, text: str) -> bool:
+        """The result of the first call that has none, or an empty text to leave it; whether there is something to
+        answer now.
+        """
+        call = self.pending.pop(0)
+        if text:
+            name = call["function"]["name"]
+            result = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": text}
+            self.messages = [*self.messages, result]
+        return not self.pending and self.messages[-1]["role"] == "tool"
+
+    def go_on(self, *, most: int, shown: Callable[[str], None]) -> str:
+        """Answers the results of its calls."""
+        return self._answer(self.messages, most=most, shown=shown)
+
+    def _answer(self, messages: list[dict[str, Any]], *, most: int, shown: Callable[[str], None]) -> str:
         from surogate_core.bundles import Request
         from surogate_core.run.texts import generate_texts, prompt_of_messages
 
-        messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = prompt_of_messages(self.prepared.tokenizer, messages, name="the conversation")
+        prompt = prompt_of_messages(self.prepared.tokenizer, messages, name="the conversation", tools=self.tools)
         room = self.context - len(prompt.ids)
         if room < 1:
             raise UserError(
@@ -95,31 +122,43 @@ class Partner:
             sampling=self.sampling,
             stop_ids=self.prepared.stop_ids,
         )
+        calling = self.form(self.tools)
+        reader = None if calling is None else calling.reader()
         parts: list[str] = []
 
         def take(part: str) -> None:
-            parts.append(part)
-            shown(part)
+            content = part if reader is None else "".join(delta.content for delta in reader.feed(part))
+            parts.append(content)
+            shown(content)
 
         if self.activate is not None:
             self.activate()
         try:
-            generate_texts(self.engine, self.prepared.tokenizer, [request], self.stop, shown=take)
+            generate_texts(self.engine, self.prepared.tokenizer, [request], self.stop, shown=take, callings=[calling])
         except KeyboardInterrupt:
             shown(" …")
+        calls: list[dict[str, Any]] = []
+        if reader is not None:
+            rest = "".join(delta.content for delta in reader.close())
+            parts.append(rest)
+            shown(rest)
+            calls = [call.body() for call in reader.calls]
         reply = "".join(parts)
-        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        self.pending = list(calls)
+        self.messages = [*messages, {"role": "assistant", "content": reply} | ({"tool_calls": calls} if calls else {})]
         return reply
 
     def reset(self, system: str | None) -> None:
         """A new conversation."""
+        self.pending = []
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def undo(self) -> bool:
         """Without the last message and its answer; whether there was one."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
+        asked = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
             return False
-        self.messages = self.messages[:-2]
+        self.messages, self.pending = self.messages[: asked[-1]], []
         return True
 
 
@@ -147,10 +186,18 @@ def _partners(words: Words) -> list[Partner]:
     from surogate_core.events import Progress
     from surogate_core.run.adapters import Adapters
     from surogate_core.run.texts import warm_up
+    from surogate_core.run.tool_calls import calling
+    from surogate_core.tools.checks import read_tools
+    from surogate_core.tools.choosing import check_parser
 
     registry = registry_for(Arguments(overrides=words.overrides))
     spec = registry.get("rollout", "native")
+    parser = words.texts.get("--tool-parser", "")
+    if parser:
+        check_parser(registry.all("tool_parser"), parser, key="--tool-parser")
+    tools = read_tools(words.texts["--tools"], key="--tools") if "--tools" in words.texts else []
     ready, base = _ready(words, registry)
+    _check_tools(ready, tools)
     partners = []
     with shown_progress() as progress:
 
@@ -183,9 +230,17 @@ def _partners(words: Words) -> list[Partner]:
                     context=_context(words, prepared),
                     stop=tuple(words.lists.get("--stop", ())),
                     activate=activate,
+                    tools=tools,
+                    form=partial(calling, registry, prepared.tokenizer, name=parser),
                 )
             )
     return partners
+
+
+def _check_tools(ready: Mapping[str, Prepared] | Sequence[Partner], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `UserError` for tools beside several partners, whose calls would need different results."""
+    if tools and len(ready) > 1:
+        raise UserError("surogate chat --tools: tools are for one model. Fix: name one MODEL")
 
 
 def _context(words: Words, prepared: Prepared) -> int:
@@ -238,6 +293,8 @@ def talk(partners: Sequence[Partner], system: str | None, *, most: int) -> None:
                 if text.split()[0] in ("/quit", "/exit"):
                     return
                 system = _command(text, partners, system)
+            elif partners[0].pending:
+                _result(partners[0], text, most)
             elif text:
                 _answers(partners, text, most)
         except SurogateError as error:
@@ -251,9 +308,7 @@ def _answers(partners: Sequence[Partner], text: str, most: int) -> None:
             if len(partners) > 1:
                 _show_name(partner.name)
             reply = partner.answer(text, most=most, shown=lambda part: print(part, end="", flush=True))
-            print(flush=True)
-            if not reply:
-                print("note: the answer is empty.", file=sys.stderr)
+            _show_end(partner, reply)
     except SurogateError:
         # All keep the same questions.
         for partner, messages in zip(partners, before, strict=True):
@@ -261,6 +316,31 @@ def _answers(partners: Sequence[Partner], text: str, most: int) -> None:
         if len(partners) > 1:
             print(f"note: {partner.name} cannot answer, so the message is taken back for all.", file=sys.stderr)
         raise
+
+
+def _result(partner: Partner, text: str, most: int) -> None:
+    """Takes the result of a call; with the last one the model goes on."""
+    if partner.take_result(text):
+        _show_end(partner, partner.go_on(most=most, shown=lambda part: print(part, end="", flush=True)))
+    elif partner.pending:
+        _show_call(partner)
+
+
+def _show_end(partner: Partner, reply: str) -> None:
+    """The end of an answer, and the first of its calls."""
+    if reply or not partner.pending:
+        print(flush=True)
+    if partner.pending:
+        _show_call(partner)
+    elif not reply:
+        print("note: the answer is empty.", file=sys.stderr)
+
+
+def _show_call(partner: Partner) -> None:
+    from surogate_core.data.calls import text_of_call
+
+    print(f"[call] {text_of_call(partner.pending[0])}", flush=True)
+    print("Its result, or an empty line:", file=sys.stderr)
 
 
 def _show_name(name: str) -> None:
@@ -281,6 +361,15 @@ def _command(text: str, partners: Sequence[Partner], system: str | None) -> str 
         case "/undo":
             undone = [partner.undo() for partner in partners]
             print("The last message is taken back." if any(undone) else "There is no message.", file=sys.stderr)
+        case "/tools":
+            from surogate_core.tools.checks import read_tools
+
+            tools = read_tools(rest.strip(), key="/tools") if rest.strip() else []
+            _check_tools(partners, tools)
+            for partner in partners:
+                partner.tools = tools
+                partner.reset(system)
+            print(f"A new conversation with {len(tools)} tools.", file=sys.stderr)
         case "/reset" | "/system":
             system = (rest.strip() or None) if word == "/system" else system
             for partner in partners:
@@ -288,7 +377,7 @@ def _command(text: str, partners: Sequence[Partner], system: str | None) -> str 
             about = f" with the system message: {system}" if system else "."
             print(f"A new conversation{about}", file=sys.stderr)
         case _:
-            near = get_close_matches(word, ("/help", "/system", "/reset", "/undo", "/save", "/quit"), n=1)
+            near = get_close_matches(word, ("/help", "/system", "/reset", "/undo", "/save", "/tools", "/quit"), n=1)
             raise UserError(f"{word}: there is no such command. Fix: {near[0] if near else '/help'}")
     return system
 
@@ -298,7 +387,14 @@ def _save(file: str, partners: Sequence[Partner]) -> None:
 
     if not file:
         raise UserError("/save: names no file. Fix: /save chat.jsonl")
-    rows = [json.dumps({"messages": partner.messages}, ensure_ascii=False) + "\n" for partner in partners]
+    rows = [
+        json.dumps(
+            {"messages": partner.messages} | ({"tools": list(partner.tools)} if partner.tools else {}),
+            ensure_ascii=False,
+        )
+        + "\n"
+        for partner in partners
+    ]
     replace_file(Path(file).expanduser(), "".join(rows).encode(), key="/save")
     print(f"Written: {file}", file=sys.stderr)
 

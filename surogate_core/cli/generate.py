@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from surogate_core.cli.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
+    from surogate_core.plugins.registry import Registry
     from surogate_core.run.generation import Prepared
     from surogate_core.run.texts import Prompt, Text, Wanted
 
@@ -29,6 +31,8 @@ an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as de
   --file FILE          JSON lines: {"prompt": TEXT} or {"messages": [{"role": …, "content": …}, …]}; - is standard input
   --chat               a --prompt is a user's message, and the completion the assistant's answer
   --system TEXT        the system message of --chat
+  --tools FILE         a JSON list of tools that --chat offers; a row of --file with messages has its own as "tools"
+  --tool-parser NAME   the form of the model's tool calls; without it the chat template decides
   --max-new-tokens N   largest number of tokens of a completion (256)
   --samples N          completions of each prompt (1)
   --temperature T      0 takes the most probable token. Without these flags generation_config.json decides; if it takes
@@ -49,7 +53,7 @@ A completion alone is printed for one prompt with one sample; several are printe
 
 FLAGS = Flags(
     command="surogate generate",
-    texts=("--prompt", "--file", "--system", "--output", "--engine", "--adapter"),
+    texts=("--prompt", "--file", "--system", "--output", "--engine", "--adapter", "--tools", "--tool-parser"),
     lists=("--stop", "--stop-token"),
     counts=("--max-new-tokens", "--samples", "--slots"),
     switches=("--chat", "--json", "--logprobs", "--ignore-eos"),
@@ -70,12 +74,13 @@ def main(argv: Sequence[str]) -> int:
     if ("--prompt" in words.texts) == ("--file" in words.texts):
         which = "both --prompt and --file are given" if "--file" in words.texts else "there is nothing to continue"
         raise UserError(f"surogate generate: {which}. Fix: --prompt TEXT, or --file PROMPTS.jsonl")
-    for flag in ("--chat", "--system"):
+    for flag in ("--chat", "--system", "--tools"):
         if "--file" in words.texts and flag in {*words.switches, *words.texts}:
             fix = '{"messages": [{"role": …, "content": …}, …]} in a row is a chat'
             raise UserError(f"surogate generate {flag}: it is for --prompt, not for --file. Fix: {fix}")
-    if "--system" in words.texts and "--chat" not in words.switches:
-        raise UserError("surogate generate --system: only a chat has a system message. Fix: add --chat")
+    for flag, what in (("--system", "a system message"), ("--tools", "tools")):
+        if flag in words.texts and "--chat" not in words.switches:
+            raise UserError(f"surogate generate {flag}: only a chat has {what}. Fix: add --chat")
     from surogate_core import logs
 
     logs.configure()
@@ -100,7 +105,8 @@ def _generate(words: Words, model: str) -> int:
     spec = rollout_of(registry, words.texts.get("--engine", "native"))
     prepared = prepare(found, load_run_config(overrides, registry=registry), registry)
     wanted = _wanted(words, prepared)
-    requests, cut = requests_of(prepared, _prompts(words, prepared), wanted)
+    prompts = _prompts(words, prepared, registry)
+    requests, cut = requests_of(prepared, prompts, wanted)
     quantised = quantised_note(words.texts.get("--adapter", model), found, prepared, registry)
     for note in (*prepared.notes, *quantised, *cut):
         print(f"note: {note}", file=sys.stderr)
@@ -125,6 +131,7 @@ def _generate(words: Words, model: str) -> int:
                     wanted.stop,
                     progress=lambda done, total: told("generating", done, total, "tokens"),
                     finished=None if take is None else lambda text: take(_row(text, False)),
+                    callings=[prompts[request.number].calling for request in requests],
                 )
             if output is not None:
                 _show(words, texts, output)
@@ -142,12 +149,19 @@ def _named(model: str) -> Iterator[None]:
         raise UserError(f"{model}: {error}") from error
 
 
-def _prompts(words: Words, prepared: Prepared) -> list[Prompt]:
-    from surogate_core.run.texts import prompt_of_messages, prompt_of_row, prompt_of_text
+def _prompts(words: Words, prepared: Prepared, registry: Registry) -> list[Prompt]:
+    from surogate_core.run.texts import prompt_of_row, prompt_of_text
+    from surogate_core.run.tool_calls import calling
+    from surogate_core.tools.checks import read_tools
+    from surogate_core.tools.choosing import check_parser
 
-    tokenizer = prepared.tokenizer
+    tokenizer, parser = prepared.tokenizer, words.texts.get("--tool-parser", "")
+    if parser:
+        check_parser(registry.all("tool_parser"), parser, key="--tool-parser")
+    form = partial(calling, registry, tokenizer, name=parser)
     if "--file" in words.texts:
-        return [prompt_of_row(tokenizer, row, name=name) for name, row in _rows(words.texts["--file"])]
+        rows = _rows(words.texts["--file"])
+        return [prompt_of_row(tokenizer, row, name=name, calling=form) for name, row in rows]
     text = words.texts["--prompt"]
     name = "--prompt"
     if text == "-":
@@ -157,7 +171,9 @@ def _prompts(words: Words, prepared: Prepared) -> list[Prompt]:
     if not text:
         raise UserError(f"{name}: is empty. Fix: give the message to answer.")
     system = [{"role": "system", "content": words.texts["--system"]}] if "--system" in words.texts else []
-    return [prompt_of_messages(tokenizer, [*system, {"role": "user", "content": text}], name=name)]
+    tools = read_tools(words.texts["--tools"], key="--tools") if "--tools" in words.texts else []
+    row = {"messages": [*system, {"role": "user", "content": text}], "tools": tools}
+    return [prompt_of_row(tokenizer, row, name=name, calling=form)]
 
 
 def _rows(file: str) -> list[tuple[str, str | dict[str, Any]]]:
@@ -192,8 +208,11 @@ def _show(words: Words, texts: Sequence[Text], output: Path | None) -> None:
 
     as_lines = bool({"--json", "--logprobs"} & words.switches) or output is not None or len(texts) > 1
     if not as_lines:
-        print(texts[0].text)
-        if not texts[0].text:
+        if texts[0].text or not texts[0].calls:
+            print(texts[0].text)
+        for call in texts[0].calls:
+            print(json_line(call.body()), end="")
+        if not texts[0].text and not texts[0].calls:
             count = len(texts[0].ids)
             first = count == 1 and texts[0].reason == "stop"
             why = "ended the completion at its first token" if first else f"wrote {count} tokens that have no text"
@@ -215,6 +234,8 @@ def _row(text: Text, logprobs: bool) -> dict[str, Any]:
         "reason": text.reason,
         "tokens": len(text.ids),
     }
+    if text.calls:
+        row["tool_calls"] = [call.body() for call in text.calls]
     return row | ({"ids": list(text.ids), "logprobs": list(text.logprobs)} if logprobs else {})
 
 

@@ -37,6 +37,7 @@ id. KEY=VALUE are keys of a run, such as device=cpu or qlora_bnb=true.
   --context N           tokens of the longest sequence, its prompt included (4096, or what the model has)
   --slots N             sequences at a time (8 on a CPU, 64 on a GPU, or as many as memory allows)
   --engine NAME         the rollout engine (native)
+  --tool-parser NAME    the form of the model's tool calls; without it the chat template decides
   --temperature T       for requests that have none. Without these flags generation_config.json decides
   --top-k N, --top-p P, --min-p P, --repetition-penalty R, --seed N
   --quiet               no line for each answer
@@ -47,7 +48,7 @@ Ctrl-C ends the server.
 PORT = 8000
 FLAGS = Flags(
     command="surogate serve",
-    texts=("--name", "--host", "--port", "--token-file", "--engine"),
+    texts=("--name", "--host", "--port", "--token-file", "--engine", "--tool-parser"),
     lists=("--adapter",),
     counts=("--context", "--slots"),
     switches=("--no-token", "--quiet"),
@@ -159,6 +160,7 @@ def _server(words: Words, *, host: str, port: int, token: str | None) -> Server:
         context=words.counts.get("--context"),
         slots=words.counts.get("--slots"),
         engine=words.texts.get("--engine", "native"),
+        tool_parser=words.texts.get("--tool-parser", ""),
         sampling=lambda own: sampling_of(words.sampling, own),
     )
     with shown_progress() as progress:

@@ -1,13 +1,21 @@
-"""Prompts as JSON lines: ``{"prompt": TEXT}``, ``{"messages": [{"role": …, "content": …}, …]}``, or a text alone."""
+"""Prompts as JSON lines: ``{"prompt": TEXT}``, ``{"messages": [{"role": …, "content": …}, …]}``, or a text alone.
+
+A row with messages may have ``tools``.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from surogate_core.errors import UserError
+from surogate_core.tools.checks import ToolError, check_tools
+
+KEYS = ("prompt", "messages", "tools")
+"""What a row may have."""
 
 
 def fault_of(row: Any) -> tuple[str, str] | None:
@@ -18,7 +26,29 @@ def fault_of(row: Any) -> tuple[str, str] | None:
         return 'has neither a text "prompt" nor a list "messages".', '{"prompt": "…"}'
     if "prompt" in row and "messages" in row:
         return 'has both "prompt" and "messages".', "keep one"
+    if unknown := [key for key in row if key not in KEYS]:
+        near = get_close_matches(str(unknown[0]), KEYS, n=1)
+        fix = near[0] if near else f"leave it out; a row has {', '.join(KEYS)}"
+        return f"has {str(unknown[0])[:100]!r}, which is no key of a prompt.", fix
+    if row.get("tools") is not None:
+        if "messages" not in row:
+            return "has tools without messages.", '"messages" in place of "prompt"'
+        try:
+            tools_of(row)
+        except ToolError as error:
+            return f"{str(error).rstrip('.')}.", '{"type": "function", "function": {"name": …}}'
     return None
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The tools of a row, which may be written as text of JSON; raises `ToolError`."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise ToolError("tools", "is text that is not JSON") from error
+    return [] if tools is None else check_tools(tools, strict=False)
 
 
 def parsed_line(line: str, name: str) -> Any:

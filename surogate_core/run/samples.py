@@ -30,9 +30,9 @@ from surogate_core.run.texts import (
     generate_texts,
     longest_of,
     needed_bytes,
-    prompt_of_messages,
     prompt_of_row,
     requests_of,
+    unanswered,
     usual_slots,
 )
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
@@ -70,7 +70,9 @@ def shown(row: Row) -> str:
     """A prompt as the events have it: its text, or the last message of a conversation."""
     if isinstance(row, str):
         return row
-    return str(row["prompt"] if "prompt" in row else row["messages"][-1].get("content"))
+    if "prompt" in row:
+        return str(row["prompt"])
+    return str((unanswered(row["messages"]) or row["messages"])[-1].get("content"))
 
 
 def prompts_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, trains_prompts: bool) -> list[Prompt]:
@@ -90,7 +92,7 @@ def prompts_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, trains_
         first = messages[0].get("role") if messages and isinstance(messages[0], Mapping) else None
         if config.system is not None and first != "system":
             messages = [{"role": "system", "content": config.system}, *messages]
-        found.append(prompt_of_messages(tokenizer, messages, name=name))
+        found.append(prompt_of_row(tokenizer, {**given, "messages": messages}, name=name))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import (
@@ -22,12 +22,16 @@ from surogate_core.data.encoded import RowError
 from surogate_core.data.whole_text import encode_whole
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files.atomic import human_bytes
+from surogate_core.files.prompts import tools_of
 from surogate_core.generate.cache import Cache, shapes_of
 from surogate_core.generate.decoding import why_eager, working_bytes
 from surogate_core.generate.sequences import SEGMENT
 from surogate_core.run.build import free_memory
 from surogate_core.run.completions import Watch
 from surogate_core.run.generation import Prepared
+from surogate_core.run.tool_calls import Calling
+from surogate_core.tools.choosing import Tools
+from surogate_core.tools.reading import Call
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +54,12 @@ class Prompt:
     name: str
     """Its name in messages."""
     ids: tuple[int, ...]
+    calling: Calling | None = None
+    """How the model calls its tools; None without tools."""
+    listed: bool = False
+    """Whether it lists tools."""
+    answered: bool = False
+    """Whether its messages had an answer at their end, which is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +103,8 @@ class Text:
     logprobs: tuple[float, ...]
     """The log-probability of each token under the model, before temperature and filters."""
     reason: Reason
+    calls: tuple[Call, ...] = ()
+    """The tool calls, which are not in the text."""
 
 
 def prompt_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, name: str) -> Prompt:
@@ -133,11 +145,33 @@ def prompt_of_messages(
     return _checked(tuple(ids), name)
 
 
-def prompt_of_row(tokenizer: PreTrainedTokenizerBase, row: str | Mapping[str, Any], *, name: str) -> Prompt:
-    """The tokens of a row of a file: a text, or an object with a text ``prompt`` or with ``messages``."""
+def prompt_of_row(
+    tokenizer: PreTrainedTokenizerBase,
+    row: str | Mapping[str, Any],
+    *,
+    name: str,
+    calling: Callable[[Tools], Calling | None] = lambda tools: None,
+) -> Prompt:
+    """The tokens of a row of a file: a text, or an object with a text ``prompt`` or with ``messages`` and ``tools``.
+
+    An assistant's turn at the end of the messages is the answer that a data set has; the prompt is what is before it.
+    """
     if not isinstance(row, str) and "messages" in row:
-        return prompt_of_messages(tokenizer, row["messages"], name=name)
+        messages, tools = row["messages"], tools_of(row)
+        asked = unanswered(messages)
+        if messages and not asked:
+            raise UserError(f"{name}: has no message before the assistant's. Fix: add the user's message.")
+        found = prompt_of_messages(tokenizer, asked, name=name, tools=tools)
+        return replace(found, listed=bool(tools), calling=calling(tools), answered=len(asked) < len(messages))
     return prompt_of_text(tokenizer, row if isinstance(row, str) else row["prompt"], name=name)
+
+
+def unanswered(messages: Messages) -> Messages:
+    """The messages without assistants' turns at their end."""
+    end = len(messages)
+    while end and isinstance(last := messages[end - 1], Mapping) and last.get("role") == "assistant":
+        end -= 1
+    return messages[:end]
 
 
 def _checked(ids: tuple[int, ...], name: str) -> Prompt:
@@ -184,9 +218,17 @@ def requests_of(prepared: Prepared, prompts: Sequence[Prompt], wanted: Wanted) -
             )
             for sample in range(wanted.samples)
         ]
+    notes = []
+    if answered := sum(prompt.answered for prompt in prompts):
+        rows = "1 row ends" if answered == 1 else f"{answered:,} rows end"
+        notes.append(f"{rows} with an assistant's turn, which is left out: the model answers what is before it.")
+    if unread := sum(prompt.listed and prompt.calling is None for prompt in prompts):
+        rows = "1 row" if unread == 1 else f"{unread:,} rows"
+        notes.append(f"the tool calls of {rows} stay text: no tool parser reads what the chat template writes.")
     listed = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
-    note = f"{listed}: the completion ends at the model's last position, {prepared.context:,}." if cut else ""
-    return requests, [note] if note else []
+    if cut:
+        notes.append(f"{listed}: the completion ends at the model's last position, {prepared.context:,}.")
+    return requests, notes
 
 
 def usual_slots(device: torch.device, requests: Sequence[Request]) -> int:
@@ -264,14 +306,19 @@ def generate_texts(
     progress: Callable[[int, int], None] = lambda done, total: None,
     shown: Callable[[str], None] | None = None,
     finished: Callable[[Text], None] | None = None,
+    callings: Sequence[Calling | None] = (),
 ) -> list[Text]:
-    """The completions of requests as texts.
+    """The completions of requests as texts. `callings`: how the model calls the tools of each, if it has some.
 
     `progress` receives the tokens so far and at most; `shown` the new part of the text, as soon as no later token can
     change it, of the only request; `finished` each text when it ends, without log-probabilities.
     """
     total, done = sum(r.max_new_tokens for r in requests), 0
-    watches = [Watch(tokenizer, request.prompt, stop) for request in requests]
+    forms = list(callings) or [None] * len(requests)
+    watches = [
+        Watch(tokenizer, request.prompt, stop, shown=form.shown if form is not None else frozenset())
+        for request, form in zip(requests, forms, strict=True)
+    ]
 
     def on_token(index: int, token: int) -> bool:
         nonlocal done
@@ -284,7 +331,7 @@ def generate_texts(
             if finished is not None:
                 reason: Reason = "stop" if stopped else "length"
                 one = Completion(ids=tuple(watch.ids), logprobs=(), reason=reason)
-                finished(_text(requests[index], watch, one))
+                finished(_text(requests[index], watch, one, forms[index]))
         progress(done, total)
         if shown is not None:
             shown(watch.settled(ended))
@@ -293,14 +340,18 @@ def generate_texts(
     found = engine.generate(requests, on_token=on_token)
     if shown is not None:
         shown(watches[0].settled(True))
-    return [_text(request, watch, one) for request, watch, one in zip(requests, watches, found, strict=True)]
+    return [_text(*made) for made in zip(requests, watches, found, forms, strict=True)]
 
 
-def _text(request: Request, watch: Watch, completion: Completion) -> Text:
+def _text(request: Request, watch: Watch, completion: Completion, calling: Calling | None) -> Text:
+    text, calls = watch.text(), tuple[Call, ...]()
+    if calling is not None:
+        text, calls = calling.read(text)
     return Text(
         prompt=request.number,
         sample=request.sample,
-        text=watch.text(),
+        text=text,
+        calls=calls,
         ids=completion.ids,
         logprobs=completion.logprobs,
         reason=completion.reason,

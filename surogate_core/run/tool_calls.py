@@ -9,7 +9,7 @@ from surogate_core.bundles import ToolParserSpec
 from surogate_core.data.chat import chat_of
 from surogate_core.run.completions import Watch
 from surogate_core.tools.choosing import Tools, functions_of, parser_of
-from surogate_core.tools.reading import CallReader
+from surogate_core.tools.reading import Call, CallReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +56,13 @@ class Calling:
     def reader(self) -> CallReader:
         """What finds the calls in one completion."""
         return CallReader(self._spec, self._functions)
+
+    def read(self, text: str) -> tuple[str, tuple[Call, ...]]:
+        """(the content, the calls) of a whole completion."""
+        reader = self.reader()
+        reader.feed(text)
+        reader.close()
+        return reader.content, tuple(reader.calls)
 
 
 def calling(

@@ -25,6 +25,7 @@ from surogate_core.run.texts import fitting_slots, warm_up
 from surogate_core.serve.models import Served
 from surogate_core.serve.server import Note, Server
 from surogate_core.serve.worker import Worker
+from surogate_core.tools.choosing import check_parser
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -50,6 +51,8 @@ class Serving:
     context: int | None = None
     slots: int | None = None
     engine: str = "native"
+    tool_parser: str = ""
+    """The form of the model's tool calls; by default the chat template decides."""
     sampling: Callable[[Sampling], Sampling] = lambda own: own
     """The sampling of a model's files → that of requests which name none."""
 
@@ -74,6 +77,9 @@ def load(
             f"Fix: --adapter OTHER={directory}"
         )
     spec = rollout_of(registry, serving.engine)
+    parsers = registry.all("tool_parser")
+    if serving.tool_parser:
+        check_parser(parsers, serving.tool_parser, key="--tool-parser")
     prepared, beside = _prepared(serving, registry, note)
     context = int(min(serving.context or CONTEXT, prepared.context))
     models = {
@@ -83,6 +89,9 @@ def load(
             sampling=serving.sampling(one.sampling),
             context=context,
             parent=None if name == serving.base else serving.base,
+            parsers=parsers,
+            tool_parser=serving.tool_parser,
+            constrains=spec.constrains,
         )
         for name, one in {serving.base: prepared, **beside}.items()
     }

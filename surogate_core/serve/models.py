@@ -81,7 +81,9 @@ class Served:
 
     def watch(self, ask: Ask, request: Request) -> Watch:
         """The text of a completion of a request while it grows."""
-        return Watch(self.tokenizer, request.prompt, ask.stop, shown=self._shown(ask))
+        return Watch(
+            self.tokenizer, request.prompt, ask.stop, shown=self._shown(ask) if ask.offer.tools else frozenset()
+        )
 
     def _ending(self, ask: Ask, request: Request) -> Watch:
         """Says when a completion ends: at a stop text, or behind the only call that it may have."""
@@ -99,7 +101,7 @@ class Served:
 
     def _shown(self, ask: Ask) -> frozenset[int]:
         """Special tokens that are part of the text, because calls are written with them."""
-        return tag_ids(self.tokenizer, self._parser(ask).tags) if ask.offer.tools else frozenset()
+        return tag_ids(self.tokenizer, self._parser(ask).tags)
 
     def _parser(self, ask: Ask) -> ToolParserSpec:
         """The parser of the model's calls; raises `RequestError` without one."""

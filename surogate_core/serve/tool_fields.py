@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,9 +9,8 @@ from typing import Any
 
 from surogate_core.data.calls import CallError, template_call
 from surogate_core.serve.refusals import RequestError
+from surogate_core.tools.checks import ToolError, check_tools
 
-MOST_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _CHOICES = ("none", "auto", "required")
 _FORMATS = ("text", "json_object", "json_schema")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -61,45 +59,10 @@ def offer(tools: Any, choice: Any, several: Any) -> Offer:
 
 
 def _tools(value: Any) -> list[Mapping[str, Any]]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > MOST_TOOLS:
-        raise _wrong("tools", f"must be a list of at most {MOST_TOOLS} tools")
-    seen: set[str] = set()
-    for place, tool in enumerate(value):
-        where = f"tools[{place}]"
-        if not isinstance(tool, Mapping):
-            raise _wrong(where, 'must be an object, {"type": "function", "function": {"name": …, "parameters": …}}')
-        if tool.get("type") != "function":
-            raise _wrong(f"{where}.type", "must be function, the only kind of tool here")
-        function = tool.get("function")
-        if not isinstance(function, Mapping):
-            raise _wrong(f"{where}.function", 'must be an object, {"name": …, "parameters": …}')
-        _check_function(function, f"{where}.function")
-        if function["name"] in seen:
-            raise _wrong(f"{where}.function.name", f"another tool is called {function['name']} too")
-        seen.add(function["name"])
-    return value
-
-
-def _check_function(function: Mapping[str, Any], where: str) -> None:
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(f"{where}.name", "must be 1 to 64 letters, digits, dashes, dots and underscores")
-    if not isinstance(function.get("description") or "", str):
-        raise _wrong(f"{where}.description", "must be text")
-    if not isinstance(function.get("strict") or False, bool):
-        raise _wrong(f"{where}.strict", "must be true or false")
-    parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise _wrong(f"{where}.parameters", "must be a JSON schema, an object")
-    if parameters and parameters.get("type", "object") != "object":
-        raise _wrong(f"{where}.parameters.type", "must be object, since arguments have names")
-    known = ("name", "description", "parameters", "strict")
-    if wrong := [key for key in function if key not in known]:
-        near = get_close_matches(wrong[0], known, n=1)
-        fix = f" Fix: {near[0]}" if near else f" Fix: {', '.join(known)}"
-        raise RequestError(f"{where}.{wrong[0][:100]}: there is no such field.{fix}", param=f"{where}.{wrong[0][:100]}")
+    try:
+        return [] if value is None else check_tools(value)
+    except ToolError as error:
+        raise RequestError(str(error), param=error.where) from error
 
 
 def _named(choice: Mapping[str, Any], names: Sequence[str]) -> str:

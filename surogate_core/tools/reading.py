@@ -152,14 +152,6 @@ class CallReader:
         return []
 
 
-def read_calls(spec: ToolParserSpec, functions: Sequence[Mapping[str, Any]], text: str) -> tuple[str, list[Call]]:
-    """(the content, the calls) of a whole completion."""
-    reader = CallReader(spec, functions)
-    reader.feed(text)
-    reader.close()
-    return reader.content, reader.calls
-
-
 def new_id() -> str:
     """An id of a call: nine letters and digits, since the templates of Mistral take no other."""
     return "".join(secrets.choice(_SIGNS) for _ in range(9))

@@ -27,7 +27,7 @@ def tokenizer(hf_dir: Path) -> Any:
 
 def answers(tokenizer: Any, ids: list[int], ask: Ask) -> tuple[Any, list[Any]]:
     """(the whole choice, those of a stream) of a completion with these tokens."""
-    model: Any = SimpleNamespace(tokenizer=tokenizer, echo=lambda ask, request: "")
+    model: Any = SimpleNamespace(tokenizer=tokenizer, echo=lambda ask, request: "", reader=lambda ask: None)
     model.watch, model.token = partial(Served.watch, model), partial(Served.token, model)
     request = Request(prompt=(40,), max_new_tokens=len(ids))
     for stream in (False, True):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from surogate_core.serve.asks import Ask, RequestError, read
-from surogate_core.serve.tool_fields import ANY_OBJECT, MOST_TOOLS
+from surogate_core.serve.tool_fields import ANY_OBJECT
+from surogate_core.tools.checks import MOST_TOOLS
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
