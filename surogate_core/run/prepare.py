@@ -214,6 +214,8 @@ def checkpoint_to_resume(
     if asked is True:
         checkpoint = checkpoints.latest_good()
         notes += checkpoints.skipped
+        for reason in checkpoints.skipped:  # Monitors that show no notes may be the only ones.
+            log.warning(reason)
     else:
         beside = checkpoints.root / asked
         checkpoint = CheckpointDir.load(beside if beside.is_dir() and not Path(asked).is_dir() else Path(asked))

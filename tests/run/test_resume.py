@@ -144,7 +144,12 @@ def test_another_batch_size_sees_every_row_as_often(
 
 
 def test_a_torn_newest_checkpoint_is_passed_over_and_named(
-    tmp_path: Path, base: list[str], run_here: RunHere, records: Records, digests: Digests
+    tmp_path: Path,
+    base: list[str],
+    run_here: RunHere,
+    records: Records,
+    digests: Digests,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     keys = [*base, "save_steps=2", "eval_steps=0"]
     run_here(tmp_path, *keys)
@@ -157,6 +162,9 @@ def test_a_torn_newest_checkpoint_is_passed_over_and_named(
     start = records(tmp_path, "run_start")[-1]
     assert start["start_step"] == 4
     assert any("checkpoint-6" in note and "was altered" in note for note in start["notes"])
+    printed = capsys.readouterr()
+    warned = [line for line in (printed.out + printed.err).splitlines() if "warning" in line]
+    assert any("checkpoint-6: trainable.safetensors was altered" in line for line in warned), warned
     assert digests(tmp_path / "checkpoint-6") == whole
 
 
