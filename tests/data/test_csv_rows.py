@@ -148,3 +148,10 @@ def test_what_a_writer_writes_is_read_back(
     csv.writer(text).writerows([("a", "b"), *rows])
     path = tmp_path_factory.getbasetemp() / "written.csv"
     assert rows_of(path, text.getvalue()) == [{"a": a, "b": b} for a, b in rows]
+
+
+def test_blank_lines_without_an_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surogate_core.data.csv_rows._MOST_BLANK", 100)
+    assert rows_of(tmp_path / "rows.csv", "a,b\n" + "\n" * 100 + "1,2\n") == [{"a": "1", "b": "2"}]
+    with pytest.raises(UserError, match=r"rows\.csv:\d+: more than 100 blank lines in a row"):
+        rows_of(tmp_path / "rows.csv", "a,b\n1,2\n" + "\n" * 102)

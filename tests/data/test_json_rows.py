@@ -121,3 +121,29 @@ def test_a_broken_first_line_is_a_bad_line(tmp_path: Path) -> None:
     rows = found(tmp_path / "rows.json", f'{{"text": \n{LINE_A}\n{LINE_B}')
     assert [where for where, _ in rows] == ["1", "2", "3"]
     assert [isinstance(row, RowError) for _, row in rows] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("blank.jsonl", b"\n" * 9000),
+        ("end.jsonl", LINE_A.encode() + b"\n" * 9000 + LINE_B.encode()),
+        ("spaces.json", b"[" + LINE_A.encode() + b"," + b" " * 9000 + b"]"),
+        ("line.jsonl", LINE_A.encode() + b"\n" + b"x" * 9000),
+    ],
+)
+def test_a_file_that_goes_on_without_a_value_is_refused(
+    name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compressed file of 1 MB can have a gibibyte of blank lines, which took minutes."""
+    for constant, value in (("_MOST_BLANK", 4096), ("_BLOCK", 512), ("_HEAD", 64), ("_LONGEST_LINE", 1024)):
+        monkeypatch.setattr(f"surogate_core.data.json_rows.{constant}", value)
+    with pytest.raises(UserError, match=rf"{name}.*more than 4,096 (bytes|blank characters) in a row"):
+        found(tmp_path / name, content)
+    assert [row for _, row in found(tmp_path / name, LINE_A.encode() + b"\n" * 4000 + LINE_B.encode())] == [A, B]
+
+
+def test_blank_lines_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surogate_core.data.json_rows._BLOCK", 16)
+    content = "\n" * 100 + LINE_A + "\n" * 50 + " \n" * 40 + LINE_B
+    assert [where for where, _ in found(tmp_path / "rows.jsonl", content)] == ["101", "191"]
