@@ -30,6 +30,7 @@ _MODULES = {
     "kernels": "kernels",
     "offload": "offloaders",
     "rollout": "rollouts",
+    "tool_parser": "tool_parsers",
     "export": "exports",
     "eval": "evaluators",
     "environment": "environments",
