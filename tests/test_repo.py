@@ -266,7 +266,9 @@ def test_core_knows_no_plugin_by_name():
 FLOORS = (
     {"imports", "masking", "parents"},
     {"errors", "events"},
-    {"files", "conf_paths", "batch", "bundles", "hookspecs"},
+    {"conf_paths", "batch", "bundles", "hookspecs"},
+    {"tools"},
+    {"files"},
     {"logs", "caches"},
     {"kernels"},
     {"formats"},
