@@ -105,10 +105,10 @@ def prepare(
         encoder.notices += _repeated(measured, digests)
     elif len(split.out):
         held_out = packer.pack(documents, [split.out], {**split.key, "side": "eval"})
-    _require_rows(train, config, "datasets")
+    _require_rows(train, config, "datasets", encoder.notes)
     if held_out is not None and len(held_out) == 0:
         if eval_sets:
-            _require_rows(held_out, config, "validation_datasets")
+            _require_rows(held_out, config, "validation_datasets", encoder.notes)
         held_out = None
     if held_out is not None:
         # Every micro-batch of the run has the same shapes, training and evaluation alike.
@@ -480,18 +480,19 @@ def _longest(config: RunConfig) -> str:
     return f"{key}={getattr(config, key)}"
 
 
-def _require_rows(rows: PackedRows, config: RunConfig, key: str) -> None:
+def _require_rows(rows: PackedRows, config: RunConfig, key: str, notes: Sequence[str]) -> None:
+    said = "".join(f" {note}" for note in notes)
     if len(rows) == 0 and config.truncation_strategy != "delete":
         other = "left" if config.truncation_strategy == "right" else "right"
         raise UserError(
             f"{key}: none of the {rows.stats.documents:,} documents has a trained token left within "
-            f"{_longest(config)} with truncation_strategy={config.truncation_strategy}. "
+            f"{_longest(config)} with truncation_strategy={config.truncation_strategy}.{said} "
             f"Fix: raise it, or set truncation_strategy to {other}."
         )
     if len(rows) == 0:
         raise UserError(
             f"{key}: none of the {rows.stats.documents:,} documents fits into {_longest(config)} "
-            f"with truncation_strategy={config.truncation_strategy}. "
+            f"with truncation_strategy={config.truncation_strategy}.{said} "
             f"Fix: raise it, or set truncation_strategy to right or split."
         )
 

@@ -295,12 +295,13 @@ def test_the_alpaca_prompt_is_said_before_the_run(templated: Callable[..., Any],
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "Add 1 and 2.", "completion": "3"}\n' * 4)
 
-    def notes(name: str, *, use: bool = True, **fields: Any) -> tuple[str, ...]:
+    def notes(name: str, *, use: bool = True, length: int = 512, **fields: Any) -> tuple[str, ...]:
         config = RunConfig(
             datasets=[{"path": str(path), "type": "instruction", **fields}],
             data_cache_dir=str(tmp_path / "cache"),
             validation_split_ratio=0.0,
             use_chat_template=use,
+            sequence_len=length,
         )
         return prepare(config, templated(name)[0], {"instruction": FORMAT}).report.notes
 
@@ -311,3 +312,6 @@ def test_the_alpaca_prompt_is_said_before_the_run(templated: Callable[..., Any],
         assert found[0].startswith("datasets[0] (")
         assert reason in found[0]
         assert "Alpaca's English prompt" in found[0]
+
+    with pytest.raises(UserError, match="none of the 4 documents fits .* Alpaca's English prompt .* Fix: raise it"):
+        notes("none", length=8)
