@@ -66,9 +66,10 @@ def check_sizes(model: Served, ask: Ask) -> None:
     if ask.chat:
         if len(ask.messages) > model.context:
             raise _too_long(model, "messages", f"has {len(ask.messages):,} messages")
-        size = sum(map(_text_bytes, ask.messages))
-        if size > most:
-            raise _too_long(model, "messages", f"has {size:,} bytes of text")
+        for name, values in (("messages", ask.messages), ("tools", ask.offer.tools)):
+            size = sum(map(_text_bytes, values))
+            if size > most:
+                raise _too_long(model, name, f"has {size:,} bytes of text")
     for prompt in ask.prompts:
         if isinstance(prompt, str):
             size = len(prompt.encode())
