@@ -313,5 +313,5 @@ def test_the_alpaca_prompt_is_said_before_the_run(templated: Callable[..., Any],
         assert reason in found[0]
         assert "Alpaca's English prompt" in found[0]
 
-    with pytest.raises(UserError, match="none of the 4 documents fits .* Alpaca's English prompt .* Fix: raise it"):
+    with pytest.raises(UserError, match=r"none of the 4 documents fits .* Alpaca's English prompt .* Fix: raise it"):
         notes("none", length=8)
