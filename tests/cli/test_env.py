@@ -15,6 +15,7 @@ from surogate_core.cli.main import main
 from surogate_core.environments.checking import Checked
 
 SOURCE = """
+import time
 from surogate_core import bundles, hookimpl
 from surogate_core.environments.episodes import OneReply, user_says
 
@@ -40,6 +41,12 @@ def order(env, task, text):
 def failing(env, task, text):
     raise ValueError("no rewards")
 
+def large(env, task, text):
+    return {"tokens": 1.0, "score": 1e308}
+
+def hangs(options):
+    time.sleep(600)
+
 def spec(name, judge, deterministic=True):
     return bundles.EnvironmentSpec(name=name, build=lambda options: Tasks(judge), deterministic=deterministic)
 
@@ -49,6 +56,8 @@ def surogate_environment():
         spec("order", order),
         spec("honest", order, deterministic=False),
         spec("failing", failing),
+        spec("large", large),
+        bundles.EnvironmentSpec(name="hangs", build=hangs),
         bundles.EnvironmentSpec(name="number", build=lambda options: Tasks(order, answer=7)),
     ]
 """
@@ -114,6 +123,21 @@ def test_the_check_finds_what_does_not_repeat(env: Env, install_plugin: Any) -> 
     assert "9 times exception: ValueError: no rewards" in out
     assert "wrong: every episode fails." in out
     assert "task 1 has no text `answer` in its data" in env("tasks", "number", "--limit", 1, "--solved", code=2)
+
+
+def test_a_reward_that_overflows_is_named(env: Env, install_plugin: Any) -> None:
+    """The mean was `inf`, and no line said why."""
+    install_plugin("odd", SOURCE)
+    out = env("check", "large", "--limit", 1, code=1)
+    assert "times invalid: reward 'score' is 1e+308, which overflows in sums; at most 1e+18" in out
+
+
+def test_a_build_that_hangs_ends_at_the_limit_that_is_given(env: Env, install_plugin: Any) -> None:
+    install_plugin("odd", SOURCE)
+    for flags in (("--timeout", 0.5), ("--build-timeout", 0.5, "--timeout", 60)):
+        error = env("check", "hangs", *flags, code=2)
+        assert "environment=hangs: it cannot be built: timeout: the build took more than 0.5 s. Fix: a larger" in error
+        assert "--build-timeout, or its options, or the code of plugin odd" in error
 
 
 @pytest.mark.parametrize(
