@@ -32,6 +32,18 @@ def test_several_prompts_and_samples(hf_dir: Path) -> None:
     assert surogate.Run(hf_dir).generate([CHAT], sampling={"temperature": 0}, **KEYS) == [alone]
 
 
+TOOLS = [{"type": "function", "function": {"name": "get"}}]
+
+
+def test_a_text_as_a_message_and_rows_with_tools(hf_dir: Path) -> None:
+    keys: dict[str, Any] = {**KEYS, "sampling": {"temperature": 0}, "template": "chatml"}
+    messages, row = surogate.generate(hf_dir, [CHAT, {"messages": CHAT, "tools": TOOLS}], **keys)
+    (text,) = surogate.generate(hf_dir, "Hello", chat=True, **keys)
+    (with_tools,) = surogate.generate(hf_dir, "Hello", chat=True, tools=TOOLS, **keys)
+    assert text == messages
+    assert with_tools.ids == row.ids != messages.ids
+
+
 def test_no_prompts_have_no_texts(hf_dir: Path) -> None:
     assert surogate.generate(hf_dir, [], **KEYS) == []
 
@@ -48,6 +60,8 @@ def test_a_stop_text_is_one_text(hf_dir: Path) -> None:
 def test_bad_input(hf_dir: Path, tmp_path: Path) -> None:
     for arguments, message in (
         ((hf_dir, ["a", ""]), "prompt 1: is empty"),
+        ((hf_dir, [[*CHAT, {"role": "assistant", "content": "Hi"}]]), "prompt 0: ends with an assistant's turn"),
+        ((hf_dir, {"messages": CHAT, "tool": []}), "no key of a prompt. Fix: tools"),
         ((tmp_path / "gone", "a"), "there is no such directory"),
     ):
         with pytest.raises(surogate.UserError, match=message):
@@ -63,7 +77,7 @@ def test_bad_input(hf_dir: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(surogate.UserError, match=message):
             surogate.generate(hf_dir, "a", **(KEYS | values))
-    for prompts in (5, None, b"a", {"prompt": "a"}, ["a", 5]):
+    for prompts in (5, None, b"a", ["a", 5]):
         with pytest.raises(surogate.UserError, match="prompts: is neither text nor messages"):
             surogate.generate(hf_dir, prompts, **KEYS)  # type: ignore[arg-type]
     with pytest.raises(surogate.UserError, match=r"--top-p 3\.0: is out of range"):

@@ -65,6 +65,67 @@ def test_files_of_prompts(call: Call, tmp_path: Path) -> None:
     assert chat == lines(call("--chat", "--prompt=Hello", "--temperature=0", "--json", "--engine", "native")[1])
 
 
+TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_rows_keep_their_tools_and_lose_the_answer_at_their_end(call: Call, tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "Hello"}]
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get", "arguments": "{}"}}]}
+    rows: list[dict[str, Any]] = [
+        {"messages": asked},
+        {"messages": [*asked, answer], "tools": [TOOL]},
+        {"messages": asked, "tools": json.dumps([TOOL])},
+        {"messages": [*asked, answer, {"role": "tool", "content": "x"}], "tools": [TOOL["function"]]},
+    ]
+    file, tools = tmp_path / "prompts.jsonl", tmp_path / "tools.json"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tools.write_text(json.dumps([TOOL]))
+    words = ("--temperature=0", "--json", "template=chatml")
+    _, out, err = call("--file", str(file), *words)
+    plain, given, parsed, last = (row["text"] for row in lines(out))
+    assert plain != given == parsed != last
+    assert "note: 1 row ends with an assistant's turn, which is left out" in err
+    chat = call("--chat", "--prompt=Hello", "--tools", str(tools), *words)[1]
+    assert lines(chat)[0]["text"] == given
+    # Its own template has no place for tools.
+    assert "the chat template lists no tools" in call("--file", str(file))[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"messages": [{"role": "user", "content": "a"}], "tool": []},
+            "has 'tool', which is no key of a prompt. Fix: tools",
+        ),
+        ({"messages": [], "sytem": "x"}, "has 'sytem', which is no key of a prompt. Fix: leave it out"),
+        ({"prompt": "a", "completion": "b"}, "has 'completion', which is no key"),
+        ({"prompt": "a", "tools": [TOOL]}, "has tools without messages"),
+        ({"messages": [], "tools": {}}, "tools: must be a list of tools"),
+        ({"messages": [], "tools": "["}, "tools: is text that is not JSON"),
+        ({"messages": [], "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: must be 1 to 64"),
+        ({"messages": [{"role": "assistant", "content": "b"}]}, "has no message before the assistant's"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "tool_calls": "x"},
+                    {"role": "user", "content": "a"},
+                ]
+            },
+            "tool_calls must be a list",
+        ),
+    ],
+)
+def test_rows_that_are_refused(call: Call, tmp_path: Path, row: Any, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row))
+    code, _, err = call("--file", str(file))
+    assert code == 2
+    assert f"{file}:1: " in err
+    assert message in err
+
+
 def test_what_is_done_is_kept_when_it_is_interrupted(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +184,10 @@ def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
         (("--prompt", "a", "--output", "/"), "--output /: is a directory. Fix: name a file"),
         (("--prompt", "a", "--json=false"), "--json: is a switch and takes no value"),
         (("--file", "b", "--chat"), "--chat: it is for --prompt, not for --file"),
+        (("--file", "b", "--tools", "c"), "--tools: it is for --prompt, not for --file"),
+        (("--prompt", "a", "--tools", "c"), "only a chat has tools. Fix: add --chat"),
+        (("--chat", "--prompt", "a", "--tools", "gone.json"), "--tools gone.json: cannot be read"),
+        (("--prompt", "a", "--tool-parser", "herms"), "--tool-parser herms: there is no such parser. Fix: hermes"),
         (("--file", "b", "--system", "c"), "--system: it is for --prompt, not for --file"),
         (("--prompt", "a", "--stop-token", "<nothing>"), "the tokenizer has no such token"),
         (("--prompt", "a", "--system", "b"), "only a chat has a system message. Fix: add --chat"),
