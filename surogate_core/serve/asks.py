@@ -18,6 +18,8 @@ MOST_CHOICES = 128
 MOST_COMPLETIONS = 1024
 """Largest number of completions of a request: prompts times `n`."""
 MOST_STOPS = 16
+LONGEST_STOP = 1000
+"""Characters of the longest stop text."""
 MOST_DIGITS = 1000
 """Of a whole number."""
 
@@ -268,9 +270,11 @@ class _Fields:
         value = self.values.get("stop", ())
         found = (value,) if isinstance(value, str) else value
         fits = isinstance(found, list | tuple) and len(found) <= MOST_STOPS
-        if not fits or not all(isinstance(one, str) and one for one in found):
+        if not fits or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in found):
             raise RequestError(
-                f"stop: must be text, or a list of at most {MOST_STOPS} texts, none empty.", param="stop"
+                f"stop: must be text, or a list of at most {MOST_STOPS} texts, none empty or of more than "
+                f"{LONGEST_STOP:,} characters.",
+                param="stop",
             )
         return tuple(found)
 

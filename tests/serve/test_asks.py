@@ -66,6 +66,7 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         ({"max_tokens": 0}, "max_tokens", "from 1"),
         ({"stop": ""}, "stop", "none empty"),
         ({"stop": ["a"] * (MOST_STOPS + 1)}, "stop", "at most"),
+        ({"stop": ["a", "b" * 1001]}, "stop", "more than 1,000 characters"),
         ({"logprobs": 5}, "logprobs", "Fix: logprobs: 0"),
         ({"logprobs": 1}, "logprobs", "Fix: logprobs: 0"),
         ({"logprobs": 0, "echo": True}, "echo", "not offered"),
