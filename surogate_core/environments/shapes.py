@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
@@ -62,8 +64,22 @@ def messages(found: Iterable[Any]) -> None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise InvalidError("a message is no mapping with `role` and `content`")
         length += len(message["content"]) if isinstance(message["content"], str) else 0
+        if not _is_text(message):
+            raise InvalidError("a message has half of a surrogate pair, which is not text")
     if length > LARGEST:
         raise TooLargeError(f"messages of {length} characters")
+
+
+def _is_text(message: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer can take all texts. A message that is not JSON passes; the worker refuses it later."""
+    with contextlib.suppress(TypeError, RecursionError):
+        try:
+            json.dumps(message, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return False
+        except ValueError:
+            return True
+    return True
 
 
 def rewards(found: Any) -> dict[str, float | None]:

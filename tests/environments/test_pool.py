@@ -464,9 +464,10 @@ def test_what_is_odd_but_allowed(opened: Opener) -> None:
         Turn(done=True),
         never,
         Turn(done=True),
-        Turn(messages=({"role": "user", "content": "\ud800"},), done=False),
+        Fault(reason="invalid", detail="a message has half of a surrogate pair, which is not text"),
     ]
-    (large,) = pool.reply([(4, "x" * LARGEST)])
+    pool.start([(5, TASK)])
+    (large,) = pool.reply([(5, "x" * LARGEST)])
     assert isinstance(large, Fault)
     assert large.reason == "size"
     assert pool.rewards([1, 2, 3]) == [{"a": None, "b": 1.0}, never, {"length": 6.0}]

@@ -320,6 +320,7 @@ def test_keys_that_cannot_work_are_refused(keys: list[str], tmp_path: Path, run_
         "environment=null": "environment: is not set, and task grpo needs one",
         "max_completion_length=64": "do not fit into a row of 64 tokens",
         "advantage=absent": "advantage=absent: there is no such advantage",
+        "reward_weights={a: 1e300}": r"reward_weights .*: has the weight 1e\+300 for a, with which sums of rewards",
     }.items():
         with pytest.raises(ConfigError, match=words):
             run_here(tmp_path / "run", *keys, key)

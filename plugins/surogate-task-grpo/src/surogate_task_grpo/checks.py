@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
 
+LARGEST_WEIGHT = 1e18
+"""Largest size of a reward's weight; a reward is not larger either."""
+
 
 def problems(config: RunConfig, options: GRPOOptions, registry: Registry) -> Iterator[Problem]:
     """The mistakes of a configuration, as `TaskSpec.check` reports them."""
@@ -30,6 +33,10 @@ def problems(config: RunConfig, options: GRPOOptions, registry: Registry) -> Ite
     if options.mask_truncated_completions and options.truncated_completions == "penalty":
         message = "contradicts truncated_completions=penalty."
         yield Problem(key="mask_truncated_completions", message=message, fix="keep one")
+    for reward, weight in options.reward_weights.items():
+        if not abs(weight) <= LARGEST_WEIGHT:
+            message = f"has the weight {weight:g} for {reward}, with which sums of rewards overflow."
+            yield Problem(key="reward_weights", message=message, fix=f"a weight of at most {LARGEST_WEIGHT:g}")
     name = advantage_name(options)
     known = registry.names("advantage")
     if name not in known:
