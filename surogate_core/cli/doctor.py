@@ -43,6 +43,8 @@ def examine(registry: Registry) -> dict[str, Any]:
     except PluginError as error:
         clashes.append(str(error))
     devices = _devices()
+    kernels, clash = _kernels(registry, devices)
+    clashes += clash
     return {
         "versions": _versions(),
         "devices": [{k: v for k, v in d.items() if k != "device"} for d in devices],
@@ -51,6 +53,7 @@ def examine(registry: Registry) -> dict[str, Any]:
         "places": _places(),
         "recipes": _runnable(registry, "recipe", devices),
         "kernel packs": _runnable(registry, "kernels", devices),
+        "kernels": kernels,
         "plugins": registry.plugin_set(),
         "not loaded": [
             *(str(broken) for broken in registry.broken.values()),
@@ -174,6 +177,33 @@ def _runnable(registry: Registry, kind: str, devices: list[dict[str, Any]]) -> l
                 row[device["name"]] = f"{offered.plugin.label} failed: {type(error).__name__}: {error}"
         rows.append(row)
     return rows
+
+
+def _kernels(registry: Registry, devices: list[dict[str, Any]]) -> tuple[list[dict[str, str]], list[str]]:
+    """For each op, ``pack/kernel`` by device and dtype where a pack has one, and the reasons why there is no choice."""
+    import torch
+
+    from surogate_core.kernels.registry import KernelTable
+
+    try:
+        packs = list(registry.all("kernels").values())
+    except PluginError:
+        return [], []
+    rows: dict[str, dict[str, str]] = {}
+    faults: list[str] = []
+    for device in devices:
+        try:
+            table = KernelTable.build(device["device"], packs)
+        except Exception as error:
+            faults.append(str(error))
+            continue
+        for op in sorted({kernel.op for kernel in table.kernels}):
+            for dtype in (torch.float32, torch.bfloat16):
+                if table.offers(op, dtype):
+                    table.choose(op, dtype)
+        for (op, dtype), label in table.labels.items():
+            rows.setdefault(op, {"op": op})[f"{device['name']} {dtype}"] = label
+    return list(rows.values()), list(dict.fromkeys(faults))
 
 
 def _gib(count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -122,7 +123,17 @@ def _rows() -> list[_Row]:
         refusal = refusal or incompatible(plugin) or unlocked.get(canonical(plugin.distribution))
         state = refusal or view.problem or ("requirements not met" if unmet else "ok")
         rows.append(_Row(plugin=plugin, view=view, options=[f"{g}={o}" for g, o in sorted(options)], state=state))
-    return rows
+    return [dataclasses.replace(row, state=_twice(row, rows)) if row.state == "ok" else row for row in rows]
+
+
+def _twice(row: _Row, rows: Sequence[_Row]) -> str:
+    """``ok``, or a name that another usable plugin offers too, so that a run that asks for it is refused."""
+    own = {*row.options, *(f"{kind} {name}" for kind, name in row.view.bundles)}
+    for other in rows:
+        both = own & {*other.options, *(f"{kind} {name}" for kind, name in other.view.bundles)}
+        if other is not row and other.state == "ok" and both:
+            return f"{min(both)} is also offered by {other.plugin.name}: runs that use it are refused"
+    return "ok"
 
 
 def _unlocked(policy: ImportPolicy, installed: Sequence[InstalledPlugin]) -> dict[str, str]:

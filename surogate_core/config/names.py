@@ -101,12 +101,12 @@ def unknown_name(group: str, name: str, where: str, registry: Registry, known: I
             key=key,
             message=missing.message,
             where=where,
-            fix=f"repair or update {missing.broken.plugin.distribution}; traceback: {path}",
+            fix=missing.broken.fix.replace("the traceback is in the log.", f"traceback: {path}"),
         )
     if (group, name) in planned.NAMES and not missing.needs:
         return Problem(key=key, message=planned.MESSAGE, where=where)
     fix = missing.fix
-    if not fix.startswith("pip install"):
+    if not fix.startswith("pip install") and (group, name) not in registry.clashes:
         fix = _peers_fix(group, name, where, key) or fix or _PLACES.get(group, "")
     return Problem(key=key, message=missing.message, where=where, fix=fix, needs=missing.needs)
 

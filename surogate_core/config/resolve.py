@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from surogate_core.bundles.options import field_types, flat_marks, flat_values
+from surogate_core.config.choices import default_groups
 from surogate_core.config.schema import KEYS, PluginPolicy, RunConfig, Selection
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.files.foreign import read_json
@@ -96,7 +97,17 @@ def gather(
             settings.problems.append(problem)
         settings.choose_value("task", task, COMMAND_LINE)
     settings.imply()
+    settings.problems += _clashes(settings)
     return settings
+
+
+def _clashes(settings: Any) -> Iterator[Problem]:
+    """A problem for each default option that two plugins offer; what the user chooses is looked up on its own."""
+    for group, options in default_groups().items():
+        for option in options if isinstance(options, list) else [options]:
+            clash = settings.registry.clashes.get((group, option))
+            if clash is not None and group not in settings.choices:
+                yield Problem(key=f"{group}={option}", message=clash.message, where="the default", fix=clash.fix)
 
 
 def check(overrides: Sequence[str], settings: Any) -> RunConfig:

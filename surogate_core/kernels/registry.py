@@ -101,20 +101,35 @@ class KernelTable:
     kernels: tuple[Kernel, ...] = ()
     rewrites: tuple[Callable[[fx.Graph], None], ...] = ()
     chosen: dict[tuple[str, str], str] = field(default_factory=dict)
-    """(op, dtype) → name of the chosen kernel; for the run's log and `surogate doctor`."""
+    """(op, dtype) → name of the chosen kernel."""
+    labels: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(op, dtype) → ``pack/kernel`` of the chosen kernel; for the run's log and `surogate doctor`."""
+    packs: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    """(op, kernel, priority) → the pack that offers it."""
 
     @classmethod
     def build(cls, device: torch.device, packs: Sequence[KernelPack], *, deterministic: bool = True) -> KernelTable:
         """The table of all kernels of the packs that the device can use, optionally only deterministic ones.
 
-        Raises `PluginError` for a kernel of an op that does not exist, which no code would ever call.
+        Raises `PluginError` for a kernel of an op that does not exist, which no code would ever call, and for two packs
+        whose kernels of an op have one name and priority, so that nothing says which of them is meant.
         """
         usable = [pack for pack in packs if pack.unavailable(device) is None]
         offered = [(pack, kernel) for pack in usable for kernel in pack.kernels()]
         for pack, kernel in offered:
             if kernel.op not in references and (fault := unknown_op(kernel.op)):
                 raise PluginError(f"kernel pack {pack.name}: kernel {kernel.name}: {fault}")
+        owners: dict[tuple[str, str, int], str] = {}
+        for pack, kernel in offered:
+            other = owners.setdefault((kernel.op, kernel.name, kernel.priority), pack.name)
+            if other != pack.name:
+                raise PluginError(
+                    f"kernel packs {other} and {pack.name}: both offer the kernel {kernel.name} of {kernel.op} with "
+                    f"priority {kernel.priority}. Fix: leave one out with plugins.block=[PLUGIN]; `surogate doctor` "
+                    f"shows the plugin of a pack"
+                )
         return cls(
+            packs=owners,
             device=device,
             kernels=tuple(k for _, k in offered if k.deterministic or not deterministic),
             rewrites=tuple(rewrite for pack in usable for rewrite in pack.rewrites()),
@@ -130,7 +145,9 @@ class KernelTable:
         if args:
             offers = [k for k in offers if k.takes(*args, **kwargs)]
         best = min([*offers, references[op]], key=lambda k: (-k.priority, k.name))
-        self.chosen[op, str(dtype).removeprefix("torch.")] = best.name
+        pack, key = self.packs.get((op, best.name, best.priority)), (op, str(dtype).removeprefix("torch."))
+        self.chosen[key] = best.name
+        self.labels[key] = best.name if pack is None else f"{pack}/{best.name}"
         return best
 
 

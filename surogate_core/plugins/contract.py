@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surogate_core import API_VERSION
+from surogate_core import API_VERSION, __version__
 from surogate_core.errors import PluginError
 from surogate_core.plugins.discovery import CORE_DISTRIBUTION, ImportPolicy, InstalledPlugin, canonical
 from surogate_core.plugins.static import module_api
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from surogate_core.plugins.lock import Difference, Lock
 
+NEWER_CORE = f"pip install -U {CORE_DISTRIBUTION}"
 UNSTATED = ">=1,<2"
 """The range of a plugin that states none: the versions that there were when it could not."""
 
@@ -54,9 +56,42 @@ def remedy(plugin: InstalledPlugin, api: int = API_VERSION) -> str:
     if fits is None:
         return f"{newer}."
     is_old = any(fits.contains(str(version)) for version in range(1, api))
-    core = f"an older core: pip install '{CORE_DISTRIBUTION}<VERSION'"
-    core = core if is_old else f"a newer core: pip install -U {CORE_DISTRIBUTION}"
+    core = f"an older core: {_core_for(plugin)}" if is_old else f"a newer core: {NEWER_CORE}"
     return f"{newer}; or {core}."
+
+
+def _core_for(plugin: InstalledPlugin) -> str:
+    """What installs the core that the plugin requires."""
+    for text in plugin.requires:
+        requirement, _, marker = text.partition(";")
+        found = re.fullmatch(r"([\w.-]+)\s*\(?([^)]*)\)?\s*", requirement.strip())
+        if found and canonical(found[1]) == canonical(CORE_DISTRIBUTION) and found[2] and not marker:
+            return f"pip install '{CORE_DISTRIBUTION}{found[2].replace(' ', '')}'"
+    return f"one of hook API {supported_api(plugin)}; {plugin.distribution} does not say which versions have it"
+
+
+_UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+_UNKNOWN_NAME = re.compile(r"cannot import name '(\w+)' from '(surogate_core[\w.]*)'")
+_UNKNOWN_ATTRIBUTE = re.compile(r"module '(surogate_core[\w.]*)' has no attribute '(\w+)'")
+_UNKNOWN_MODULE = re.compile(r"No module named '(surogate_core[\w.]*)'")
+
+
+def needs_newer_core(error: BaseException) -> str:
+    """What of this core a plugin has asked for in vain, so that it needs a newer one; empty for other errors."""
+    from surogate_core import bundles
+
+    text = str(error)
+    if isinstance(error, TypeError) and (found := _UNKNOWN_FIELD.search(text)) and hasattr(bundles, found[1]):
+        what = f"no field {found[2]} of {found[1]}"
+    elif isinstance(error, ImportError) and (found := _UNKNOWN_NAME.search(text)):
+        what = f"no {found[1]} in {found[2]}"
+    elif isinstance(error, AttributeError) and (found := _UNKNOWN_ATTRIBUTE.search(text)):
+        what = f"no {found[2]} in {found[1]}"
+    elif isinstance(error, ImportError) and (found := _UNKNOWN_MODULE.search(text)):
+        what = f"no module {found[1]}"
+    else:
+        return ""
+    return f"this core, {CORE_DISTRIBUTION} {__version__}, knows {what}; the plugin needs a newer core"
 
 
 def _range(stated: str) -> SpecifierSet | None:

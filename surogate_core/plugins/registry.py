@@ -20,7 +20,7 @@ from surogate_core.bundles import KINDS, Bundle, ModelFamily
 from surogate_core.caches import use_private_caches
 from surogate_core.errors import PluginError
 from surogate_core.plugins.catalogue import catalogue, install_command
-from surogate_core.plugins.contract import incompatible, remedy, verify
+from surogate_core.plugins.contract import NEWER_CORE, incompatible, needs_newer_core, remedy, verify
 from surogate_core.plugins.discovery import (
     CORE,
     ImportPolicy,
@@ -46,7 +46,15 @@ class Broken:
     def __str__(self) -> str:
         text = " ".join(str(self.error).split())
         reason = f"{type(self.error).__name__}: {text}" if text else type(self.error).__name__
-        return f"{self.plugin.label} failed {self.doing}: {reason}"
+        newer = needs_newer_core(self.error)
+        return f"{self.plugin.label} failed {self.doing}: {f'{newer} ({reason})' if newer else reason}"
+
+    @property
+    def fix(self) -> str:
+        """What to do about it."""
+        if needs_newer_core(self.error):
+            return f"{NEWER_CORE}, or an older {self.plugin.distribution}; the traceback is in the log."
+        return f"Repair or update {self.plugin.distribution}; the traceback is in the log."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +89,9 @@ class Missing:
         message = f"its plugin {distribution} is not installed."
         return cls(message=message, fix=install_command(distribution), needs=distribution)
 
+    def __str__(self) -> str:
+        return f"{self.message} {self.fix}".rstrip()
+
 
 @dataclass(slots=True, kw_only=True)
 class Registry:
@@ -99,6 +110,8 @@ class Registry:
     """(plugin name, Hydra search path), in the order of loading; the core's own is not in it."""
     options: dict[str, dict[str, ConfigOption]] = field(default_factory=dict)
     """Config group → option → its file and owner."""
+    clashes: dict[tuple[str, str], Missing] = field(default_factory=dict)
+    """(kind or config group, name) that two plugins offer. Nobody has it: a run that asks for it is refused."""
     _offers: dict[str, dict[str, Offered]] = field(default_factory=dict)
     _flat_keys: dict[str, FlatKey] | None = None
     _told: set[str] = field(default_factory=set)
@@ -108,7 +121,8 @@ class Registry:
     def bundles(self, kind: str) -> Mapping[str, Offered]:
         """Everything offered of a kind, by name. The kind's hooks are called on first use.
 
-        Raises `PluginError` when two plugins offer the same name.
+        A name that two plugins offer is left out, and is in `clashes`. Of kernel packs a run uses all, so that for them
+        it is a `PluginError`.
         """
         if kind not in self._offers:
             hook, bundle_type = KINDS[kind]
@@ -116,8 +130,15 @@ class Registry:
             for plugin, bundle in self._call(hook, bundle_type):
                 other = offers.get(bundle.name)
                 if other is not None:
-                    raise PluginError(_clash(f"{kind} {bundle.name!r}", other.plugin, plugin))
+                    clash = _clash(f"{kind} {bundle.name!r}", other.plugin, plugin)
+                    if kind == "kernels":
+                        raise PluginError(str(clash))
+                    self.clashes.setdefault((kind, bundle.name), clash)
+                    if kind == "model":
+                        bundle = _family_of_two(clash, other.bundle, bundle)
                 offers[bundle.name] = Offered(bundle=bundle, plugin=plugin)
+            for name in [name for name in offers if kind != "model" and (kind, name) in self.clashes]:
+                del offers[name]
             self._offers[kind] = dict(sorted(offers.items()))
         return self._offers[kind]
 
@@ -154,10 +175,12 @@ class Registry:
         return self._flat_keys
 
     def check(self) -> None:
-        """Call the hooks of every kind, so that every clash and every failure is found."""
+        """Call the hooks of every kind, so that every failure is found; raises `PluginError` for a clash."""
         for kind in KINDS:
             self.bundles(kind)
         self.flat_keys()
+        if self.clashes:
+            raise PluginError("\n".join(map(str, self.clashes.values())))
 
     def _call(self, hook: str, expected: type) -> Iterable[tuple[InstalledPlugin, Any]]:
         caller = getattr(self.manager.hook, hook)
@@ -183,14 +206,16 @@ class Registry:
     def explain_missing(self, group: str, name: str, known: Iterable[str]) -> Missing:
         """Why `name` is not to be had in a group (or kind), and what to do.
 
-        In order: a broken plugin offers it; a blocked one does; one that is not installed does; otherwise the nearest
-        known name.
+        In order: two plugins offer it; a broken plugin does; a blocked one does; one that is not installed does;
+        otherwise the nearest known name.
         """
+        if (clash := self.clashes.get((group, name))) is not None:
+            return clash
         for broken in self.broken.values():
             if _offers(broken.plugin, group, name):
                 return Missing(
                     message=f"{broken}.",
-                    fix=f"Repair or update {broken.plugin.distribution}; the traceback is in the log.",
+                    fix=broken.fix,
                     broken=broken,
                 )
         for plugin, reason in self.blocked.values():
@@ -218,8 +243,7 @@ class Registry:
         """
         for broken in self.broken.values():
             if key in static_view(broken.plugin.module).flat_keys:
-                fix = f"Repair or update {broken.plugin.distribution}; the traceback is in the log."
-                return Missing(message=f"{broken}.", fix=fix, broken=broken)
+                return Missing(message=f"{broken}.", fix=broken.fix, broken=broken)
         for plugin, reason in self.blocked.values():
             if key in static_view(plugin.module).flat_keys:
                 fix = "Change the plugin policy." if self.policy.refusal(plugin.name) else remedy(plugin)
@@ -349,6 +373,8 @@ def _collect_options(registry: Registry) -> None:
             continue
         registry.search_path.append((plugin.name, path))
         _add_options(registry, plugin, directory)
+    for group, option in registry.clashes:
+        del registry.options[group][option]
 
 
 def _add_options(registry: Registry, plugin: InstalledPlugin, directory: Path) -> None:
@@ -356,7 +382,7 @@ def _add_options(registry: Registry, plugin: InstalledPlugin, directory: Path) -
         options = registry.options.setdefault(group, {})
         other = options.get(option)
         if other is not None:
-            raise PluginError(_clash(f"config option {group}={option}", other.plugin, plugin))
+            registry.clashes[group, option] = _clash(f"config option {group}={option}", other.plugin, plugin)
         options[option] = ConfigOption(file=file, plugin=plugin)
 
 
@@ -368,17 +394,31 @@ def _refuse_equal_names(found: Sequence[InstalledPlugin], policy: ImportPolicy) 
             continue
         other = names.setdefault(canonical(plugin.name), plugin)
         if other is not plugin:
-            raise PluginError(_clash(f"entry point {plugin.name!r}", other, plugin, same_name=True))
+            raise PluginError(str(_clash(f"entry point {plugin.name!r}", other, plugin, same_name=True)))
         other = modules.setdefault(plugin.module, plugin)
         if other is not plugin:
-            raise PluginError(_clash(f"module {plugin.module!r}", other, plugin))
+            raise PluginError(str(_clash(f"module {plugin.module!r}", other, plugin)))
 
 
-def _clash(what: str, first: InstalledPlugin, second: InstalledPlugin, *, same_name: bool = False) -> str:
-    fix = f"Uninstall one of them: pip uninstall {second.distribution}"
+def _clash(what: str, first: InstalledPlugin, second: InstalledPlugin, *, same_name: bool = False) -> Missing:
+    known = catalogue()
+    ours = {canonical(name) for name in (*known.options.values(), *known.bundles.values())}
+    # The one to leave out is not that which this project offers under the name.
+    other = first if canonical(second.distribution) in ours else second
+    fix = f"Uninstall one of them: pip uninstall {other.distribution}"
     if not same_name:
-        fix += f", or leave one out with plugins.block=[{second.name}]"
-    return f"{what} is offered twice: by {first.label} and by {second.label}. {fix}."
+        fix += f", or leave one out with plugins.block=[{other.name}]"
+    return Missing(message=f"{what} is offered twice: by {first.label} and by {second.label}.", fix=f"{fix}.")
+
+
+def _family_of_two(clash: Missing, first: ModelFamily, second: ModelFamily) -> ModelFamily:
+    """In place of two families with one name: it reads what both read, and refuses to be built."""
+
+    def build(config: Mapping[str, Any]) -> Any:
+        raise PluginError(str(clash))
+
+    kinds = tuple(dict.fromkeys((*first.hf_model_types, *second.hf_model_types)))
+    return ModelFamily(name=first.name, hf_model_types=kinds, build=build, presets={**first.presets, **second.presets})
 
 
 def _offers(plugin: InstalledPlugin, group: str, name: str) -> bool:

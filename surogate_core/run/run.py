@@ -301,7 +301,7 @@ class _Run:
             stages=engine.sharing.stages.sizes,
         )
         self.notes += slow_links(self.mesh, base.device) or ([self.mesh.note] if self.mesh.note else [])
-        log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.chosen.items()})
+        log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.labels.items()})
         self.notes += product_notes(engine.programs.kernels.chosen, engine.model, base.device)
         # Kernel packs are looked up only now.
         self.notes += self.registry.untold()

@@ -34,7 +34,11 @@ def imports_quietly(plugin: InstalledPlugin, registry: Registry) -> None:
 
 def answers_quietly(plugin: InstalledPlugin, registry: Registry) -> None:
     """Its hooks print nothing and leave no thread."""
-    registry.check()
+    for kind in KINDS:
+        registry.bundles(kind)
+    registry.flat_keys()
+    clashes = [str(clash) for clash in registry.clashes.values() if f"plugin {plugin.name} " in clash.message]
+    ensure(not clashes, " ".join(clashes))
     said = [r.text for r in registry.remarks if r.plugin.name == plugin.name and "in its hook" in r.text]
     ensure(not said, f"the plugin {'; '.join(said)}")
 

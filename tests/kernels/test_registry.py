@@ -142,6 +142,30 @@ def test_a_kernel_of_any_order_is_used_only_when_that_is_allowed() -> None:
     assert cuda == {"torch-cpu": True, "torch-flash": True, "torch-flash-any-order": False}
 
 
+def test_two_packs_with_one_kernel_are_refused_and_labels_name_the_pack() -> None:
+    def pack(name: str, kernel_name: str, priority: int) -> KernelPack:
+        made = Kernel(
+            op="rms_norm",
+            name=kernel_name,
+            function=ops.rms_norm,
+            supports=lambda device, dtype: True,
+            priority=priority,
+        )
+        return KernelPack(name=name, kernels=lambda: (made,))
+
+    with pytest.raises(
+        PluginError, match=r"packs one and two: both offer the kernel fast of rms_norm with priority 5\. Fix: leave one"
+    ):
+        KernelTable.build(CPU, [pack("one", "fast", 5), pack("two", "fast", 5)])
+    for second in (pack("two", "fast", 6), pack("two", "faster", 6)):
+        found = KernelTable.build(CPU, [pack("one", "fast", 5), second])
+        found.choose("rms_norm", torch.float32)
+        assert found.labels["rms_norm", "float32"].startswith("two/fast")
+    plain = KernelTable.build(CPU, [])
+    plain.choose("rms_norm", torch.float32)
+    assert plain.labels["rms_norm", "float32"] == "reference"
+
+
 def test_a_kernel_of_an_op_that_does_not_exist_is_refused() -> None:
     with pytest.raises(
         PluginError, match=r"kernel pack test: kernel fast: there is no op 'rms_nrom'; known: .*Fix: rms_norm"

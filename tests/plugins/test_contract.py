@@ -65,7 +65,10 @@ def test_a_plugin_that_states_nothing_was_written_for_version_one(install_plugin
 @pytest.mark.parametrize(
     ("stated", "surogate"),
     [
-        (">=1,<2", "an older core: pip install 'surogate-core<VERSION'"),
+        (
+            ">=1,<2",
+            "an older core: one of hook API >=1,<2; dist-old does not say which versions have it",
+        ),
         (">=3", "a newer core: pip install -U surogate-core"),
     ],
 )
@@ -73,6 +76,12 @@ def test_the_remedy_is_another_plugin_or_another_surogate(install_plugin: Any, s
     install_plugin("old", f'SUROGATE_API = "{stated}"' + BODY)
     missing = load_plugins(import_policy(None, {})).explain_missing("recipe", "wanted", [])
     assert missing.fix == f"Install a version of dist-old for hook API 2: pip install -U dist-old; or {surogate}."
+
+
+def test_the_older_core_is_the_one_that_the_plugin_requires(install_plugin: Any) -> None:
+    install_plugin("old", 'SUROGATE_API = ">=1,<2"' + BODY, requires=["numpy", "surogate-core >=0.0.3, <0.1"])
+    missing = load_plugins(import_policy(None, {})).explain_missing("recipe", "wanted", [])
+    assert missing.fix.endswith("; or an older core: pip install 'surogate-core>=0.0.3,<0.1'.")
 
 
 def test_a_source_that_is_no_python_fails_when_it_is_imported(install_plugin: Any) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
 import pytest
 
 from surogate_core.bundles import RecipeSpec
+from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import PluginPolicy
-from surogate_core.errors import PluginError
+from surogate_core.errors import ConfigError, PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 
 HEAD = "from surogate_core import bundles, hookimpl\n"
@@ -151,10 +153,14 @@ def test_an_allow_list_lets_its_members_in(install_plugin: Any) -> None:
 def test_two_plugins_offering_the_same_bundle_are_refused(install_plugin: Any) -> None:
     install_plugin("first", recipe_plugin("same"))
     install_plugin("second", recipe_plugin("same"))
-    with pytest.raises(PluginError) as raised:
-        load().bundles("recipe")
-    assert "dist-first" in str(raised.value)
-    assert "dist-second" in str(raised.value)
+    registry = load()
+    assert "same" not in registry.names("recipe")
+    assert "bf16" in registry.names("recipe")
+    for use in (lambda: registry.get("recipe", "same"), registry.check):
+        with pytest.raises(PluginError) as raised:
+            use()
+        assert "dist-first" in str(raised.value)
+        assert "dist-second" in str(raised.value)
     registry = load(PluginPolicy(block=["second"]))
     assert registry.owner("recipe", "same") == "first"
 
@@ -162,10 +168,70 @@ def test_two_plugins_offering_the_same_bundle_are_refused(install_plugin: Any) -
 def test_two_plugins_offering_the_same_option_are_refused(install_plugin: Any) -> None:
     for name in ("first", "second"):
         install_plugin(name, recipe_plugin(name, config=True), conf={"recipe/same.yaml": "name: same\n"})
+    registry = load()
+    assert "same" not in registry.options["recipe"]
     with pytest.raises(PluginError, match="recipe=same") as raised:
-        load()
+        registry.check()
     assert "dist-first" in str(raised.value)
     assert "dist-second" in str(raised.value)
+
+
+def test_a_taken_name_stops_only_runs_that_use_it(install_plugin: Any) -> None:
+    files = {"recipe/nvfp4.yaml": "name: nvfp4\n"}
+    install_plugin("acme", recipe_plugin("nvfp4", config=True), conf=files)
+    assert load_run_config([], registry=load()).recipe.name == "bf16"
+    with pytest.raises(ConfigError, match=r"recipe=nvfp4.*is offered twice.*Fix: Uninstall .*pip uninstall dist-acme"):
+        load_run_config(["recipe=nvfp4"], registry=load())
+
+
+def test_a_taken_default_stops_runs_that_choose_no_other(install_plugin: Any) -> None:
+    install_plugin("acme", recipe_plugin(config=True), conf={"recipe/bf16.yaml": "name: fp8\n"})
+    with pytest.raises(ConfigError, match=r"recipe=bf16.*is offered twice.*plugins.block=\[acme\]"):
+        load_run_config([], registry=load())
+    assert load_run_config(["recipe=fp8-hybrid"], registry=load()).recipe.name == "fp8-hybrid"
+
+
+def test_a_taken_model_family_is_refused_when_it_is_built(install_plugin: Any) -> None:
+    offer = "bundles.ModelFamily(name='qwen3', hf_model_types=('acme',), build=lambda config: None)"
+    install_plugin("acme", f"{HEAD}@hookimpl\ndef surogate_model_family():\n    return {offer}\n")
+    families = load().all("model")
+    assert {"llama", "qwen2", "qwen3"} <= families.keys()
+    assert {"qwen3", "acme"} <= set(families["qwen3"].hf_model_types)
+    with pytest.raises(PluginError, match=r"model 'qwen3' is offered twice.*pip uninstall dist-acme"):
+        families["qwen3"].build({})
+
+
+def test_taken_names_of_kernel_packs_stop_every_run(install_plugin: Any) -> None:
+    offer = "bundles.KernelPack(name='torch', kernels=tuple)"
+    install_plugin("acme", f"{HEAD}@hookimpl\ndef surogate_kernel_pack():\n    return {offer}\n")
+    with pytest.raises(PluginError, match="kernels 'torch' is offered twice"):
+        load().all("kernels")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "@hookimpl\ndef surogate_recipe():\n    return bundles.RecipeSpec(name='x', build=None, schedule_free=1)\n",
+            r"knows no field schedule_free of RecipeSpec; the plugin needs a newer core",
+        ),
+        ("from surogate_core.bundles import Hologram\n", r"knows no Hologram in surogate_core\.bundles; the plugin"),
+        ("import surogate_core.dsl.holograms\n", r"knows no module surogate_core\.dsl\.holograms; the plugin"),
+        ("bundles.Hologram\n", r"knows no Hologram in surogate_core\.bundles; the plugin needs"),
+    ],
+)
+def test_a_plugin_of_a_newer_core_says_so(install_plugin: Any, body: str, said: str) -> None:
+    install_plugin("future", f"{HEAD}{body}")
+    registry = load()
+    registry.bundles("recipe")
+    broken = registry.broken["future"]
+    assert re.search(said, str(broken))
+    assert broken.fix.startswith("pip install -U surogate-core, or an older dist-future")
+
+
+def test_an_error_of_a_plugin_itself_does_not_ask_for_a_newer_core(install_plugin: Any) -> None:
+    install_plugin("own", "class Box:\n    def __init__(self): pass\nBox(size=1)\n")
+    assert load().broken["own"].fix.startswith("Repair or update dist-own")
 
 
 def test_two_distributions_with_the_same_entry_point_are_refused(install_plugin: Any) -> None:
