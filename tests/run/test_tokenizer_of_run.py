@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -36,6 +37,15 @@ def test_a_model_from_random_weights_has_none() -> None:
 def test_a_tokenizer_that_may_be_another_models(vocab_size: int | None, pretrained: bool, notes: int) -> None:
     _, found = tokenizer_of_run(RunConfig(tokenizer=OWN), vocab_size=vocab_size, pretrained=pretrained)
     assert len(found) == notes
+
+
+def test_what_the_loader_changes_is_said(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(resolve_package_path(OWN), tmp_path / "tokenizer"))
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.1
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    _, notes = tokenizer_of_run(RunConfig(tokenizer=str(path)), vocab_size=2000, pretrained=True)
+    assert ["BPE dropout" in note for note in notes] == [True, False]
 
 
 def test_ids_that_the_embedding_has_no_row_for() -> None:
