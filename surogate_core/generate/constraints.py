@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -26,6 +27,10 @@ MOST_SCHEMA_BYTES = 64 << 10
 """Largest grammar, as JSON."""
 DEEPEST = 64
 """Objects and lists inside each other in a schema."""
+MOST_MULTIPLE = 10_000
+"""Largest `multipleOf`, and most of them in 1: the automaton of remainders has as many states, and the library limits
+their number only when it is made.
+"""
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -105,10 +110,15 @@ class Grammars:
         own = {key: value for key, value in schema.items() if key != "x-guidance"}
         return self._of(LLMatcher.grammar_from_json_schema(own, overrides=WHITE_SPACE))  # type: ignore[arg-type]
 
-    def of_rules(self, rules: str) -> MatcherGrammar:
-        """Texts that rules describe, in llguidance's dialect of Lark; raises `UserError` with the reason."""
+    def of_rules(self, rules: str, schemas: Sequence[Mapping[str, Any]] = ()) -> MatcherGrammar:
+        """Texts that rules describe, in llguidance's dialect of Lark; raises `UserError` with the reason.
+
+        `schemas`: those that clients wrote into the rules.
+        """
         from llguidance import LLMatcher
 
+        for schema in schemas:
+            _check_size(schema)
         return self._of(LLMatcher.grammar_from_lark(rules))
 
     def tag(self, text: str) -> str:
@@ -144,11 +154,27 @@ def _check_size(schema: Any) -> None:
         raise UserError(f"is too long: at most {MOST_SCHEMA_BYTES:,} bytes.")
     level = [schema]
     for _ in range(DEEPEST):
+        for one in level:
+            multiple = one.get("multipleOf") if isinstance(one, Mapping) else None
+            if isinstance(multiple, int | float) and not _is_cheap(multiple):
+                raise UserError(f"multipleOf {multiple}: has too many digits. Fix: at most {MOST_MULTIPLE:,}.")
         level = [inner for one in level for inner in (one.values() if isinstance(one, Mapping) else one)]
         level = [one for one in level if isinstance(one, Mapping | list)]
         if not level:
             return
     raise UserError(f"is nested too deeply: at most {DEEPEST} objects and lists inside each other.")
+
+
+def _is_cheap(multiple: float) -> bool:
+    value = Decimal(str(multiple))
+    if not value.is_finite() or not value:
+        return True  # the library says what is wrong
+    _, digits, exponent = value.normalize().as_tuple()
+    scale = int(exponent)
+    if abs(scale) > len(str(MOST_MULTIPLE)):
+        return False
+    coefficient = int("".join(map(str, digits)))
+    return coefficient * 10 ** max(scale, 0) <= MOST_MULTIPLE and 10 ** max(-scale, 0) <= MOST_MULTIPLE
 
 
 _LOCK = Lock()

@@ -136,7 +136,9 @@ class Served:
             made = grammars_of(self.tokenizer, self.prepared.stop_ids, size)
             if ask.schema is not None:
                 return made.of_schema(ask.schema)
-            return made.of_rules(self._parser(ask).grammar(ask.offer.must, ask.offer.several, made.tag))
+            must = ask.offer.must
+            schemas = [function.get("parameters") or {} for function in must]
+            return made.of_rules(self._parser(ask).grammar(must, ask.offer.several, made.tag), schemas)
         except UserError as error:
             raise ask.unheld(str(error)) from error
 

@@ -93,6 +93,9 @@ def test_a_grammar_that_becomes_too_complex_ends_and_says_why(made: Grammars) ->
         ({"type": "integer", "minimum": 2, "maximum": 1}, "greater than maximum"),
         ({"title": "é" * MOST_SCHEMA_BYTES}, "too long: at most 65,536 bytes"),
         (json.loads('{"items":' * 65 + "{}" + "}" * 65), "nested too deeply: at most 64"),
+        ({"type": "integer", "multipleOf": 999_983}, "multipleOf 999983: has too many digits. Fix: at most 10,000"),
+        ({"items": {"multipleOf": 1e-7}}, "multipleOf 1e-07: has too many digits"),
+        ({"multipleOf": 10**300}, "has too many digits"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "not"),
     ],
 )
@@ -107,3 +110,10 @@ def test_models_that_no_grammar_can_hold() -> None:
     with pytest.raises(UserError, match="no end token"):
         Grammars(TOKENIZER, frozenset(), SIZE)
     assert grammars_of(TOKENIZER, frozenset({END}), SIZE) is grammars_of(TOKENIZER, frozenset({END}), SIZE)
+
+
+def test_schemas_in_rules_are_checked_too(made: Grammars) -> None:
+    schema = {"type": "integer", "multipleOf": 999_983}
+    with pytest.raises(UserError, match="multipleOf 999983"):
+        made.of_rules(f"start: %json {json.dumps(schema)}", [schema])
+    assert written(made.of_schema({"type": "integer", "multipleOf": 0.25}).begin(), "1")
