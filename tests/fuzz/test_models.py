@@ -268,7 +268,7 @@ def _use_tokenizer(place: Path) -> None:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("number", fuzzing.numbers(60, 400, 3000))
+@pytest.mark.parametrize("number", fuzzing.numbers(12, 300, 2000))
 def test_models(number: int, roots: dict[str, Path]) -> None:
     registry, base = load_plugins(), ModelDir.open(roots["model"])
     uses: dict[str, Callable[[Path], None]] = {
