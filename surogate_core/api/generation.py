@@ -68,11 +68,10 @@ def generate(
         if not asked:
             return []
         form = partial(calling, registry, prepared.tokenizer, name=tool_parser, key="tool_parser")
+        rows = {f"prompt {number}": one for number, one in enumerate(asked)}
         given = [
-            texts.prompt_of_row(
-                prepared.tokenizer, _row(one, number, chat, tools), name=f"prompt {number}", calling=form
-            )
-            for number, one in enumerate(asked)
+            texts.prompt_of_row(prepared.tokenizer, _row(one, name, chat, tools), name=name, calling=form)
+            for name, one in rows.items()
         ]
         requests, _ = texts.requests_of(prepared, given, wanted)
         weights = prepared.load(registry)
@@ -81,12 +80,11 @@ def generate(
         return texts.generate_texts(made, prepared.tokenizer, requests, wanted.stop, callings=forms)
 
 
-def _row(prompt: Prompt, number: int, chat: bool, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, Any]:
+def _row(prompt: Prompt, name: str, chat: bool, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, Any]:
     """A prompt as a row of a file has it; raises `UserError`."""
     from surogate_core.files.prompts import fault_of
     from surogate_core.run.texts import unanswered
 
-    name = f"prompt {number}"
     if isinstance(prompt, str):
         if not (chat or tools):
             return prompt
