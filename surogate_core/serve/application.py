@@ -67,7 +67,8 @@ class Application:
         except RequestError as refused:
             await request.refuse(refused)
         except HTTPException as error:
-            await request.refuse(_no_route(error, scope), dict(error.headers or {}))
+            allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+            await request.refuse(_no_route(scope, allowed), {"Allow": allowed} if allowed else None)
         except (GoneError, ClientDisconnect):
             return
         except asyncio.CancelledError:
@@ -174,15 +175,12 @@ class Exchange:
                     left -= len(message.get("body", b""))
 
 
-def _no_route(error: HTTPException, scope: Scope) -> RequestError:
-    """The error of a path that there is not, or that takes another method."""
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
+def _no_route(scope: Scope, allowed: str) -> RequestError:
+    """The error of a path that there is not, or that takes other methods."""
+    if allowed:
         return RequestError(f"{scope['method']}: this path takes {allowed}.", status=405, code="method_not_allowed")
     known = ", ".join((*GET_PATHS, *POST_PATHS))
-    return RequestError(
-        f"{scope['path'][:200]}: there is no such path. Fix: {known}", status=error.status_code, code="not_found"
-    )
+    return RequestError(f"{scope['path'][:200]}: there is no such path. Fix: {known}", status=404, code="not_found")
 
 
 async def body_of(request: Request) -> bytes:

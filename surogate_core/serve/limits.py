@@ -96,7 +96,7 @@ class LimitedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.logger = _LOG
+        self.logger, self.access_log = _LOG, False
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
