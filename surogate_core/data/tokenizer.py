@@ -86,7 +86,7 @@ def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTo
     tokenizer, differing = tokenizer_file.as_in_file(tokenizer, local)
     if differing:
         note(
-            f"tokenizer {path}: transformers replaces its {' and '.join(differing)} by those of another class; "
+            f"tokenizer {path}: transformers replaces its {', '.join(differing)} by those of another class; "
             f"tokenizer.json is used as it is."
         )
     if tokenizer_file.without_dropout(tokenizer):

@@ -84,7 +84,7 @@ def _differing(tokenizer: PreTrainedTokenizerBase, content: Mapping[str, Any], d
     ]
     if not _says_itself(directory) and _added(wanted, loaded) != _added(loaded, loaded):
         found.append("post-processor")
-    if type(wanted.decoder) is not type(loaded.decoder):
+    if wanted.decoder is not None and type(wanted.decoder) is not type(loaded.decoder):
         found.append("decoder")
     before, after = wanted.model, loaded.model
     if type(before) is not type(after) or any(_setting(before, n) != _setting(after, n) for n in _SETTINGS):
