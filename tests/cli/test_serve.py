@@ -21,7 +21,8 @@ import pytest
 
 from surogate_core.cli.main import main
 from surogate_core.cli.serve import FLAGS, _named_adapters, _token_of
-from surogate_core.errors import UserError
+from surogate_core.errors import MachineError, UserError
+from surogate_core.serve import require_packages
 
 
 def free_port() -> int:
@@ -95,6 +96,12 @@ def test_ctrl_c_ends_the_process(hf_dir: Path, tmp_path: Path) -> None:
     assert process.returncode == 0, err
     assert out == ""
     assert token not in err
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surogate_core.serve.find_spec", lambda name: None)
+    with pytest.raises(MachineError, match=r"starlette and uvicorn.* Fix: pip install 'surogate-core\[serve\]'"):
+        require_packages()
 
 
 def test_a_token_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from surogate_core.bundles import RolloutSettings, Sampling
@@ -286,7 +287,11 @@ def test_what_is_not_http(live: Live, request_line: bytes, status: int) -> None:
     [
         ({}, 200),
         ({"Host": "localhost"}, 200),
+        ({"Host": "LOCALHOST:80"}, 200),
         ({"Host": "[::1]:80"}, 200),
+        ({"Host": "[::1]"}, 200),
+        ({"Host": "[::1].evil.example"}, 403),
+        ({"Host": "localhost@evil.example"}, 403),
         ({"Host": "evil.example:80"}, 403),
         ({"Host": "127.0.0.1.evil.example"}, 403),
         ({"Origin": "http://evil.example"}, 403),
@@ -330,6 +335,47 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(live: Live, monkey
     connection.request("POST", "/v1/completions", data, {"Authorization": f"Bearer {TOKEN}"})
     last = connection.getresponse().read().decode().rstrip("\n").split("\n\n")[-1]
     assert json.loads(last.removeprefix("data: ")) == answer
+
+
+@pytest.mark.parametrize("place", ["ticket", "serve"])
+def test_a_panic_of_a_library_is_an_error_of_one_request(
+    live: Live, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The panics of Rust libraries are no `Exception`."""
+
+    class Panic(BaseException):
+        pass
+
+    def fail(*arguments: Any) -> Any:
+        raise Panic("secret")
+
+    monkeypatch.setattr(Served if place == "ticket" else NativeEngine, place, fail)
+    status, answer = live.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert "secret" not in answer["error"]["message"]
+    monkeypatch.undo()
+    assert live.complete(prompt="a", max_tokens=1)
+
+
+def test_disconnects_leave_nothing_behind(live: Live) -> None:
+    def left() -> tuple[int, int]:
+        return threading.active_count(), psutil.Process().num_fds()
+
+    body = json.dumps({"prompt": "a", "max_tokens": 140, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n"
+    data = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    live.complete(prompt="a", max_tokens=1)
+    before = left()
+    for _ in range(2):
+        clients = [socket.create_connection(("127.0.0.1", live.server.port)) for _ in range(32)]
+        for client in clients:
+            client.sendall(data)
+        until(lambda: live.server.worker.counts()[0] == 4)
+        for client in clients:
+            client.close()
+        until(lambda: live.server.worker.counts() == (0, 0))
+    until(lambda: len(live.server.connections) == 0)
+    assert all(now <= then for now, then in zip(left(), before, strict=True))
 
 
 def test_a_larger_context_is_advised_only_if_the_model_has_one(live: Live) -> None:
