@@ -24,6 +24,9 @@ from surogate_core.plugins.registry import ConfigOption, Registry
 MAX_FILES = 10_000
 """Largest number of files of any kind below a directory of options; more means that its path is a mistake."""
 
+_OUTPUTS = frozenset(("run.json", "metrics.jsonl", "multirun.yaml", "sweep.json"))
+"""Files that only outputs of runs and sweeps have."""
+
 _HYDRAS_OWN = re.compile(r"(^|[\s/@.])hydra($|[\s/@.:])")
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 
@@ -102,9 +105,15 @@ def _add(directory: Path, registry: Registry, where: str) -> list[Problem]:
 
 
 def _option_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """(group, file), sorted; `OverflowError` where there are too many files of any kind."""
+    """(group, file), sorted; `OverflowError` where there are too many files of any kind.
+
+    Directories that runs and sweeps have written are left out.
+    """
     seen = 0
     for folder, folders, names in os.walk(directory):
+        if Path(folder) != directory and not _OUTPUTS.isdisjoint(names):
+            folders.clear()
+            continue
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         seen += len(names) + len(folders)
         if seen > MAX_FILES:

@@ -97,7 +97,7 @@ def gather(
             settings.problems.append(problem)
         settings.choose_value("task", task, COMMAND_LINE)
     settings.imply()
-    settings.problems += _clashes(settings)
+    settings.problems += [*_clashes(settings), *_other_sweepers(settings)]
     return settings
 
 
@@ -108,6 +108,42 @@ def _clashes(settings: Any) -> Iterator[Problem]:
             clash = settings.registry.clashes.get((group, option))
             if clash is not None and group not in settings.choices:
                 yield Problem(key=f"{group}={option}", message=clash.message, where="the default", fix=clash.fix)
+
+
+_SWEEPS = {
+    "launcher": (
+        "is not available: the runs of a sweep start one after the other in this process, which keeps their table.",
+        "leave it out; to train runs at the same time start several commands, each with its own values and output_dir",
+    ),
+    "sweeper": (
+        "is not available: a sweep trains the values that it names, all of which are checked before the first run.",
+        "name values, KEY=1e-5,1e-4 or KEY=choice(1e-5,1e-4); a search can call `surogate.train` from Python",
+    ),
+}
+"""Hydra's groups whose only option is ``basic`` → (why, what to do instead)."""
+
+
+def _other_sweepers(settings: Any) -> list[Problem]:
+    """A problem for each launcher and sweeper that is not Hydra's own, and for intervals, which need one.
+
+    They are taken out, so that Hydra does not complain about them too.
+    """
+    from surogate_core.config.overrides import COMMAND_LINE
+
+    problems: list[Problem] = []
+    for line in list(settings.hydra):
+        key, _, value = line.lstrip("+~").partition("=")
+        group = key.partition("@")[0].removeprefix("hydra/")
+        if key.startswith("hydra/") and group in _SWEEPS and value.strip("'\"") != "basic":
+            message, fix = _SWEEPS[group]
+            problems.append(Problem(key=f"hydra/{group}={value}", message=message, where=COMMAND_LINE, fix=fix))
+            settings.hydra.remove(line)
+    for value in list(settings.values):
+        if re.match(r"(\w+\(\s*)*interval\(", value.text):
+            message = f"{value.text} has no values that a sweep can train."
+            problems.append(Problem(key=value.key, message=message, where=value.where, fix=_SWEEPS["sweeper"][1]))
+            settings.values.remove(value)
+    return problems
 
 
 def check(overrides: Sequence[str], settings: Any) -> RunConfig:
