@@ -42,6 +42,8 @@ def generate(
     `logprobs` and `reason`. Every call loads the weights. Raises `UserError` or `MachineError`.
     """
     asked = _asked(prompts)
+    if not asked:
+        return []
     with contained():
         from surogate_core.cli.arguments import Arguments, registry_for
         from surogate_core.cli.sampling import flags_of, sampling_of
@@ -65,8 +67,6 @@ def generate(
             sampling=sampling_of(flags_of(sampling), prepared.sampling, sampled=samples > 1),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
-        if not asked:
-            return []
         form = partial(calling, registry, prepared.tokenizer, name=tool_parser, key="tool_parser")
         rows = {f"prompt {number}": one for number, one in enumerate(asked)}
         given = [

@@ -31,7 +31,7 @@ MOST_MULTIPLE = 10_000
 """Largest `multipleOf`, and most of them in 1: the automaton of remainders has as many states, and the library limits
 their number only when it is made.
 """
-LIMITS = {
+LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,

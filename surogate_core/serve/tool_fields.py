@@ -118,7 +118,7 @@ def message_of(place: int, message: Any) -> Mapping[str, Any]:
 def _calls(value: Any, where: str) -> list[Mapping[str, Any]]:
     if not isinstance(value, list):
         raise _wrong(where, "must be a list of calls")
-    found = []
+    found: list[Mapping[str, Any]] = []
     for place, call in enumerate(value):
         inner = ".function" if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else ""
         try:

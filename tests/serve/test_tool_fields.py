@@ -30,7 +30,7 @@ def function(**changes: Any) -> dict[str, Any]:
     return {"type": "function", "function": {**GET["function"], **changes}}
 
 
-def test_tools_and_choices():
+def test_tools_and_choices() -> None:
     names = [one["name"] for one in chat(tools=[GET, PUT]).offer.functions]
     assert names == ["get_order", "put"]
     assert chat(tools=[GET]).offer.tools == (GET,)
@@ -50,7 +50,7 @@ def test_tools_and_choices():
     assert not chat(tools=[], tool_choice="auto", parallel_tool_calls=True, response_format={"type": "text"}).held
 
 
-def test_formats_of_answers():
+def test_formats_of_answers() -> None:
     assert chat(response_format={"type": "text"}).schema is None
     assert chat(response_format={"type": "json_object"}).schema == ANY_OBJECT
     inner = {"name": "order", "strict": True, "schema": SCHEMA}
@@ -105,7 +105,7 @@ def test_what_is_refused(fields: dict[str, Any], param: str, message: str) -> No
     assert "{" not in str(refused.value).partition(": ")[0]
 
 
-def test_calls_and_results_in_messages():
+def test_calls_and_results_in_messages() -> None:
     # As the API answers: no content, and arguments as text.
     found = asked({"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None})
     assert found["content"] == ""

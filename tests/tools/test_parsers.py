@@ -17,7 +17,7 @@ from surogate_core.tools.choosing import core_parsers, parser_of
 from surogate_core.tools.reading import Call, CallReader, Delta
 
 SPECS = core_parsers()
-FUNCTIONS = [{"name": "get"}, {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}]
+FUNCTIONS: list[dict[str, Any]] = [{"name": "get"}, {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}]
 FORMS = {"chatml": "hermes", "qwen3": "hermes", "llama3": "llama3", "mistral": "mistral"}
 
 
