@@ -110,7 +110,9 @@ def check_shown(chat: Chat, messages: Messages, tools: Tools, rendered: str) -> 
 
 def _check_words(messages: Messages, tools: Tools, rendered: str, left_out: frozenset[tuple[int, str]]) -> None:
     found = Rendering(rendered)
-    contents, moved, others = [], [], []
+    contents: list[Piece] = []
+    moved: list[Piece] = []
+    others: list[Piece] = []
     for turn, message in enumerate(messages):
         for name, text in _texts(messages, turn):
             if text.strip() and (turn, name) not in left_out:

@@ -73,7 +73,7 @@ def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTo
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(local), trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(local), trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise OSError, ValueError, KeyError and bare Exception
         raise UserError(
             f"tokenizer {path}: cannot be loaded: {_first_line(error)} Fix: check that its files are complete."

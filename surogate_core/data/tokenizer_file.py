@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 
-_VOCABULARIES = {"BPE": {"vocab": {}, "merges": []}, "Unigram": {"vocab": [["?", 0.0]], "unk_id": 0}}
+_VOCABULARIES: dict[str, dict[str, Any]] = {
+    "BPE": {"vocab": {}, "merges": []},
+    "Unigram": {"vocab": [["?", 0.0]], "unk_id": 0},
+}
 """A model without its vocabulary, by its type; any other has a `vocab` alone."""
 _SETTINGS = (
     "unk_token",
