@@ -17,7 +17,7 @@ def count(number: float) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """About so many significant digits: ``0.0123``, ``1e-05``, ``4,838``, ``inf``."""
+    """`digits` significant digits: ``0.0123``, ``1e-05``, ``4,838``, ``inf``."""
     if math.isfinite(value) and abs(value) >= 10**digits - 0.5:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
