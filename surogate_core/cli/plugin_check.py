@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import sys
+import time
 from textwrap import indent
 
-from surogate_core.errors import PluginError
+from surogate_core.errors import PluginError, UserError
 from surogate_core.testing.check import Check, NotApplicable
 
 
@@ -27,8 +27,12 @@ def matrix() -> int:
     return 1 if found.missed or found.count("crashed") else 0
 
 
-def main(names: list[str], *, verbose: bool = False) -> int:
-    """Try the plugins; 0 when every check that applies here holds. `verbose`: with the traceback of what does not."""
+def main(names: list[str], *, only: str | None = None, verbose: bool = False) -> int:
+    """Try the plugins; 0 when every check that applies here holds.
+
+    Each check is printed when it ends. `only`: run the checks whose name contains this text. `verbose`: with the
+    traceback of what does not hold.
+    """
     import torch
 
     from surogate_core.plugins import import_policy, load_plugins
@@ -37,34 +41,46 @@ def main(names: list[str], *, verbose: bool = False) -> int:
     # Tensors this small are done before a second thread wakes up.
     torch.set_num_threads(1)
     registry = load_plugins(import_policy())
-    bad = 0
+    bad, tried = 0, 0
     for name in names or sorted(p for p in registry.plugins if p != "core"):
-        held, missed, failures = 0, [], []
+        counts = {"holds": 0, "FAILED": 0, "skipped": 0}
         try:
-            found = checks(name, registry)
+            found = [check for check in checks(name, registry) if only is None or _plain(only) in _plain(str(check))]
         except PluginError as error:
-            failures.append(str(error))
-            found = []
+            print(f"  FAILED  {error}", flush=True)
+            counts["FAILED"], found = 1, []
+        tried += len(found)
+        if not found and not counts["FAILED"]:
+            continue
         for check in found:
-            try:
-                _run(check)
-            except NotApplicable as reason:
-                missed.append(f"{check}: {reason}")
-            except AssertionError as error:
-                trace = getattr(error, "trace", "") if verbose else ""
-                failures.append(f"{check}: {error}" + (f"\n{indent(trace.rstrip(), ' ' * 4)}" if trace else ""))
-            else:
-                held += 1
-        verdict = "fails" if failures else "conforms"
-        skipped = f", {len(missed)} not applicable" if missed else ""
-        print(f"{name} {verdict}: {held} checks hold, {len(failures)} do not{skipped}")
-        for line in failures:
-            print(f"  FAILED  {line}")
-        for line in missed:
-            print(f"  skipped {line}")
-        sys.stdout.flush()
-        bad += bool(failures)
+            started = time.monotonic()
+            word, detail = _outcome(check, verbose=verbose)
+            counts[word] += 1
+            print(f"  {word:<7} {check}{detail} ({time.monotonic() - started:.1f} s)", flush=True)
+        verdict = "fails" if counts["FAILED"] else "conforms"
+        skipped = f", {counts['skipped']} not applicable" if counts["skipped"] else ""
+        print(f"{name} {verdict}: {counts['holds']} checks hold, {counts['FAILED']} do not{skipped}", flush=True)
+        bad += bool(counts["FAILED"])
+    if only is not None and not tried and not bad:
+        raise UserError(f"--check {only}: no check has this in its name. Fix: leave it out, which lists all")
     return 1 if bad else 0
+
+
+def _plain(text: str) -> str:
+    """A check's name as it is compared: with blanks or underscores, as a function or as it is printed."""
+    return text.replace("_", " ").lower()
+
+
+def _outcome(check: Check, *, verbose: bool) -> tuple[str, str]:
+    """``holds``, ``FAILED`` or ``skipped``, and the reason."""
+    try:
+        _run(check)
+    except NotApplicable as reason:
+        return "skipped", f": {reason}"
+    except AssertionError as error:
+        trace = getattr(error, "trace", "") if verbose else ""
+        return "FAILED", f": {error}" + (f"\n{indent(trace.rstrip(), ' ' * 4)}" if trace else "")
+    return "holds", ""
 
 
 def _run(check: Check) -> None:

@@ -68,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="instead: whether every pair of family, recipe, optimizer, offloader and mode trains a step together",
     )
+    checking.add_argument("--check", metavar="TEXT", help="run only the checks with this in their name")
     checking.add_argument("-v", "--verbose", action="store_true", help="show the traceback of each failed check")
     making = commands.add_parser("new", help="write a package for a plugin")
     making.add_argument("name", metavar="NAME", help="lower-case, with dashes; also what a config selects it by")
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
         if arguments.matrix:
             return plugin_check.matrix()
-        return plugin_check.main(arguments.names, verbose=arguments.verbose)
+        return plugin_check.main(arguments.names, only=arguments.check, verbose=arguments.verbose)
     if arguments.command == "new":
         directory = new_plugin(arguments.name, arguments.kind, arguments.output)
         point = f"{arguments.kind}-{arguments.name}"

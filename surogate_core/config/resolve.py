@@ -139,7 +139,7 @@ def _other_sweepers(settings: Any) -> list[Problem]:
             problems.append(Problem(key=f"hydra/{group}={value}", message=message, where=COMMAND_LINE, fix=fix))
             settings.hydra.remove(line)
     for value in list(settings.values):
-        if re.match(r"(\w+\(\s*)*interval\(", value.text):
+        if re.match(r"(\w+\([^'\"]*[(,\s])?interval\(|\w+\(interval\(", value.text):
             message = f"{value.text} has no values that a sweep can train."
             problems.append(Problem(key=value.key, message=message, where=value.where, fix=_SWEEPS["sweeper"][1]))
             settings.values.remove(value)

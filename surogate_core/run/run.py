@@ -59,6 +59,7 @@ from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.samples import Sampler, rows_of
 from surogate_core.run.set_up_times import SetUpTimes
 from surogate_core.run.task_spec import Surroundings, task_spec
+from surogate_core.run.versions import untested_torch
 from surogate_core.train.at_hand import AtHand, at_hand
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
@@ -304,7 +305,7 @@ class _Run:
         log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.labels.items()})
         self.notes += product_notes(engine.programs.kernels.chosen, engine.model, base.device)
         # Kernel packs are looked up only now.
-        self.notes += self.registry.untold()
+        self.notes += [*self.registry.untold(), *untested_torch()]
         if self.config.epoch_adjustment and material.data is not None:
             parameters, tokens = engine.parameters.counts()[0], material.data.report.train.tokens
             self.config, note = with_adjusted_epochs(self.config, parameters=parameters, tokens=tokens)

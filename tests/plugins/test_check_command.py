@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from surogate_core.cli import plugin_check
 from surogate_core.cli.main import main
 from surogate_core.errors import PluginError
 from surogate_core.testing import checks
@@ -33,8 +34,31 @@ def test_check_prints_a_short_verdict(install_plugin: Any, capsys: Any) -> None:
     install_plugin("good", RECIPE.replace("NAME", "'fine'"))
     assert main(["plugins", "check", "good"]) == 1
     printed = capsys.readouterr().out
-    assert printed.startswith("good fails: 11 checks hold, 1 do not, 3 not applicable\n")
+    assert printed.endswith("\ngood fails: 11 checks hold, 1 do not, 3 not applicable\n")
+    assert len(printed.splitlines()) == 16, "each check has a line"
     assert "FAILED  plugin good: imports quietly" in printed  # its directory is on the path of this process only
+
+
+def test_check_prints_as_it_goes_and_runs_one_check(
+    install_plugin: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin("good", RECIPE.replace("NAME", "'fine'"))
+    seen: list[str] = []
+    real = plugin_check._run
+
+    def watched(check: Any) -> None:
+        seen.append(capsys.readouterr().out)
+        real(check)
+
+    monkeypatch.setattr(plugin_check, "_run", watched)
+    assert main(["plugins", "check", "good", "--check", "recipe fine: "]) == 0
+    assert seen[0] == ""
+    assert all(re.fullmatch(r"  (holds|skipped) +recipe fine: .* \(\d+\.\d s\)\n", text) for text in seen[1:])
+    assert main(["plugins", "check", "good", "--check", "multiplies"]) == 0
+    assert "good conforms: 1 checks hold, 0 do not" in capsys.readouterr().out
+    assert main(["plugins", "check", "good", "--check", "is_seen_without"]) == 0
+    assert main(["plugins", "check", "good", "--check", "nonesuch"]) == 2
+    assert "--check nonesuch: no check has this in its name" in capsys.readouterr().err
 
 
 def test_check_names_what_does_not_hold(install_plugin: Any, capsys: Any) -> None:
