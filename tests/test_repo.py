@@ -264,7 +264,7 @@ def test_core_knows_no_plugin_by_name():
 
 
 FLOORS = (
-    {"imports", "masking", "numbers", "parents"},
+    {"imports", "masking", "numbers", "outcome", "parents"},
     {"errors", "events"},
     {"conf_paths", "batch", "bundles", "hookspecs"},
     {"tools"},
