@@ -105,7 +105,7 @@ class LimitedProtocol(H11Protocol):
         """Whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         """Take the connection if there is a place."""
         super().connection_made(transport)
         refused = self.places.add(self, self.client[0] if self.client else "")
@@ -135,7 +135,7 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
         self._watch_head()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> Any:
         """The client has closed its side: it gets what is ready now, and no more."""
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
         return True

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from surogate_core.bundles import Request
 from surogate_core.run.completions import Watch, token_bytes
-from surogate_core.serve.answers import Answer
+from surogate_core.serve.answers import Answer, Usage
 from surogate_core.serve.asks import Ask
 from surogate_core.serve.models import Served
 from surogate_core.serve.parts import Parts
@@ -43,7 +43,8 @@ def answers(tokenizer: Any, ids: list[int], ask: Ask) -> tuple[Any, list[Any]]:
             if stopped:
                 break
         if not stream:
-            (whole,) = answer.whole(parts.whole(), SimpleNamespace(body=dict))["choices"]  # type: ignore[arg-type]
+            usage = Usage(prompt=1, completion=len(ids))
+            (whole,) = answer.whole(parts.whole(), usage)["choices"]
     return whole, chunks
 
 

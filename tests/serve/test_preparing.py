@@ -51,7 +51,8 @@ def test_no_token_is_longer_than_the_longest(model: Any) -> None:
 
 
 def test_the_smallest_is_prepared_first() -> None:
-    preparer, go, order = Preparer(), threading.Event(), []
+    preparer, go = Preparer(), threading.Event()
+    order: list[int] = []
 
     async def run() -> None:
         first = asyncio.ensure_future(preparer.call(1, partial(go.wait, 10)))

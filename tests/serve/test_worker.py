@@ -56,7 +56,8 @@ class Plain:
 
 def ticket(number: int, *, model: str = "a", count: int = 1, tokens: int = 2) -> Ticket:
     requests = [Request(prompt=(1,), max_new_tokens=tokens, number=number, sample=i) for i in range(count)]
-    return Ticket(model=model, requests=requests, watches=[Plain() for _ in requests])  # type: ignore[arg-type]
+    watches: Any = [Plain() for _ in requests]
+    return Ticket(model=model, requests=requests, watches=watches)
 
 
 @contextmanager
@@ -100,7 +101,8 @@ def test_requests_join_those_that_run_as_slots_become_free() -> None:
 )
 def test_models_take_turns(patience: float, turns: list[str], order: list[int]) -> None:
     """In the order of arrival if nobody is patient; otherwise requests for the active model overtake others."""
-    engine, active = Counting(), []
+    engine = Counting()
+    active: list[str] = []
     with working(engine, activate=active.append, patience=patience) as worker:
         tickets = [ticket(n, model=model, tokens=3) for n, model in enumerate("aabab")]
         worker.submit(tickets[0])
