@@ -173,7 +173,9 @@ def main(argv: Sequence[str]) -> int:
     if "" in words.lists.get("--stop", ()):
         raise UserError("--stop: is empty. Fix: give the text before which an answer ends.")
     from surogate_core import logs
+    from surogate_core.cli.announce import announce
 
+    announce(f"Loading {', '.join(words.models)}.")
     logs.configure()
     talk(_partners(words), words.texts.get("--system"), most=words.counts.get("--max-new-tokens", MOST))
     return 0

@@ -133,6 +133,9 @@ def _dispatch(arguments: list[str]) -> int:
     if first.startswith(PREFIXES) or "=" in first:
         return _train(arguments, None)
     if first == DEMO:
+        from surogate_core.cli.announce import announce
+
+        announce("The demo trains a tiny model on data that ships with Surogate. Loading torch and the plugins.")
         return _train(arguments[1:], None)
     commands: dict[str, Callable[[list[str]], int]] = {
         "generate": _generate,

@@ -89,8 +89,10 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     from surogate_core import logs
+    from surogate_core.cli.announce import announce
     from surogate_core.cli.gpus import Gpu, find
 
+    announce("Planning: the layers are traced to count memory and work, which takes some seconds.")
     asked = None if "--gpu" not in values else find(values["--gpu"])
     logs.configure()
     config, registry = load(arguments, task)
