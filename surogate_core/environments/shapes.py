@@ -29,8 +29,8 @@ def facts(found: Any) -> dict[str, Any]:
         case {"size": size, "held_out": int(held_out), "groups": bool()} if held_out >= 0:
             if size is None or (isinstance(size, int) and size > 0):
                 return dict(found)
-    size, held_out = (found.get("size"), found.get("held_out")) if isinstance(found, Mapping) else (found, None)
-    raise InvalidError(f"size is {size!r:.40}, held_out is {held_out!r:.40}")
+    said = found if isinstance(found, Mapping) else {}
+    raise InvalidError(f"size is {said.get('size')!r:.40}, held_out is {said.get('held_out')!r:.40}")
 
 
 def task(found: Any) -> dict[str, Any]:

@@ -165,14 +165,14 @@ def matchers(patterns: Mapping[str, str], place: str) -> Callable[[str, str], bo
 
 
 def wrong_pattern(pattern: Any) -> str | None:
-    """Why a text is no regular expression that `matchers` takes, or None."""
+    """What is wrong with a regular expression for `matchers`, as the rest of a sentence, or None."""
     import regex
 
     if len(pattern) > LONGEST_PATTERN:
-        return f"it has {len(pattern)} characters, more than {LONGEST_PATTERN}"
+        return f"has {len(pattern)} characters, more than {LONGEST_PATTERN}"
     try:
         re.compile(pattern)
         regex.compile(pattern)
     except (re.error, regex.error, RecursionError, OverflowError) as error:
-        return f"it is not a regular expression: {error}"
+        return f"is no regular expression: {error}"
     return None

@@ -489,7 +489,7 @@ def _wrong_pattern(key: str, patterns: Any) -> list[str]:
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
             problems.append(f"{key}: {pattern} is {value!r}, not a positive number")
         if (why := wrong_pattern(pattern)) is not None:
-            problems.append(f"{key}: {pattern[:100]}: {why}")
+            problems.append(f"{key}: {pattern[:100]} {why}")
     return problems
 
 

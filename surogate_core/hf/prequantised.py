@@ -55,7 +55,7 @@ class Skip:
         found = [*globs, *expressions]
         for text in found:
             if (why := wrong_pattern(text)) is not None:
-                raise UserError(f"config.json: quantization_config: {text[:100]!r}: {why}. Fix: correct it.")
+                raise UserError(f"config.json: quantization_config: {text[:100]!r} {why}. Fix: correct it.")
         matches = matchers({text: text for text in found}, "config.json: quantization_config")
         return cls(frozenset(plain), lambda module: any(matches(text, module) for text in found))
 

@@ -196,7 +196,7 @@ def refuse_loose(owned: Owned) -> None:
         if isinstance(finder, _Gate):
             finder.owned = owned
             return
-    sys.meta_path.insert(0, _Gate(owned))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Gate(owned))
 
 
 def allow_loose() -> None:

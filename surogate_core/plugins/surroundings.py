@@ -39,16 +39,35 @@ def in_scope(scope: Scope, plugins: Iterable[str]) -> dict[str, Distribution]:
     for name in (CORE_DISTRIBUTION, FRONT_DOOR):
         with suppress(PackageNotFoundError):
             core[name] = distribution(name)
-    return core if scope == "core" else {**required_by([CORE_DISTRIBUTION, *plugins]), **core}
+    return core if scope == "core" else {**required_by([CORE_DISTRIBUTION, *plugins], _extras_of_core()), **core}
 
 
-def required_by(names: Iterable[str]) -> dict[str, Distribution]:
-    """Normalised name → the distributions of these names that are installed, and all that they require here."""
+def _extras_of_core() -> list[str]:
+    """The extras with which the command's distribution requires the core, such as the server's."""
+    from packaging.requirements import Requirement
+
+    try:
+        found = [Requirement(text) for text in distribution(FRONT_DOOR).requires or ()]
+    except (PackageNotFoundError, ValueError):
+        return []
+    return [
+        extra
+        for one in found
+        if one.marker is None and canonical(one.name) == CORE_DISTRIBUTION
+        for extra in one.extras
+    ]
+
+
+def required_by(names: Iterable[str], extras: Iterable[str] = ()) -> dict[str, Distribution]:
+    """Normalised name → the distributions of these names that are installed, and all that they require here.
+
+    `extras`: of the core.
+    """
     from packaging.requirements import InvalidRequirement, Requirement
 
     found: dict[str, Distribution] = {}
     done: set[tuple[str, str]] = set()
-    waiting = [(name, "") for name in names]
+    waiting = [*((name, "") for name in names), *((CORE_DISTRIBUTION, extra) for extra in extras)]
     while waiting:
         name, extra = waiting.pop()
         if (name, extra) in done:
