@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from surogate_core.plugins.discovery import (
     import_policy,
     installed_plugins,
 )
-from surogate_core.plugins.lock import installed_lock, requirements, write_lock
+from surogate_core.plugins.lock import Lock, differences, installed_lock, read_lock, requirements, write_lock
 from surogate_core.plugins.sbom import bill_of_materials
 from surogate_core.plugins.surroundings import SCOPES
 
@@ -53,6 +54,7 @@ def add_commands(commands: Any) -> None:
     )
     verifying.add_argument("--lock", metavar="FILE", type=Path, default=Path(DEFAULT_LOCK), help="default: %(default)s")
     verifying.add_argument("--allow-editable", action="store_true", help="accept editable installs")
+    verifying.add_argument("--json", action="store_true", help="machine-readable")
     listing = commands.add_parser(
         "sbom",
         help="print a bill of materials",
@@ -85,7 +87,13 @@ def _lock(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         return 0
+    former: Lock | None = None
+    with contextlib.suppress(UserError):  # there is none, or it cannot be read: it is replaced
+        former = read_lock(arguments.output)
     write_lock(lock, arguments.output)
+    if former is not None and former.scope == lock.scope:
+        for change in differences(former, lock, allow_editable=True):
+            print(f"changed: {change}")
     files = sum(digest != MISSING for d in lock.distributions.values() for digest in d.files.values())
     print(f"{arguments.output}: {len(lock.distributions)} distributions, {files} files")
     editable = [d.name for d in lock.distributions.values() if d.editable]
@@ -108,6 +116,10 @@ def _lock(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     allow_editable = arguments.allow_editable or os.environ.get(EDITABLE_VARIABLE, "").lower() in ("1", "true")
     found = rule_differences(import_policy(), installed_plugins(), file=arguments.lock, allow_editable=allow_editable)
+    if arguments.json:
+        listed = [{"distribution": one.distribution, "difference": str(one)} for one in found]
+        print(json.dumps({"lock": str(arguments.lock), "equal": not found, "differences": listed}, indent=2))
+        return 1 if found else 0
     for line in found:
         print(line)
     if not found:

@@ -69,7 +69,7 @@ def facts(run: RunRecord) -> Rows:
             ("trained parameters", f"{trained:,}{share}"),
             ("device", str(start.get("device"))),
             ("tokens per step", f"{start['tokens_per_step']:,}" if start.get("tokens_per_step") else ""),
-            ("epochs", significant(start["epochs"], 4) if start.get("epochs") else ""),
+            ("planned epochs", significant(start["epochs"], 4) if start.get("epochs") else ""),
         ]
     if bad := len(run.steps) - len(finite(run, "loss")):
         rows.append(("steps that were not finite", f"{bad:,}"))

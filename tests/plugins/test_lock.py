@@ -326,9 +326,23 @@ def test_lock_and_verify(
     assert main(["plugins", "verify", "--lock", "surogate.lock"]) == 0
     (site / "plugin_marked" / "__init__.py").open("a").write("\n")
     assert main(["plugins", "verify"]) == 1
-    assert "dist-marked 1.2.3: plugin_marked/__init__.py was altered" in capsys.readouterr().out
+    altered = "dist-marked 1.2.3: plugin_marked/__init__.py was altered"
+    assert altered in capsys.readouterr().out
+    assert main(["plugins", "verify", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "lock": "surogate.lock",
+        "equal": False,
+        "differences": [{"distribution": "dist-marked", "difference": altered}],
+    }
+    # A new lock says what it changes; an equal one, and one in place of a damaged one, say nothing.
+    for changes in (True, False):
+        assert main(["plugins", "lock"]) == 0
+        assert (f"changed: {altered}\n" in capsys.readouterr().out) == changes
     (tmp_path / "surogate.lock").write_text("?")
     assert main(["plugins", "verify"]) == 2
+    assert main(["plugins", "lock"]) == 0
+    assert "changed" not in capsys.readouterr().out
     assert not (tmp_path / "imported").exists()
 
 

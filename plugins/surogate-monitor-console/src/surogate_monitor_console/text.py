@@ -246,7 +246,7 @@ def summary(
     words = {
         "finished": "Finished",
         "stopped": "Stopped",
-        "signal": "Stopped by a signal",
+        "signal": "Interrupted",
         "failed": "Failed",
     }
     lines = [
