@@ -71,13 +71,13 @@ def test_sizes_that_no_model_has_are_refused() -> None:
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$"])
 def test_a_pattern_that_takes_years_has_a_limit(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surogate_core.files.foreign.PATTERN_SECONDS", 0.2)
+    monkeypatch.setattr("surogate_core.files.foreign.PATTERN_SECONDS", 0.05)
     assert wrong_pattern(pattern) is None
     matches: Callable[[str, str], bool] = matchers({"p": pattern}, "adapter_config.json")
     begin = time.monotonic()
-    with pytest.raises(UserError, match=r"adapter_config.json: the regular expression 'p' takes more than 0\.2 s"):
+    with pytest.raises(UserError, match=r"adapter_config.json: the regular expression 'p' takes more than 0\.05 s"):
         any(matches("p", "a" * 60 + f"!{number}") for number in range(100_000))
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
 
 
 def test_patterns_that_are_none() -> None:
