@@ -201,8 +201,8 @@ def _kernels(registry: Registry, devices: list[dict[str, Any]]) -> tuple[list[di
             for dtype in (torch.float32, torch.bfloat16):
                 if table.offers(op, dtype):
                     table.choose(op, dtype)
-        for (op, dtype), label in table.labels.items():
-            rows.setdefault(op, {"op": op})[f"{device['name']} {dtype}"] = label
+        for (op, name), label in table.labels.items():
+            rows.setdefault(op, {"op": op})[f"{device['name']} {name}"] = label
     return list(rows.values()), list(dict.fromkeys(faults))
 
 
