@@ -76,7 +76,7 @@ def test_a_pattern_that_takes_years_has_a_limit(pattern: str, monkeypatch: pytes
     matches: Callable[[str, str], bool] = matchers({"p": pattern}, "adapter_config.json")
     begin = time.monotonic()
     with pytest.raises(UserError, match=r"adapter_config.json: the regular expression 'p' takes more than 0\.05 s"):
-        any(matches("p", "a" * 60 + f"!{number}") for number in range(100_000))
+        any(matches("p", "a" * 2000 + f"!{number}") for number in range(1000))
     assert time.monotonic() - begin < 60
 
 
