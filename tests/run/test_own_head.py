@@ -157,6 +157,18 @@ def test_every_reader_of_a_model_agrees(own: Path, tmp_path: Path, installed: Re
     assert written[0].shapes[HEAD] == (1024, 32)
 
 
+@pytest.mark.slow
+def test_rollouts_teachers_and_references_have_the_head(
+    own: Path, tmp_path: Path, base_on: Callable[[Path], list[str]], grpo_keys: list[str], run_here: Run, records: Any
+) -> None:
+    short = ("max_steps=1", "eval_steps=0", "lora_rank=2")
+    run_here(tmp_path / "grpo", *grpo_keys, f"model={own}", *short)
+    assert records(tmp_path / "grpo", "step_end")[0]["figures"]["logprob_gap/max"] < 1e-4
+    keys = ("task=distill", f"distill_teacher={own}", "distill_top_k=8", "distill_kd_weight=1")
+    run_here(tmp_path / "distill", *base_on(own), *keys, *short)
+    assert records(tmp_path / "distill", "step_end")[0]["figures"]["kl"] < 1e-6
+
+
 def test_an_adapter_of_the_head_is_merged(own: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
