@@ -61,6 +61,15 @@ list`, or a run that selects the plugin, gives the reason. A plugin that states 
 `{unstated}`. Version 2 is the present one:
 plugins for version 1 are refused. Install a newer version of the plugin, or an older surogate.
 
+A new hook, or a new field with a default, does not increase the version. A plugin that uses one requires the core that
+has it (`surogate-core>=0.2`); with an older core it is left out, and the message names the field and asks for a newer
+core. Public are the modules that the templates of `surogate plugins new` and the examples of
+[writing-a-plugin.md](writing-a-plugin.md) import. Names that begin with an underscore may change at any time.
+
+Two plugins that offer one name, or one config option, do not stop runs that use another: `surogate plugins list` and
+`surogate doctor` show it, and a run that asks for the name is refused. Kernel packs are used by every run, so two packs
+with one name, or with a kernel of one op, name and priority, stop it.
+
 ## The conformance kit
 
 `surogate_core.testing` has the checks that each kind of plugin must pass. `surogate plugins check NAME` runs them on
@@ -70,6 +79,9 @@ an installed plugin:
 optimizer-adamw conforms: 15 checks hold, 0 do not
 ```
 
+Each check is printed when it ends, with its time. `--check TEXT` runs those with this text in their name:
+`surogate plugins check model-acme --check exports`.
+
 A failed check names the broken contract and, if the plugin's code raised an error, the file and line. `--verbose`
 adds the traceback. Every check has a time limit of ten minutes. Checks of monitors and launchers run in a child
 process with a limit of one minute, so a plugin that ends the process, or hangs, fails only its own check.
@@ -78,7 +90,8 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   and start no thread; its bundles can be listed without importing it; options are frozen and have defaults.
 - `model`: presets build, and missing sizes are named; `hf_model_types` has the `model_type` of each preset, and
   `architecture` is the class that transformers loads; logits and every gradient equal transformers' class to 1e-5 in
-  fp32, if that class exists; an export is read back with the same bits and loads in transformers; blocks are traced,
+  fp32, if that class exists; what it says to export formats is a mapping or a refusal; an export is read back with the
+  same bits and loads in transformers; blocks are traced,
   full and with adapters, under every recipe that runs on a CPU, emulated or not, and every parameter has a gradient. A
   family with experts: each layer reports K times its tokens, of equal probabilities the lowest number wins, recomputing
   changes no bit, `train_router` trains the routers with the gradient of a full training, and adapters of each expert
