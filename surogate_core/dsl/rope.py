@@ -211,7 +211,7 @@ def longest_covered(config: Mapping[str, Any]) -> float:
 def longest_fixed(config: Mapping[str, Any]) -> float:
     """Tokens of the longest document whose first angles are those of its beginning alone; infinite but for dynamic."""
     found = []
-    for one in _of_layer_types(config) or [config]:
+    for one in _of_layer_types(config) or [dict(config)]:
         if _kind(_parameters(one)[1]) == "dynamic":
             found.append(float(Dim("max_position_embeddings").size(one)))
     return min(found, default=math.inf)
