@@ -311,14 +311,6 @@ class _Encoder:
         if entry.format.note is not None and (note := entry.format.note(entry.options, self._context)):
             self.notes.append(f"{entry.key} ({masked(entry.source.path)}): {note}")
         task = f"tokenise {source.name}"
-        key = digest_of(
-            {
-                **self._key,
-                "source": source.digest,
-                "format": [entry.format.name, entry.format.version],
-                "options": dataclasses.asdict(entry.options),
-            }
-        )
         cached = True
 
         def build(directory: Path) -> Mapping[str, Any]:
@@ -337,7 +329,12 @@ class _Encoder:
                 self._progress(Progress(task=check, done=done >> 20, total=total >> 20, unit="MiB"))
 
         found = self._cache.get_or_build(
-            key, build, waiting=waiting, damaged=self.notices.append, checked=checked, resumable=True
+            self._key_of(entry, source),
+            build,
+            waiting=waiting,
+            damaged=self.notices.append,
+            checked=checked,
+            resumable=True,
         )
         if cached:
             rows = [BadRow(**row) for row in found.facts["bad_rows"]]
@@ -364,6 +361,12 @@ class _Encoder:
                 **{name: facts[name] for name in ("rows", "documents", "tokens", "label_tokens")},
             ),
         )
+
+    def _key_of(self, entry: DatasetEntry, source: Source) -> str:
+        """A digest of everything that determines the entry's documents."""
+        of_format = [entry.format.name, entry.format.version]
+        options = dataclasses.asdict(entry.options)
+        return digest_of({**self._key, "source": source.digest, "format": of_format, "options": options})
 
     def _encode(self, entry: DatasetEntry, source: Source, directory: Path, task: str) -> Mapping[str, Any]:
         encoder = RowEncoder(format=entry.format, options=entry.options, context=self._context)
