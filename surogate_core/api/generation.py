@@ -61,12 +61,9 @@ def generate(
         if tool_parser:
             check_parser(registry.all("tool_parser"), tool_parser, key="tool_parser")
         prepared = prepare(found, load_run_config(found.overrides, config_file=source, registry=registry), registry)
-        wanted = texts.Wanted(
-            max_new_tokens=max_new_tokens,
-            samples=samples,
-            sampling=sampling_of(flags_of(sampling), prepared.sampling, sampled=samples > 1),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        )
+        chosen = sampling_of(flags_of(sampling), prepared.sampling, sampled=samples > 1)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        wanted = texts.Wanted(max_new_tokens=max_new_tokens, samples=samples, sampling=chosen, stop=stops)
         form = partial(calling, registry, prepared.tokenizer, name=tool_parser, key="tool_parser")
         rows = {f"prompt {number}": one for number, one in enumerate(asked)}
         given = [
@@ -76,8 +73,8 @@ def generate(
         requests, _ = texts.requests_of(prepared, given, wanted)
         weights = prepared.load(registry)
         made = spec.open(weights, texts.settings_of(weights, requests, slots=slots))
-        forms = [given[request.number].calling for request in requests]
-        return texts.generate_texts(made, prepared.tokenizer, requests, wanted.stop, callings=forms)
+        callings = [given[request.number].calling for request in requests]
+        return texts.generate_texts(made, prepared.tokenizer, requests, wanted.stop, callings=callings)
 
 
 def _row(prompt: Prompt, name: str, chat: bool, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, Any]:
