@@ -8,6 +8,7 @@ JSON is decoded, and its nulls stay.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Row = Mapping[str, Any]
+
+_OF_VALUES = re.compile("utf-?8|whole number of days|acceptable range|precision", re.IGNORECASE)
+"""Marks errors of single values, in arrays whose lengths are right."""
 
 
 def parquet_rows(name: str, handle: IO[bytes], skip: int) -> Iterator[Row]:
@@ -77,7 +81,16 @@ def _rows(batches: Iterator[pa.RecordBatch], skip: int) -> Iterator[Row]:
 
 
 def _values(column: pa.Array, kind: pa.DataType) -> list[Any]:
-    """The column's values. One that Python cannot hold is `Unreadable`."""
+    """The column's values. One that Python cannot hold is `Unreadable`. Raises `pyarrow.ArrowInvalid` if lengths of its
+    values are damaged, which pyarrow would follow out of its memory.
+    """
+    try:
+        column.validate(full=True)
+    except Exception as error:
+        if not _OF_VALUES.search(str(error)):
+            raise
+        if _is_nested(kind):  # the check has ended before the parts behind that value
+            return [Unreadable(reason=str(error))] * len(column)
     try:
         values = column.to_pylist()
     except Exception:  # dates out of range, text that is not UTF-8: pyarrow and pandas share no error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,23 @@ def test_calls_of_parquet_are_those_of_json_lines(tmp_path: Path) -> None:
     rows = [{"c": {"city": "Rome"}}, {"c": {"zone": "CET", "at": [1, 2.5]}}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read(write(tmp_path / "rows.parquet", pa.Table.from_pylist(rows))) == read(tmp_path / "rows.jsonl") == rows
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.list_(pa.int64())])
+@pytest.mark.parametrize("offset", [2**30, -5, 3])
+def test_damaged_lengths_are_refused(tmp_path: Path, kind: pa.DataType, offset: int) -> None:
+    """pyarrow checks none of them by itself, and reads what is behind the file."""
+    values = [["hello", "b", "there"], [[1] * 5, [2], [3] * 5]][pa.types.is_list(kind)]
+    path = write(tmp_path / "rows.arrow", pa.table({"text": pa.array(values, kind)}))
+    content = bytearray(path.read_bytes())
+    place = content.find(struct.pack("<4i", 0, 5, 6, 11))
+    content[place + 8 : place + 12] = struct.pack("<i", offset)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"rows\.arrow"):
+        read(path)
+
+
+def test_values_that_no_type_allows_stop_only_who_reads_them(tmp_path: Path) -> None:
+    day = pa.Array.from_buffers(pa.date64(), 1, [None, pa.py_buffer((5).to_bytes(8, "little"))])
+    rows = read(write(tmp_path / "rows.arrow", pa.table({"text": TEXTS[:1], "day": day})))
+    assert [row["text"] for row in rows] == ["hello"]
