@@ -3,10 +3,12 @@
     python benchmarks/generate.py [--model qwen3-0.6b] [--sequences 256] [--prompt 64] [--new 256] [--out found.json]
     python benchmarks/generate.py --model qwen3-8b --sequences 128 --cases bf16 lora nf4 fp8 transformers
     python benchmarks/generate.py --cases bf16 --operations      # layers operation by operation, not compiled
+    python benchmarks/generate.py --cases bf16 schema --sequences 32      # answers that are held to a JSON schema
     python benchmarks/generate.py --small                        # tiny, on a CPU
 
-Cases: `bf16`, `lora` (rank 16 on every projection, not merged), `nf4` and `fp8` (the base in that weight format), and
-`transformers` (its `generate` with SDPA and the same shape). Prompts differ, tokens are sampled at temperature 1 (with
+Cases: `bf16`, `schema` (each sequence held to a list of integers, with a drawn vocabulary), `lora` (rank 16 on every
+projection, not merged), `nf4` and `fp8` (the base in that weight format), and `transformers` (its `generate` with SDPA
+and the same shape). Prompts differ, tokens are sampled at temperature 1 (with
 `--top-k` and `--top-p` from the most probable ones), and nothing stops early. Each case runs in a process of its own;
 one that fails costs only itself.
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -32,14 +35,15 @@ import torch
 from bench import adapters, apart, assemble, registry
 from gpu_lora import profile
 
-from surogate_core.bundles import Request, RolloutSettings, Sampling
+from surogate_core.bundles import Grammar, Request, RolloutSettings, Sampling
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.pieces import RandomSource
+from surogate_core.generate.constraints import Grammars
 from surogate_core.generate.decoding import SteppedRunner
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 
-FORMATS: Mapping[str, str | None] = {"bf16": None, "lora": None, "nf4": "nf4", "fp8": "fp8"}
+FORMATS: Mapping[str, str | None] = {"bf16": None, "schema": None, "lora": None, "nf4": "nf4", "fp8": "fp8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +106,13 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
     engine = NativeEngine(weights, RolloutSettings(slots=slots, context=words.prompt + words.new))
     ids = prompts(words.sequences, words.prompt, config["vocab_size"]).tolist()
     sampling = Sampling(top_k=words.top_k, top_p=words.top_p)
+    held: Mapping[str, Any] = {}
+    if case == "schema":
+        held = {"grammar": integers(config["vocab_size"]), "stop_ids": frozenset((0,))}
 
     def generate(sequences: int, new: int) -> int:
         requests = [
-            Request(prompt=tuple(one), max_new_tokens=new, number=number, sampling=sampling)
+            Request(prompt=tuple(one), max_new_tokens=new, number=number, sampling=sampling, **held)
             for number, one in enumerate(ids[:sequences])
         ]
         return sum(len(completion.ids) for completion in engine.generate(requests))
@@ -128,6 +135,25 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
         }
 
     return Case(generate=generate, figures=figures)
+
+
+def integers(size: int) -> Grammar:
+    """The grammar of a list of at least 10,000 integers, for a vocabulary of the bytes and of drawn words and numbers,
+    whose first token is the end.
+    """
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    draw = random.Random(0)
+    words = dict.fromkeys(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    while len(words) < size:
+        words["".join(draw.choices("0123456789abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8)))] = None
+    backend = Tokenizer(BPE({word: number for number, word in enumerate(words)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 10_000}
+    return Grammars(tokenizer, frozenset((0,)), size).of_schema(schema)
 
 
 def captured(runner: SteppedRunner, slots: int, length: int) -> Callable[[], None] | None:
