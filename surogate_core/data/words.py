@@ -8,9 +8,12 @@ costs one pass over the rendering.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import unescape
 from typing import Any
+
+_BACKSLASHES = re.compile(r"\\[nrt]|\\|\s")
 
 Piece = tuple[int, str, str]
 """Message, property and text that must be shown."""
@@ -22,10 +25,13 @@ class Rendering:
     def __init__(self, text: str):
         self.text = text
         self._at = 0
+        self._forms: dict[Callable[[str], str], str] = {}
 
-    @cached_property
-    def _squeezed(self) -> str:
-        return _squeeze(self.text)
+    def _as(self, form: Callable[[str], str]) -> str:
+        """The rendering in a form, made once."""
+        if form not in self._forms:
+            self._forms[form] = form(self.text)
+        return self._forms[form]
 
     def lacking(self, contents: Sequence[Piece], moved: Sequence[Piece]) -> list[Piece]:
         """The contents that are not shown. Templates may put those in `moved` elsewhere."""
@@ -39,8 +45,7 @@ class Rendering:
 
     def has(self, text: str) -> bool:
         """Whether a text is in it, as it is or escaped."""
-        text = text.strip()
-        return text in self.text or _squeeze(text) in self._squeezed or self._quotes(text)
+        return text.strip() in self.text or self._is_as_often(text, [text]) or self._quotes(text)
 
     def first_lacking(self, text: str) -> str:
         """The first word of a text that is not in it; empty if each is somewhere."""
@@ -57,14 +62,15 @@ class Rendering:
 
     def _is_as_often(self, text: str, every: Sequence[str]) -> bool:
         """Whether the text is in it as often as in all texts, since another one may have the same words."""
-        text = text.strip()
-        if self.text.count(text) >= sum(other.count(text) for other in every):
-            return True
-        text = _squeeze(text)
-        return self._squeezed.count(text) >= sum(_squeeze(other).count(text) for other in every)
+        for form in (str.strip, _squeeze, _bare):
+            one, shown = form(text), self._as(form)
+            if shown.count(one) >= sum(form(other).count(one) for other in every):
+                return True
+        return False
 
     def _quotes(self, text: str) -> bool:
         """Whether the text is in it with the escapes of JSON, of JSON in JSON or of Python."""
+        text = text.strip()
         found = json.dumps(text, ensure_ascii=False)[1:-1]
         forms = (found, json.dumps(text)[1:-1], json.dumps(found, ensure_ascii=False)[1:-1], repr(text)[1:-1])
         return any(form != text and form in self.text for form in forms)
@@ -87,3 +93,11 @@ def leaves(value: Any) -> Iterator[str]:
 
 def _squeeze(text: str) -> str:
     return "".join(text.split())
+
+
+def _bare(text: str) -> str:
+    """The text without the escapes of HTML, those with backslashes, and white space.
+
+    A template may escape all or some characters of a text that has escapes already.
+    """
+    return _BACKSLASHES.sub("", unescape(unescape(text)))

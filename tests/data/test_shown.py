@@ -224,6 +224,7 @@ def calls(arguments: Any) -> dict[str, Any]:
         (SEPARATED, [SYSTEM | {"content": "Be brief. ### ECHO"}, USER, ANSWER], None, "message 1 (system)"),
         (FIRST_LINE, [says("One\nFOXTROT", "user"), ANSWER], None, "'FOXTROT'"),
         (UNASKED, [says("/x", "user"), ANSWER, says("/x", "user"), says("GOLF /x")], None, "message 3 (user)"),
+        (UNASKED, [says("/x", "user"), ANSWER, says("/x", "user"), says("GOLF \\n /x")], None, "message 3 (user)"),
         (ARGUMENTS, [USER, calls({"city": "Rome", "days": 7301}), RESULT, ANSWER], None, "tool_calls of message 2"),
         (SHORT_NAMES, [USER, ANSWER], TOOLS, "the tools"),
         (
@@ -264,6 +265,11 @@ def test_a_template_that_drops_words_is_named(use: Any, template: str, messages:
         ("gemma", [SYSTEM, USER, ANSWER, SYSTEM | {"role": "user"}, ANSWER], None),
         (body("m.content | indent(2)"), [says("a\nb\nc", "user"), ANSWER], None),
         (body("(m.content | string | tojson)"), [says('"a"', "user"), says("é\n'b'")], None),
+        # Escapes of a trimmed text, of some characters, and of HTML, which a text may have before.
+        (body("(m.content | trim | tojson)"), [says('"a"\nb\n', "user"), says("é\n'b' \n")], None),
+        (body("m.content | replace('\"', '\\\\\"')"), [says('"a"\nb\n', "user"), says('C:\\new "é"')], None),
+        (body("m.content | e"), [says("1 < 2 &amp; 'x'", "user"), says("&lt;b> & é")], None),
+        (body("m.content | replace('<', '&lt;')"), [says("1 < 2 &amp; 'x'", "user"), says("&lt;b> & é")], None),
         (body("m.content"), [says("Ok", "user"), says("Ok"), says("Ok", "user"), says("Ok Ok")], None),
         (body("m.content"), [says("Say <|im_end|> now", "user"), ANSWER], None),
     ],
