@@ -6,6 +6,7 @@ import codecs
 import re
 import weakref
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -19,6 +20,8 @@ REPLACEMENT = "\ufffd"
 Symbol = str | int
 """A character, or the id of a special token."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+KEPT_STOPS = 64
+"""Stop texts of a tokenizer whose tables are kept."""
 
 
 class TokenBytes:
@@ -36,6 +39,8 @@ class TokenBytes:
         self._raw = _raw_bytes()
         self._anchor = self._find_anchor()
         self._anchored = self._decoded(self._anchor)
+        self.stop_texts = lru_cache(KEPT_STOPS)(self._stop_texts)
+        """A stop text → what is looked for. Completions of a request share it."""
 
     def inside(self, token: int) -> bytes:
         """What it adds behind other tokens; nothing for a special token."""
@@ -74,12 +79,23 @@ class TokenBytes:
 
     def symbols(self, text: str) -> list[Symbol]:
         """A text as characters and, where it names one, the ids of special tokens."""
-        ids = {str(one.content): number for number, one in self._tokenizer.added_tokens_decoder.items() if one.special}
+        ids, names = self._named
         found: list[Symbol] = []
-        names = "|".join(re.escape(name) for name in sorted(ids, key=len, reverse=True) if name)
-        for part in re.split(f"({names})", text) if names else [text]:
+        for part in names.split(text) if names is not None else [text]:
             found += [ids[part]] if part in ids else part
         return found
+
+    def _stop_texts(self, text: str) -> list[StopText]:
+        """The text, and the one with the special tokens that it names, which others may also spell out."""
+        named = StopText(self.symbols(text))
+        return [StopText(text), named] if named.sees_specials else [named]
+
+    @cached_property
+    def _named(self) -> tuple[dict[str, int], re.Pattern[str] | None]:
+        """The ids of special tokens by text, and what finds them in a text."""
+        ids = {str(one.content): number for number, one in self._tokenizer.added_tokens_decoder.items() if one.special}
+        names = "|".join(re.escape(name) for name in sorted(ids, key=len, reverse=True) if name)
+        return ids, re.compile(f"({names})") if names else None
 
     def _bytes_of(self, token: int, text: str) -> bytes:
         if REPLACEMENT in text:
@@ -129,37 +145,46 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
     return found
 
 
-class Stop:
-    """A stop text that is looked for in a growing text.
-
-    Each symbol costs the same, however long the stop text is (Knuth, Morris and Pratt 1977, "Fast pattern matching in
-    strings").
+class StopText:
+    """A stop text and the table by which each symbol costs the same, however long the stop text is (Knuth, Morris and
+    Pratt 1977, "Fast pattern matching in strings").
     """
 
     def __init__(self, symbols: Sequence[Symbol]):
         self._symbols = tuple(symbols)
         self.sees_specials = any(isinstance(symbol, int) for symbol in symbols)
         """Whether special tokens count. Without one among its symbols, it is looked for in the text without them."""
-        self._characters = list(accumulate((isinstance(symbol, str) for symbol in symbols), initial=0))
+        self.characters = list(accumulate((isinstance(symbol, str) for symbol in symbols), initial=0))
+        """Characters among its first symbols."""
         self._back = [0] * (len(symbols) + 1)
         for place in range(1, len(symbols)):
-            self._back[place + 1] = self._longer(self._back[place], symbols[place])
-        self._begun = 0
+            self._back[place + 1] = self.longer(self._back[place], symbols[place])
+
+    def __len__(self) -> int:
+        return len(self._symbols)
+
+    def longer(self, begun: int, symbol: Symbol) -> int:
+        """Symbols of it that a text ends with, from their number before this symbol."""
+        while begun and (begun == len(self._symbols) or self._symbols[begun] != symbol):
+            begun = self._back[begun]
+        return begun + (self._symbols[begun] == symbol)
+
+
+class Stop:
+    """A stop text that is looked for in a growing text."""
+
+    def __init__(self, text: StopText):
+        self._text, self.sees_specials, self._begun = text, text.sees_specials, 0
 
     @property
     def held(self) -> int:
         """Characters at the end of the text that the stop text may begin with."""
-        return self._characters[self._begun]
+        return self._text.characters[self._begun]
 
     def take(self, symbol: Symbol) -> bool:
         """Add a symbol; whether the stop text is complete."""
-        self._begun = self._longer(self._begun, symbol)
-        return self._begun == len(self._symbols)
-
-    def _longer(self, begun: int, symbol: Symbol) -> int:
-        while begun and (begun == len(self._symbols) or self._symbols[begun] != symbol):
-            begun = self._back[begun]
-        return begun + (self._symbols[begun] == symbol)
+        self._begun = self._text.longer(self._begun, symbol)
+        return self._begun == len(self._text)
 
 
 class Watch:
@@ -180,10 +205,7 @@ class Watch:
         self._tokenizer, self._bytes, self._shown = tokenizer, token_bytes(tokenizer), shown
         self._first = self._bytes.begins_text(prompt)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # A special token may also be spelt out by others.
-        self._stops = [Stop(text) for text in stop] + [
-            named for text in stop if (named := Stop(self._bytes.symbols(text))).sees_specials
-        ]
+        self._stops = [Stop(one) for text in stop for one in self._bytes.stop_texts(text)]
         self.ids: list[int] = []
         self._done = 0
         """Tokens that are decoded."""

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from surogate_core.run.completions import Stop, Watch, token_bytes
+from surogate_core.run.completions import Stop, StopText, Watch, token_bytes
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +124,27 @@ def test_the_stop_text_that_is_complete_first_ends_the_text(byte_level: Any) -> 
     assert watched(byte_level, ids, ("aabaab", "zz"))[0] == "aabaac aaba"
 
 
+def test_completions_share_the_tables_of_a_stop_text(byte_level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 completions of a request with long stop texts would wait for them, and the server with them."""
+    made: list[int] = []
+    make = StopText.__init__
+    monkeypatch.setattr(StopText, "__init__", lambda self, symbols: made.append(make(self, symbols)))
+    stop = tuple("abcd"[n] * 900 + str(byte_level.eos_token) for n in range(4))
+    watches = [Watch(byte_level, [0], stop) for _ in range(20)]
+    assert len(made) == 8
+    for token in ids_of(byte_level, stop[1]):
+        ended = watches[0].take(token)
+    assert (ended, watches[0].text()) == (True, "")
+    assert not watches[1].take(ids_of(byte_level, "b")[0]), "each has its own place in a text"
+
+
 def test_a_stop_text_is_found_like_by_search() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         draw = "".join("ab"[i] for i in torch.randint(2, (40,), generator=generator).tolist())
         size = int(torch.randint(1, 7, (1,), generator=generator))
         text, stop = draw[:30], draw[30 : 30 + size]
-        watching = Stop(stop)
+        watching = Stop(StopText(stop))
         found = next((place for place, letter in enumerate(text, start=1) if watching.take(letter)), None)
         assert found == (text.index(stop) + size if stop in text else None)
 
