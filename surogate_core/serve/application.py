@@ -60,7 +60,7 @@ class Application:
         request = Exchange(scope, receive, send)
         try:
             request.check_head()
-            path = urlsplit(scope["path"]).path.rstrip("/") or "/"
+            path = _path_of(scope)
             if path != "/health" or scope["method"] not in ("GET", "HEAD"):
                 self._check_caller(request.headers)
             await self._router({**scope, "path": path, "app": self}, request.receive, request.send)
@@ -173,6 +173,14 @@ class Exchange:
                     if message["type"] == "http.disconnect":
                         return
                     left -= len(message.get("body", b""))
+
+
+def _path_of(scope: Scope) -> str:
+    """The path, also of a request that has a whole address as its target; raises `RequestError`."""
+    try:
+        return urlsplit(scope["path"]).path.rstrip("/") or "/"
+    except ValueError as error:
+        raise RequestError(f"the path is no part of an address: {error}.") from error
 
 
 def _no_route(scope: Scope, allowed: str) -> RequestError:

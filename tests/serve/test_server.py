@@ -270,8 +270,10 @@ def test_paths_and_methods(live: Live, path: str, method: str, status: int) -> N
         (b"GET /" + b"a" * 9_000 + b" HTTP/1.1\r\nHost: a", 414),
         (b"GET /v1/models HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 70_000, 431),
         (b"nonsense of a client", 400),
+        (b"GET //[ HTTP/1.1\r\nHost: a", 400),
+        (b"GET http://[a]/health HTTP/1.1\r\nHost: a", 400),
     ],
-    ids=["version", "path", "header", "line"],
+    ids=["version", "path", "header", "line", "address", "whole address"],
 )
 def test_what_is_not_http(live: Live, request_line: bytes, status: int) -> None:
     with socket.create_connection(("127.0.0.1", live.server.port), timeout=20) as connection:
