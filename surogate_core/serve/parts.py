@@ -68,7 +68,8 @@ class Parts:
     def _reason(self, place: int) -> Any:
         """Why a completion ended, as the API says it."""
         reason, reader = self._reasons[place], self._readers[place]
-        return "tool_calls" if reason == "stop" and reader is not None and reader.calls else reason
+        called = reader is not None and reader.calls and not reader.cut
+        return "tool_calls" if reason == "stop" and called else reason
 
     def new(self) -> Iterator[Choice]:
         """The new parts of completions since the last call."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from surogate_core.bundles import ToolParserSpec, ToolPart
 
 _SIGNS = string.ascii_letters + string.digits
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class CallReader:
         """White space that belongs to the content, unless a call follows."""
         self.content = ""
         self.calls: list[Call] = []
+        self.cut = False
+        """Whether the last call has no end."""
 
     @property
     def over(self) -> bool:
@@ -96,6 +100,8 @@ class CallReader:
             if part.kind == "broken":
                 found += self._refused(part.text)
                 continue
+            if _HALF.search(part.value):
+                part = replace(part, value=_HALF.sub(_escaped, part.value))
             self._parts.append(part)
             if self._held:
                 found += self._going(part)
@@ -116,9 +122,10 @@ class CallReader:
 
     def _refused(self, more: str = "") -> list[Delta]:
         """What looked like a call is content. A grammar's call that is cut stays a call without its end."""
+        if self._held and any(part.kind == "name" for part in self._parts):
+            self.cut = True
+            return self._held_call()
         parts, self._parts = self._parts, []
-        if self._held and any(part.kind == "name" for part in parts):
-            return []
         return self._written("".join(part.text for part in parts) + more)
 
     def _call(self, id: str = "") -> Call:
@@ -146,8 +153,12 @@ class CallReader:
             call = self.calls[-1]
             return [Delta(number=len(self.calls) - 1, id=call.id, name=call.name)]
         if part.kind == "arguments":
-            self.calls[-1] = self._call(self.calls[-1].id)
             return [Delta(number=len(self.calls) - 1, arguments=part.value)]
+        return self._held_call()
+
+    def _held_call(self) -> list[Delta]:
+        """The arguments of a call that was given part by part are whole, or cut."""
+        self.calls[-1] = self._call(self.calls[-1].id)
         self._parts = []
         return []
 
@@ -155,6 +166,11 @@ class CallReader:
 def new_id() -> str:
     """An id of a call: nine letters and digits, since the templates of Mistral take no other."""
     return "".join(secrets.choice(_SIGNS) for _ in range(9))
+
+
+def _escaped(half: re.Match[str]) -> str:
+    """Half of a surrogate pair as JSON writes it: a model may write the escape, but it is no text."""
+    return f"\\u{ord(half[0]):04x}"
 
 
 def _is_object(text: str) -> bool:

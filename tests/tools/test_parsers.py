@@ -17,7 +17,10 @@ from surogate_core.tools.choosing import core_parsers, parser_of
 from surogate_core.tools.reading import Call, CallReader, Delta
 
 SPECS = core_parsers()
-FUNCTIONS: list[dict[str, Any]] = [{"name": "get"}, {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}}]
+FUNCTIONS: list[dict[str, Any]] = [
+    {"name": "get"},
+    {"name": "put", "parameters": {"properties": {"text": {"type": "string"}}}},
+]
 FORMS = {"chatml": "hermes", "qwen3": "hermes", "llama3": "llama3", "mistral": "mistral"}
 
 
@@ -162,7 +165,32 @@ def test_one_call_only_and_calls_that_cannot_fail() -> None:
     # It is cut: what is there is given.
     assert reader.close() == []
     assert reader.calls[0].arguments == '{"n": 1'
-    assert reader.content == ""
+    assert (reader.content, reader.cut) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"text": "\\ud83d"}, "name": "put"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "put", "arguments": {"text": "\\ud83d"}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS] [{"name": "put", "arguments": {"text": "\\ud83d"}, "id": "\\ud83d"}]'),
+        ("llama3", '{"parameters": {"text": "\\ud83d"}, "name": "put"}'),
+        ("qwen3-coder", '<tool_call><function=put><parameter=n>["\\ud83d"]</parameter></function></tool_call>'),
+    ],
+)
+def test_half_of_a_surrogate_pair_stays_an_escape(name: str, text: str) -> None:
+    (call,) = read(name, text).calls
+    json.dumps(call.body(), ensure_ascii=False).encode()
+    assert r"\ud83d" in call.arguments
+
+
+def test_a_part_of_long_arguments_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[int] = []
+    make = CallReader._call
+    monkeypatch.setattr(CallReader, "_call", lambda self, *id: joined.append(1) or make(self, *id))
+    text = '<tool_call>{"name": "put", "arguments": {"text": "' + "a" * 1000 + '"}}</tool_call>'
+    assert len(read("hermes", text, held=True).calls[0].arguments) == 1012
+    assert len(joined) == 2
 
 
 def test_tags_that_are_special_tokens() -> None:
