@@ -138,6 +138,8 @@ def prompt_of_messages(
         text = chat.render(chat.encoder.guarded(given), listed, add_generation_prompt=True)
     except RowError as error:
         raise UserError(f"{name}: {str(error).rstrip('.')}. Fix: correct the messages, or `template`.") from error
+    except RecursionError as error:
+        raise UserError(f"{name}: is nested too deeply. Fix: fewer objects and lists inside each other.") from error
     if chat.encoder.backend is not None:
         ids = chat.encoder.encode_guarded(text)[0]
     else:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from surogate_core.serve.models import Served
 
 T = TypeVar("T")
+FRAME = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "id", "type", "function", "arguments"))
+"""Keys of messages and calls, which a chat template need not write."""
 
 
 class Preparer:
@@ -67,7 +69,7 @@ def check_sizes(model: Served, ask: Ask) -> None:
         if len(ask.messages) > model.context:
             raise _too_long(model, "messages", f"has {len(ask.messages):,} messages")
         for name, values in (("messages", ask.messages), ("tools", ask.offer.tools)):
-            size = sum(map(_text_bytes, values))
+            size = _text_bytes(values)
             if size > most:
                 raise _too_long(model, name, f"has {size:,} bytes of text")
     for prompt in ask.prompts:
@@ -80,12 +82,20 @@ def check_sizes(model: Served, ask: Ask) -> None:
 
 
 def _text_bytes(value: Any) -> int:
-    """The bytes of the texts in a message."""
-    if isinstance(value, str):
-        return len(value.encode())
-    if isinstance(value, Mapping):
-        return sum(map(_text_bytes, value.values()))
-    return sum(map(_text_bytes, value)) if isinstance(value, list | tuple) else 0
+    """The bytes of the texts, keys and numbers in a JSON value, however deep it is."""
+    size, level = 0, [value]
+    while level:
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                size += sum(len(key.encode()) for key in one if key not in FRAME)
+                inner += one.values()
+            elif isinstance(one, list | tuple):
+                inner += one
+            elif one is not None:
+                size += len(str(one).encode())
+        level = inner
+    return size
 
 
 def _too_long(model: Served, name: str, what: str) -> RequestError:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from surogate_core.serve.asks import Ask, RequestError
 from surogate_core.serve.preparing import Preparer, check_sizes, longest_token
+from surogate_core.serve.tool_fields import Offer
 
 
 class Panic(BaseException):
@@ -36,6 +37,8 @@ def test_what_cannot_fit_is_refused_by_its_size(model: Any) -> None:
         (Ask(chat=True, model="a", messages=({"role": "user", "content": "a" * (most + 1)},)), "messages"),
         (Ask(chat=True, model="a", messages=parts), "messages"),
         (Ask(chat=True, model="a", messages=(message,) * 17), "messages"),
+        (Ask(chat=True, model="a", messages=({**message, "tool_calls": [{"a" * (most + 1): 1}]},)), "messages"),
+        (Ask(chat=True, model="a", offer=Offer(tools=({"enum": list(range(most))},))), "tools"),
     ]:
         with pytest.raises(RequestError, match=r"there is room for 16 tokens .* larger --context\.$") as refused:
             check_sizes(model, ask)

@@ -133,6 +133,30 @@ def test_a_named_tool_is_called_once_and_its_arguments_validate(live: Live) -> N
         validate(arguments, COLOUR)
 
 
+def test_a_stop_text_that_cuts_a_call_is_the_reason(live: Live) -> None:
+    body = {"tools": TOOLS, "tool_choice": PAINT, "stop": "colour"}
+    (choice,) = live.ask(**body)["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "paint", "arguments": '{"'}
+    assert live.stream(**body)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+def test_values_at_any_depth_get_an_answer(live: Live, depth: int) -> None:
+    deep = json.loads("[" * depth + "]" * depth)
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": {"a": deep}}}]}
+    as_text = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": json.dumps({"a": deep})}}]}
+    for body in (
+        {"messages": [*HELLO, called, *HELLO]},
+        {"messages": [*HELLO, as_text, *HELLO]},
+        {"messages": [{**HELLO[0], "other": deep}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"default": deep}}}]},
+    ):
+        status, found = live.post({"messages": HELLO, "max_tokens": 1, **body})
+        assert status in (200, 400), found
+        assert status == 200 or depth > 100, found
+
+
 def test_a_required_call_is_one_of_the_tools(live: Live) -> None:
     seen = set()
     for seed in range(3):
