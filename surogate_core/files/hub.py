@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,15 @@ from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.files.paths import is_hub_id
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def nearest_directory(path: Path) -> str:
+    """A sentence with the directory whose name is nearest to that of a path that does not exist; empty if none is."""
+    parent = path.parent
+    if not parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
+    return f" The nearest name is {parent / near[0]}." if near else ""
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
@@ -61,8 +71,8 @@ def fetch(repo: str, files: Sequence[str], *, revision: str | None, key: str) ->
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(
-            f"{at}: neither a directory here nor a repository on the Hugging Face hub. "
-            "Fix: correct it; a private repository needs `hf auth login`."
+            f"{at}: neither a directory here nor a repository on the Hugging Face hub.{nearest_directory(Path(repo))} "
+            f"Fix: correct it; a private repository needs `hf auth login`."
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         # The library also refuses a snapshot that lacks a file that is not needed, such as a second tokenizer.
@@ -70,8 +80,9 @@ def fetch(repo: str, files: Sequence[str], *, revision: str | None, key: str) ->
             return cached
         have = _cached_revisions(repo)
         listed = f" The cache has {', '.join(have)}." if have else ""
+        here = f" There is no directory {repo} either.{nearest_directory(Path(repo))}"
         raise MachineError(
-            f"{at}: not in the local cache, and {_why()}.{listed} Fix: {_how(repo, revision)}"
+            f"{at}: not in the local cache, and {_why()}.{listed or here} Fix: {_how(repo, revision)}"
         ) from error
     except Exception as error:  # transport errors are those of the HTTP client, which the library has changed before
         raise MachineError(f"{at}: the Hugging Face hub failed: {error}") from error

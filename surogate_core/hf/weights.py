@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from surogate_core.data.tokenizer import TOKENIZER_FILES
 from surogate_core.errors import UserError, printable
 from surogate_core.files.foreign import check_sizes, read_json
-from surogate_core.files.hub import absent, commit_of, fetch, one_revision
+from surogate_core.files.hub import absent, commit_of, fetch, nearest_directory, one_revision
 from surogate_core.files.tensorfile import FLOATS, TensorFile, TensorInfo
 from surogate_core.hf.fused import views_of_experts
 from surogate_core.hf.prequantised import Scheme
@@ -307,11 +307,8 @@ def locate(source: str | Path, *, revision: str | None = None, weights: bool = T
         raise UserError(f"{key} {source}: a model is a directory with config.json and safetensors files, not a file.")
     repo, revision = one_revision(str(source), revision, key=key)
     if repo.startswith((".", "/", "~")) or repo.count("/") > 1:
-        raise UserError(f"{key} {source}: there is no such directory.{_nearest_directory(path)} Fix: correct it.")
-    try:
-        snapshot = fetch(repo, (*_SMALL_FILES, *TOKENIZER_FILES), revision=revision, key=key)
-    except UserError as error:
-        raise UserError(f"{error}{_nearest_directory(path)}") from error
+        raise UserError(f"{key} {source}: there is no such directory.{nearest_directory(path)} Fix: correct it.")
+    snapshot = fetch(repo, (*_SMALL_FILES, *TOKENIZER_FILES), revision=revision, key=key)
     if not (snapshot / "config.json").exists():
         raise absent(repo, snapshot, ["config.json"], key=key)
     if weights:
@@ -333,14 +330,6 @@ def unused_note(unused: Sequence[str], *, scored: bool) -> str | None:
         return None
     listed = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
     return f"The model's files hold tensors that config.json has no use for, and that are left out: {listed}."
-
-
-def _nearest_directory(path: Path) -> str:
-    parent = path.parent
-    if not parent.is_dir():
-        return ""
-    near = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
-    return f" The nearest name is {parent / near[0]}." if near else ""
 
 
 def is_complete(directory: Path) -> bool:

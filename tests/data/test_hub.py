@@ -102,7 +102,7 @@ def test_the_tokenizer_is_of_the_same_revision(cached: Path) -> None:
         load_tokenizer(REPO, revision="v1")
 
 
-def test_what_is_not_in_the_cache_says_what_to_do(cached: Path) -> None:
+def test_what_is_not_in_the_cache_says_what_to_do(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError) as caught:
         ModelDir.open(REPO, revision="v2")
     text = str(caught.value)
@@ -111,6 +111,14 @@ def test_what_is_not_in_the_cache_says_what_to_do(cached: Path) -> None:
     assert "Fix: unset HF_HUB_OFFLINE, or run `hf download acme/tiny --revision v2` on a machine that reaches" in text
     with pytest.raises(MachineError, match=r"model acme/other: not in the local cache, .*Fix: unset"):
         ModelDir.open("acme/other")
+    # A mistyped path looks like an id.
+    monkeypatch.chdir(cached)
+    (cached / "models" / "qwen3").mkdir(parents=True)
+    for load in (ModelDir.open, load_tokenizer):
+        with pytest.raises(
+            MachineError, match=r"There is no directory models/qwem3 either\. The nearest name is models/qwen3"
+        ):
+            load("models/qwem3")
     # A commit that was cut off is not guessed.
     with pytest.raises(MachineError, match="not in the local cache"):
         ModelDir.open(REPO, revision=NEW[:8])
