@@ -88,14 +88,19 @@ def _text_bytes(value: Any) -> int:
         inner: list[Any] = []
         for one in level:
             if isinstance(one, Mapping):
-                size += sum(len(key.encode()) for key in one if key not in FRAME)
+                size += sum(len(_encoded(key)) for key in one if key not in FRAME)
                 inner += one.values()
             elif isinstance(one, list | tuple):
                 inner += one
             elif one is not None:
-                size += len(str(one).encode())
+                size += len(_encoded(str(one)))
         level = inner
     return size
+
+
+def _encoded(text: str) -> bytes:
+    """A text in UTF-8. Arguments that were written as JSON text may have half of a surrogate pair, refused later."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _too_long(model: Served, name: str, what: str) -> RequestError:

@@ -141,6 +141,12 @@ def test_a_stop_text_that_cuts_a_call_is_the_reason(live: Live) -> None:
     assert live.stream(**body)[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_half_of_a_surrogate_pair_in_arguments_is_refused(live: Live) -> None:
+    call = {"type": "function", "function": {"name": "paint", "arguments": r'{"a": "\ud800"}'}}
+    error = live.refused(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO])
+    assert "half a surrogate pair" in error["message"]
+
+
 @pytest.mark.parametrize("depth", [100, 400, 900])
 def test_values_at_any_depth_get_an_answer(live: Live, depth: int) -> None:
     deep = json.loads("[" * depth + "]" * depth)
