@@ -75,10 +75,13 @@ def read_tools(file: str | Path, *, key: str) -> list[Mapping[str, Any]]:
     """The tools of a JSON file; raises `UserError`. `key`: the flag that names it."""
     try:
         value = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        json.dumps(value, ensure_ascii=False).encode()
     except OSError as error:
         raise UserError(f"{key} {file}: cannot be read: {error.strerror}. Fix: name a JSON list of tools.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{key} {file}: is not UTF-8. Fix: name a JSON list of tools.") from error
+    except UnicodeEncodeError as error:
+        raise UserError(f"{key} {file}: has half of a surrogate pair, which is not text. Fix: remove it.") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{key} {file}: is not JSON: {error}. Fix: name a JSON list of tools.") from error
     if not value:

@@ -106,11 +106,11 @@ def _function(function: Mapping[str, Any]) -> str:
     parts = []
     for key, schema in _properties(function).items():
         schema = schema if isinstance(schema, Mapping) else {}
-        words = schema.get("enum")
+        words = [schema["const"]] if "const" in schema else schema.get("enum")
         if schema.get("type") != "string":
             value = f"%json {json.dumps({**shared, **schema, 'x-guidance': AS_WRITTEN}, ensure_ascii=False)}"
         elif isinstance(words, list) and words:
-            value = f"({' | '.join(quoted(str(word)) for word in words)})"
+            value = f"({' | '.join(quoted(word) for word in words if isinstance(word, str))})"
         else:
             value = "TEXT"
         part = f"{quoted(f'<parameter={key}>{chr(10)}')} {value} {quoted(f'{chr(10)}</parameter>{chr(10)}')}"

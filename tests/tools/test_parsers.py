@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from surogate_core.errors import UserError
 from surogate_core.run.tool_calls import tag_ids
 from surogate_core.testing.chat_templates import SHIPPED, template_text, templated
 from surogate_core.testing.suites import bundle_checks
+from surogate_core.tools.checks import read_tools
 from surogate_core.tools.choosing import core_parsers, parser_of
 from surogate_core.tools.reading import Call, CallReader, Delta
 
@@ -191,6 +193,27 @@ def test_a_part_of_long_arguments_costs_the_same(monkeypatch: pytest.MonkeyPatch
     text = '<tool_call>{"name": "put", "arguments": {"text": "' + "a" * 1000 + '"}}</tool_call>'
     assert len(read("hermes", text, held=True).calls[0].arguments) == 1012
     assert len(joined) == 2
+
+
+def test_words_of_a_text_are_rules_of_the_tagged_form() -> None:
+    properties = {
+        "one": {"type": "string", "const": "a<b"},
+        "some": {"type": "string", "enum": ["c", None]},
+        "free": {"type": "string"},
+    }
+    function = {"name": "put", "parameters": {"properties": properties, "required": ["one"]}}
+    rules = SPECS["qwen3-coder"].grammar([function], False, lambda tag: f'"{tag}"')
+    (rule,) = [line for line in rules.splitlines() if line.startswith("one0: ")]
+    assert [part in rule for part in ('("a<b")', '("c")', " TEXT ", "None")] == [True, True, True, False]
+
+
+def test_a_file_of_tools_is_text(tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text(r'[{"name": "get", "description": "\ud800"}]')
+    with pytest.raises(UserError, match="half of a surrogate pair"):
+        read_tools(file, key="--tools")
+    file.write_text('[{"name": "get"}]')
+    assert read_tools(file, key="--tools") == [{"name": "get"}]
 
 
 def test_tags_that_are_special_tokens() -> None:
