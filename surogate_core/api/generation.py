@@ -90,7 +90,7 @@ def _row(prompt: Prompt, name: str, chat: bool, tools: Sequence[Mapping[str, Any
         row: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
     else:
         row = dict(prompt) if isinstance(prompt, Mapping) else {"messages": list(prompt)}
-    if tools and row.get("tools") is None and "messages" in row:
+    if tools and row.get("tools") is None:
         row["tools"] = list(tools)
     if (fault := fault_of(row)) is not None:
         raise UserError(f"{name}: {fault[0]} Fix: {fault[1]}")

@@ -14,8 +14,8 @@ _ALPHABET = frozenset(string.ascii_letters + string.digits + string.punctuation)
 
 
 def require_packages() -> None:
-    """Raises `MachineError` if a package that speaks HTTP is not installed."""
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    """Raises `MachineError` if a package that speaks HTTP, or one that constrains answers, is not installed."""
+    missing = [name for name in ("starlette", "uvicorn", "llguidance") if find_spec(name) is None]
     if missing:
         raise MachineError(
             f"A server needs {' and '.join(missing)}, which this Python does not have. "

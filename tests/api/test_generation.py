@@ -66,6 +66,8 @@ def test_bad_input(hf_dir: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(surogate.UserError, match=message):
             surogate.generate(*arguments, **KEYS)
+    with pytest.raises(surogate.UserError, match=r'has tools without messages\. Fix: "messages"'):
+        surogate.generate(hf_dir, {"prompt": "a"}, tools=TOOLS, **KEYS)
     for values, message in (
         ({"max_new_tokens": 0}, "max_new_tokens 0: must be a whole number of at least 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens 2.5: must be"),

@@ -100,7 +100,9 @@ def test_ctrl_c_ends_the_process(hf_dir: Path, tmp_path: Path) -> None:
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surogate_core.serve.find_spec", lambda name: None)
-    with pytest.raises(MachineError, match=r"starlette and uvicorn.* Fix: pip install 'surogate-core\[serve\]'"):
+    with pytest.raises(
+        MachineError, match=r"starlette and uvicorn and llguidance, .* Fix: pip install 'surogate-core\[serve\]'"
+    ):
         require_packages()
 
 
