@@ -53,4 +53,4 @@ class ToolParserSpec:
     tags: tuple[str, ...] = ()
     """Texts of the form that some tokenizers have as special tokens, which are not part of a text otherwise."""
     priority: int = 0
-    """Of several forms that fit a template the one with the largest is taken. Those of the core have 0."""
+    """If several forms fit a template, the one with the largest priority is taken. Those of the core have 0."""

@@ -253,7 +253,7 @@ def result_of(name: str, directory: str, differs: Mapping[str, str], code: int) 
 
 def best_of(results: Sequence[Result]) -> Result | None:
     """The run with the lowest eval loss, or the highest held-out reward; None if no run has one."""
-    # Runs that were never better than their common start are told apart by their ends.
+    # Runs that were never better than their common start are ordered by their ends.
     best = min(results, key=lambda result: (result.rank, result.last_rank), default=None)
     return None if best is None or math.isinf(best.rank) else best
 

@@ -21,7 +21,7 @@ MOST_STOPS = 16
 LONGEST_STOP = 1000
 """Characters of the longest stop text."""
 MOST_DIGITS = 1000
-"""Of a whole number."""
+"""Most digits of a whole number."""
 
 SAMPLING = {
     "temperature": (0.0, 100.0),
