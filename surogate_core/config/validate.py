@@ -27,6 +27,12 @@ from surogate_core.files.prompts import fault_of
 from surogate_core.plugins.functions import code_of, mistake
 from surogate_core.plugins.registry import Registry
 
+_ENVIRONMENTS = (
+    "environment=problems with environment.path, for questions with answers, or environment=trl with environment.path "
+    "and environment.reward_funcs"
+)
+"""What to set in place of data for a task whose prompts come from an environment."""
+
 
 def validate(
     values: Mapping[str, Any], registry: Registry, where: Callable[[str], str], is_set: Callable[[str], bool]
@@ -328,7 +334,8 @@ class _Validator:
         else:
             for key in ("datasets", "validation_datasets"):
                 if built[key] and self.flat.is_set(key):
-                    self._problem(key, f"task {name} reads no data set.", f"remove `{key}`")
+                    fix = f"remove `{key}`" if spec.online is None else f"in place of `{key}`: {_ENVIRONMENTS}"
+                    self._problem(key, f"task {name} reads no data set.", fix)
                 built[key] = []
 
     def _objective(self, spec: TaskSpec, name: Any) -> None:

@@ -47,6 +47,13 @@ Problems = Callable[..., list[Problem]]
         (["dataset=embeded"], "dataset=embeded", "no such", "embedded"),
         (["dataset=alpaca_en"], "dataset=alpaca_en", "no such", "datasets=FILE_OR_HUB_ID"),
         (["task=sftt"], "task=sftt", "no such task", "sft"),
+        (
+            ["task=grpo", "environment=copy", "datasets=a.jsonl"],
+            "datasets",
+            "task grpo reads no data set",
+            "in place of `datasets`: environment=problems with environment.path, for questions with answers, or "
+            "environment=trl with environment.path and environment.reward_funcs",
+        ),
         (["recipe.emulte=1"], "recipe.emulte", "no such key", ""),
         (
             ["monitor=[jsonl]", "monitor.jsonl.progres=x"],
