@@ -35,7 +35,7 @@ from surogate_core.run.assemble import (
 from surogate_core.run.initial_weights import weights_source
 from surogate_core.run.merge import named_base, open_trained, own_base
 from surogate_core.run.ranks import on_one_gpu
-from surogate_core.run.tokenizer_of_run import tokenizer_of_run
+from surogate_core.run.tokenizer_of_run import record_in, recorded, tokenizer_of_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -288,6 +288,12 @@ def _lora(resolved: ResolvedModel, dtype: torch.dtype) -> tuple[LoRA, ResolvedMo
 
 
 def _tokenizer(config: RunConfig, found: Named, resolved: ResolvedModel) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    if config.tokenizer is None and found.files is not None and has_tokenizer(found.files):
-        config = replace(config, tokenizer=str(found.files))
-    return tokenizer_of_run(config, vocab_size=resolved.model.vocab_size, pretrained=resolved.weights is not None)
+    record: Mapping[str, Any] = {}
+    if config.tokenizer is None and found.files is not None:
+        if has_tokenizer(found.files):
+            config = replace(config, tokenizer=str(found.files))
+        elif record := record_in(found.files):
+            config = replace(config, tokenizer=record["directory"])
+    pretrained = resolved.weights is not None
+    tokenizer, notes = tokenizer_of_run(config, vocab_size=resolved.model.vocab_size, pretrained=pretrained)
+    return recorded(tokenizer, record) if config.template == "auto" else tokenizer, notes

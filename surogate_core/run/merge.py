@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.dsl.declare import SCORE
 from surogate_core.dsl.experts import EXPERT, expanded
 from surogate_core.errors import MachineError, SurogateError, UserError
@@ -17,15 +18,17 @@ from surogate_core.files.tensorfile import in_order
 from surogate_core.hf import lora_files
 from surogate_core.hf.card import Card, config_overrides
 from surogate_core.hf.contents import contents_of, digest_cache
-from surogate_core.hf.export import check_place, export_full, exported_facts
+from surogate_core.hf.export import check_place, export_full, exported_facts, generation_of
 from surogate_core.hf.lora_files import LoraAdapter
 from surogate_core.hf.tokenizer_files import TokenizerFiles
 from surogate_core.hf.weights import TIED, ModelDir, generation_config_in, locate
 from surogate_core.run.own_head import read_head_of
+from surogate_core.run.tokenizer_of_run import record_in, recorded
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, read_manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from surogate_core.bundles import ModelFamily
     from surogate_core.dsl.experts import Fused
@@ -170,13 +173,13 @@ def merge(
         stack = [adapter.with_experts(fused, key="RUN") for adapter in stack]
     total = _check(model, stack, used, output)
     config, changed = _trained_config(model, top, used)
-    facts = exported_facts(used)
+    facts, tokenizer = exported_facts(used), _tokenizer(used, model.path)
     folded_in = {"adapters folded in": len(stack), "rank": ", ".join(str(adapter.rank) for adapter in stack)}
     export_full(
         output,
         _read(model, stack, total, progress),
         config=config,
-        tokenizer=TokenizerFiles.first(used, model.path),
+        tokenizer=tokenizer or TokenizerFiles.first(used, model.path),
         card=Card(
             title=output.resolve().name,
             base_model=repo,
@@ -187,11 +190,19 @@ def merge(
             configuration=facts.get("configuration", {}),
         ),
         # The adapter of a run has one with the token that ends a turn of its chats.
-        generation_config=generation_config_in(used) or model.generation_config(),
+        generation_config=generation_config_in(used)
+        or (model.generation_config() if tokenizer is None else generation_of(model, config, tokenizer)),
     )
     modules = {module for adapter in stack for module in adapter.modules}
     warnings = (*([of_head] if of_head else []), *merge_warnings(base, model, top, used, trained))
     return Merged(used=used, base=base, weights=len(modules), warnings=warnings)
+
+
+def _tokenizer(used: Path, base: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that an adapter in a checkpoint was trained with, if it is not as the base has it."""
+    if record := record_in(used):
+        return recorded(load_tokenizer(record["directory"] or str(base)), record)
+    return None
 
 
 def _refuse_scores(top: LoraAdapter, used: Path) -> None:

@@ -59,6 +59,7 @@ from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.samples import Sampler, rows_of
 from surogate_core.run.set_up_times import SetUpTimes
 from surogate_core.run.task_spec import Surroundings, task_spec
+from surogate_core.run.tokenizer_of_run import record_of
 from surogate_core.run.versions import untested_torch
 from surogate_core.train.at_hand import AtHand, at_hand
 from surogate_core.train.bus import EventBus
@@ -186,6 +187,7 @@ class _Run:
             "gpus": self.mesh.world,
             "micro_batches": None if engine.settings.varying else engine.settings.micro_batches,
             "reduction": reduction_of(engine.settings, engine.sharing.stages.sizes),
+            **record_of(self.config, material.tokenizer),
         }
         self.notes += adapter_notes(self.config, base.resolved, identity["base_files"])
         loop = self.loop = Loop(

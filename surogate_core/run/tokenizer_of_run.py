@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from surogate_core.config.choices import default_groups
 from surogate_core.data.templates import apply_template
 from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer
 from surogate_core.errors import UserError
+from surogate_core.hf.tokenizer_files import TokenizerFiles
+from surogate_core.train.checkpoint import CheckpointDir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,3 +51,26 @@ def tokenizer_of_run(
             f"make sure that it is the model's own."
         )
     return tokenizer, notes
+
+
+def record_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The entry in the state of an adapter's checkpoints for a tokenizer that is not as the base has it."""
+    files = TokenizerFiles.of(tokenizer) if config.lora and config.model.path is not None else None
+    is_own = config.tokenizer in (None, config.model.path)
+    if files is None or (is_own and not files.changes):
+        return {}
+    directory = None if is_own else str(files.directory.resolve())
+    return {"tokenizer": {"directory": directory, "changes": dict(files.changes)}}
+
+
+def record_in(used: Path) -> Mapping[str, Any]:
+    """What a directory says of its tokenizer, if it is a checkpoint; see `record_of`."""
+    found = CheckpointDir.load(used).state.get("tokenizer") if (used / "manifest.json").exists() else None
+    return found or {}
+
+
+def recorded(tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer with the changes of a record."""
+    for name, text in record.get("changes", {}).items():
+        setattr(tokenizer, name, text)
+    return tokenizer

@@ -20,6 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surogate_core.cli import merge as command
 from surogate_core.cli.main import main
+from surogate_core.config.resolve import load_run_config
+from surogate_core.data.tokenizer import TOKENIZER_FILES
+from surogate_core.plugins.registry import Registry
+from surogate_core.run.generation import named, prepare
 from surogate_core.run.merge import merge
 
 KILL_MERGE = Path(__file__).parents[2] / "scripts" / "kill_merge.py"
@@ -219,6 +223,41 @@ def test_every_export_is_complete(
             "eos_token_id": sorted({*ends, tokenizer.eos_token_id}, reverse=not generation),
         }
     assert "adapters folded in | 1" in (tmp_path / "merged" / "README.md").read_text()
+
+
+@pytest.mark.slow_cases("another")
+@pytest.mark.parametrize("own", ["base", "another"])
+def test_a_checkpoint_has_the_template_and_the_tokenizer_that_were_trained(
+    tmp_path: Path,
+    hf_dir: Path,
+    base_on: Callable[[Path], list[str]],
+    run_here: Run,
+    installed: Registry,
+    own: str,
+) -> None:
+    another = tmp_path / "another"
+    another.mkdir()
+    for file in TOKENIZER_FILES:
+        for found in hf_dir.glob(file):
+            shutil.copy(found, another)
+    (another / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    keys = {"base": "template=chatml", "another": f"tokenizer={another}"}[own]
+    run_here(tmp_path / "run", *base_on(hf_dir), "lora_rank=2", "max_steps=1", "eval_steps=0", keys)
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    for trained, merged in ((tmp_path / "run" / "adapter", "of-adapter"), (checkpoint, "of-checkpoint")):
+        arguments = ["--base-model", str(hf_dir), "--checkpoint-dir", str(trained), "--output", str(tmp_path / merged)]
+        assert main(["merge", *arguments]) == 0
+    about = {"README.md", "surogate_export.json"}
+    one, other = (
+        {p.name: p.read_bytes() for p in (tmp_path / merged).iterdir() if p.name not in about}
+        for merged in ("of-adapter", "of-checkpoint")
+    )
+    assert one == other
+    found = named(str(checkpoint))
+    opened = prepare(found, load_run_config([*found.overrides, "device=cpu"], registry=installed), installed)
+    expected = AutoTokenizer.from_pretrained(tmp_path / "of-adapter")
+    assert opened.tokenizer.chat_template == expected.chat_template
+    assert opened.tokenizer.eos_token == expected.eos_token
 
 
 @pytest.mark.slow
