@@ -56,7 +56,7 @@ def as_in_file(tokenizer: PreTrainedTokenizerBase, directory: Path) -> tuple[Pre
         found: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(str(directory))
     known = found.get_vocab()
     for name, token in tokenizer.special_tokens_map.items():
-        if name.endswith("_token") and getattr(found, name) is None and str(token) in known:
+        if name.endswith("_token") and getattr(found, name, token) is None and str(token) in known:
             setattr(found, name, token)
     found.chat_template = tokenizer.chat_template
     return found, differing
@@ -85,13 +85,14 @@ def _differing(tokenizer: PreTrainedTokenizerBase, content: Mapping[str, Any], d
         for name in ("normalizer", "pre_tokenizer")
         if _state(getattr(wanted, name)) != _state(getattr(loaded, name))
     ]
-    if not _says_itself(directory) and _added(wanted, loaded) != _added(loaded, loaded):
-        found.append("post-processor")
     if wanted.decoder is not None and type(wanted.decoder) is not type(loaded.decoder):
         found.append("decoder")
     before, after = wanted.model, loaded.model
     if type(before) is not type(after) or any(_setting(before, n) != _setting(after, n) for n in _SETTINGS):
         found.append("model")
+    # A model of another kind may be unable to encode the text.
+    elif not _says_itself(directory) and _added(wanted, loaded) != _added(loaded, loaded):
+        found.append("post-processor")
     return found
 
 

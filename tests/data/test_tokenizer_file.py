@@ -72,6 +72,7 @@ FAMILIES = [
     ("qwen3", None),
     ("mistral", "LlamaTokenizer"),
     ("gemma", "GemmaTokenizerFast"),
+    ("llama", "CodeLlamaTokenizer"),
     ("gpt2", "GPT2TokenizerFast"),
 ]
 
