@@ -162,9 +162,8 @@ class _Run:
         self.contents = base.contents
         self.notes += base.notes
         identity = identity_of(base.config, self.registry, base.resolved)
-        checkpoints = CheckpointDir(
-            Path(self.config.checkpoint_dir or self.config.place), limit=self.config.save_total_limit
-        )
+        root = Path(self.config.checkpoint_dir or self.config.place)
+        checkpoints = CheckpointDir(root, limit=self.config.save_total_limit)
         base, checkpoint = self._resumed(base, checkpoints, identity)
         self.config = base.config
         checkpoints.run = new_run_id() if checkpoint is None else checkpoint.run
