@@ -7,14 +7,25 @@ from dataclasses import dataclass
 
 from surogate_core.masking import masked
 
+_HEAD, _TAIL = 2600, 1000
+"""Characters that are shown of the beginning and of the end of a longer line, which has the fix."""
+
 
 class SurogateError(Exception):
-    """Base of the errors that are reported in one message, without a traceback; secrets in the message are masked."""
+    """Base of the errors that are reported in one message, without a traceback.
+
+    Secrets in the message are masked, and the middle of a very long line is left out: it shows a value of a file.
+    """
 
     exit_code = 1
 
     def __init__(self, message: str):
-        super().__init__(masked(message))
+        super().__init__("\n".join(map(_shortened, masked(message).split("\n"))))
+
+
+def _shortened(line: str) -> str:
+    out = len(line) - _HEAD - _TAIL
+    return line if out <= 100 else f"{line[:_HEAD]} …({out:,} characters)… {line[-_TAIL:]}"
 
 
 class UserError(SurogateError, ValueError):
