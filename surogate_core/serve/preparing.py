@@ -30,33 +30,35 @@ class Preparer:
     """A thread that calls functions, the smallest first, until it is closed. Sizes up to twice as large are alike."""
 
     def __init__(self) -> None:
-        self._waiting: PriorityQueue[tuple[int, int, Callable[[], Any], Future[Any]]] = PriorityQueue()
+        self._waiting: PriorityQueue[tuple[int, int, list[Callable[[], Any]], Future[Any]]] = PriorityQueue()
         self._count = count()
         self._thread = threading.Thread(target=self._run, name="surogate-prepare", daemon=True)
         self._thread.start()
 
     async def call(self, size: int, function: Callable[[], T]) -> T:
-        """The result of a function; one that is cancelled before its turn is not called."""
+        """The result of a function; one that is cancelled before its turn is dropped, with the body that it has."""
         future: Future[T] = Future()
-        self._waiting.put((size.bit_length(), next(self._count), function, future))
+        held: list[Callable[[], Any]] = [function]
+        future.add_done_callback(lambda done: held.clear())
+        self._waiting.put((size.bit_length(), next(self._count), held, future))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """End the thread, when it has done what it does."""
-        self._waiting.put((-1, next(self._count), lambda: None, Future()))
+        self._waiting.put((-1, next(self._count), [], Future()))
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
         while True:
-            size, _, function, future = self._waiting.get()
+            size, _, held, future = self._waiting.get()
             if size < 0:
                 return
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(function())
+                    future.set_result(held.pop()())
                 except BaseException as error:  # also the panics of a tokenizer, which are no `Exception`
                     future.set_exception(error)
-            del function, future
+            del held, future
 
 
 def check_sizes(model: Served, ask: Ask) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 from transformers import AutoTokenizer
@@ -85,4 +87,33 @@ def test_a_panic_is_an_error_of_one_request() -> None:
         return await preparer.call(1, lambda: 7)
 
     assert asyncio.run(run()) == 7
+    preparer.close()
+
+
+def test_a_client_that_is_gone_leaves_no_body_behind() -> None:
+    preparer, go = Preparer(), threading.Event()
+
+    class Body:
+        """A body that somebody may still hold."""
+
+        def read(self) -> None:
+            """Nothing."""
+
+    async def run() -> bool:
+        first = asyncio.ensure_future(preparer.call(1, go.wait))
+        body = Body()
+        held = ref(body)
+        gone = asyncio.ensure_future(preparer.call(9000, body.read))
+        del body
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        await asyncio.wait([gone])
+        del gone
+        gc.collect()
+        kept = held() is not None
+        go.set()
+        await first
+        return kept
+
+    assert not asyncio.run(run())
     preparer.close()
