@@ -25,6 +25,7 @@ TURNS = [{"role": "user", "content": "Ask."}, {"role": "assistant", "content": "
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     before = clock._Clock.day
+    clock._Clock.follows = False  # a server that ran before lets it follow
     yield
     clock._Clock.day, clock._Clock.follows = before, False
 
