@@ -50,6 +50,8 @@ def run(tmp_path: Path) -> Path:
 
 
 class NoTokenizer:
+    name_or_path = ""
+
     def save_pretrained(self, save_directory: str) -> None:
         (Path(save_directory) / "tokenizer_config.json").write_text("{}")
 
