@@ -40,8 +40,8 @@ class TokenizerFiles:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles | None:
         """The files that a tokenizer was read from, with its changes; None if they are no longer there."""
-        directory = Path(tokenizer.name_or_path or "/nowhere")
-        if not has_tokenizer(directory):
+        directory = Path(tokenizer.name_or_path)
+        if not tokenizer.name_or_path or not has_tokenizer(directory):
             return None
         config = _json(directory / CONFIG)
         changes = {}
