@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
 from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
+from surogate_core.dsl.inits import Init, InitName
 from surogate_core.dsl.rope import longest_covered
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.kernels import ops
 
-Init = Literal["normal", "ones", "zeros", "lora_a"]
+Role = Literal["weight", "norm", "bias", "embedding", "router", "scalar", "adapter"]
+UNDECAYED: frozenset[Role] = frozenset({"norm", "bias", "scalar"})
+"""Roles of parameters that weight decay leaves alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,29 +36,41 @@ class TensorSpec:
     """Name in a safetensors file; for adapters PEFT's, without its ``base_model.model.`` prefix."""
     shape: tuple[int, ...]
     trainable: bool
-    role: Literal["weight", "norm", "bias", "embedding", "router", "adapter"]
+    role: Role
     init: Init
+    declared: str = ""
+    """The class and the attribute that declare it, for messages."""
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay applies: matrices yes, norms and biases no."""
-        return self.role not in ("norm", "bias")
+        """Whether weight decay applies: matrices yes; norms, biases and scalars no."""
+        return self.role not in UNDECAYED
 
 
 class Param:
     """A parameter that `forward` uses directly, such as a norm's weight.
 
+    `init`: the values that it has in a model from random weights (`surogate_core.dsl.inits`), or a `Setting` of them.
+
     `role` "router": the matrix that chooses experts. It keeps the model's dtype under every recipe and weight format,
-    and `train_router` trains it beside adapters. "weight": any other matrix.
+    and `train_router` trains it beside adapters. "weight": any other matrix. "scalar": numbers that are no matrix and
+    do not decay, such as the decay rates of a recurrence or the sinks of attention heads.
     """
 
     def __init__(
-        self, hf_name: str, *dims: Dim | int, init: Init = "ones", role: Literal["norm", "weight", "router"] = "norm"
+        self,
+        hf_name: str,
+        *dims: Dim | int,
+        init: Init | Setting = "ones",
+        role: Literal["norm", "weight", "router", "scalar"] = "norm",
     ):
+        if isinstance(init, str) and init not in get_args(InitName):
+            raise TypeError(f"Param({hf_name!r}): init={init!r} is none of {', '.join(get_args(InitName))}")
         self.hf_name, self.dims, self.init, self.role = hf_name, dims, init, role
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+        self.declared = f"{owner.__module__}.{owner.__qualname__}.{name}"
 
     def __get__(self, bound: Any, owner: type) -> Any:
         return self if bound is None else bound.tensors[self.name]
@@ -205,7 +220,8 @@ class Block:
                 shape=tuple(size_of(d, self.config) for d in p.dims),
                 trainable=train_base or (train_router and p.role == "router"),
                 role=p.role,
-                init=p.init,
+                init=p.init.value(self.config) if isinstance(p.init, Setting) else p.init,
+                declared=p.declared,
             )
             for p in self._params
         ]

@@ -15,6 +15,7 @@ from surogate_core.dsl.experts import ExpertSlot
 from surogate_core.dsl.sides import SideSpec
 from surogate_core.dsl.slots import LinearSlot
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
+from surogate_core.errors import PluginError
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ def distinct(found: tuple[Piece, ...]) -> Iterator[TensorSpec]:
 class RandomSource:
     """Random initial values of each tensor from (seed, its name), so they do not depend on the order.
 
-    Matrices are normal with standard deviation `std`; LoRA A is uniform in ±1/√inputs, as in PEFT.
+    Matrices are normal with standard deviation `std`; LoRA A is uniform in ±1/√inputs, as in PEFT. `PluginError` for a
+    function whose values are not finite numbers of the parameter's shape.
     """
 
     def __init__(self, *, seed: int, std: float, device: torch.device):
@@ -128,8 +130,8 @@ class RandomSource:
 
     def __call__(self, spec: TensorSpec) -> Tensor:
         # Generators differ between devices. Adapters are small enough to be drawn on the CPU, so a run on a trained
-        # base starts from the same values on every device.
-        device = torch.device("cpu") if spec.role == "adapter" else self.device
+        # base starts from the same values on every device. Tensors whose values a function makes are small too.
+        device = torch.device("cpu") if spec.role == "adapter" or callable(spec.init) else self.device
         value = torch.empty(spec.shape, dtype=torch.float32, device=device)
         if spec.init == "ones":
             return value.fill_(1)
@@ -140,4 +142,22 @@ class RandomSource:
         if spec.init == "lora_a":
             bound = 1 / math.sqrt(spec.shape[-1])
             return value.uniform_(-bound, bound, generator=generator)
+        if callable(spec.init):
+            return _drawn_by(spec.init, value.uniform_(generator=generator), spec)
         return value.normal_(0, self.std, generator=generator)
+
+
+def _drawn_by(function: Callable[[Tensor], Tensor], uniform: Tensor, spec: TensorSpec) -> Tensor:
+    """The initial values that a family's function makes of uniform numbers, fp32."""
+    who = f"{spec.declared or spec.hf_name}: the function of `init`"
+    try:
+        value = function(uniform)
+    except Exception as error:
+        raise PluginError(f"{who} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(value, Tensor) or value.shape != spec.shape:
+        given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
+        raise PluginError(f"{who} returns {given}. Fix: return a tensor of shape {spec.shape}, that of its argument.")
+    value = value.float()
+    if not bool(torch.isfinite(value).all()):
+        raise PluginError(f"{who} returns NaN or infinity. Fix: return finite numbers for all of [0, 1).")
+    return value

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.declare import LoRA
+from surogate_core.dsl.inits import constant, uniform
 from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import UserError
@@ -94,6 +95,19 @@ def test_declarations_keep_their_order_over_inheritance() -> None:
         ("out.bias", "b.0.out.bias", (10,), "bias", "zeros", False),
     ]
     assert all(s.trainable for s in specs)
+
+
+def test_a_parameter_says_its_role_and_its_initial_values() -> None:
+    class Recurrent(Base):
+        decay = Param("decay", 3, role="scalar", init=uniform(0, 1))
+        step = Param("step", 3, role="scalar", init=Setting("_step", default=lambda config: constant(config["eps"])))
+
+    specs = {s.name: s for s in Recurrent(CONFIG).tensor_specs("b.0.", (), train_base=True)}
+    assert (specs["decay"].role, specs["decay"].decayed, specs["decay"].init) == ("scalar", False, uniform(0, 1))
+    assert specs["step"].init == constant(1e-5)
+    assert specs["step"].declared.endswith("Recurrent.step")
+    with pytest.raises(TypeError, match=r"Param\('gain'\): init='one' is none of normal, ones, zeros"):
+        Param("gain", init="one")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
