@@ -19,15 +19,23 @@ class Kernel:
     name: str
     """Unique within the op, shown by `surogate doctor`."""
     function: Callable[..., Any]
-    """Same signature and meaning as the op's reference; differentiable under tracing."""
+    """Same meaning as the op's reference, and its signature without the extensions that the kernel does not know;
+    differentiable under tracing.
+    """
     supports: Callable[[torch.device, torch.dtype], bool]
     """(device, dtype of the first argument) → whether it can run there."""
     takes: Callable[..., bool] = lambda *args, **kwargs: True
     """Whether it supports these arguments, called with the op's arguments while a block is traced: shapes, never
     values.
     """
+    knows: frozenset[str] = frozenset()
+    """The op's extensions that it computes: keyword-only parameters with a default. A call whose argument differs from
+    the default is offered only to kernels that know it; the others never see the parameter.
+    """
     priority: int = 0
-    """The highest supporting priority wins; the reference has -100."""
+    """The highest supporting priority wins; the reference has -100. Two packs that offer a call the same priority are
+    an error.
+    """
     deterministic: bool = True
     """Whether equal inputs give equal bits. A kernel without this property is used only with `deterministic=false`."""
 

@@ -2,17 +2,22 @@
 
 An op is called inside traced code. Its reference is plain PyTorch, so it is traced through and Inductor may fuse it; a
 kernel of a pack replaces it if its predicate accepts the arguments.
+
+An op grows by *extensions*: keyword-only parameters with a default. An argument that equals its default is dropped, so
+a kernel from before the extension gets the calls that it always got. A call with any other argument is offered only to
+kernels that say that they know the extension (`Kernel.knows`): none can ignore it by accident.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -27,7 +32,21 @@ R = TypeVar("R")
 REFERENCE_PRIORITY = -100
 
 references: dict[str, Kernel] = {}
-"""Op name → its reference, as the kernel of last resort."""
+"""Op name → its reference, as the kernel of last resort, which knows every extension."""
+
+extensions: dict[str, dict[str, Any]] = {}
+"""Op name → its keyword-only parameters with a default, and these defaults."""
+
+
+def given(op: str, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a call of an op without the extensions that equal their default."""
+    defaults = extensions[op]
+    return {name: value for name, value in named.items() if name not in defaults or not _is(value, defaults[name])}
+
+
+def _is(value: Any, default: Any) -> bool:
+    # A comparison of a tensor would be a tensor.
+    return value is default or (isinstance(value, int | float | str) and value == default)
 
 
 OP_MODULES = (
@@ -46,6 +65,18 @@ def unknown_op(name: str) -> str:
     near = get_close_matches(name, references, n=1)
     fix = f" Fix: {near[0]}" if near else ""
     return f"there is no op {name!r}; known: {', '.join(sorted(references))}.{fix}"
+
+
+def fault_of(kernel: Kernel) -> str:
+    """Why no call is meant for this kernel: its op, or an extension that it knows, does not exist. Empty if both do."""
+    if kernel.op not in references and (fault := unknown_op(kernel.op)):
+        return fault
+    known = extensions[kernel.op]
+    for name in sorted(kernel.knows - known.keys()):
+        near = get_close_matches(name, known, n=1)
+        fix = f" Fix: {near[0]}" if near else " Fix: take it out of `knows`"
+        return f"it knows {name!r}, and {kernel.op} has {', '.join(sorted(known)) or 'no extension'}.{fix}"
+    return ""
 
 
 workspaces: dict[Any, Callable[..., int]] = {}
@@ -101,7 +132,7 @@ class KernelTable:
     kernels: tuple[Kernel, ...] = ()
     rewrites: tuple[Callable[[fx.Graph], None], ...] = ()
     chosen: dict[tuple[str, str], str] = field(default_factory=dict)
-    """(op, dtype) → name of the chosen kernel."""
+    """(op, dtype) → name of the chosen kernel. The extensions of a call are a part of the op: ``attention(window)``."""
     labels: dict[tuple[str, str], str] = field(default_factory=dict)
     """(op, dtype) → ``pack/kernel`` of the chosen kernel; for the run's log and `surogate doctor`."""
     packs: dict[tuple[str, str, int], str] = field(default_factory=dict)
@@ -111,13 +142,14 @@ class KernelTable:
     def build(cls, device: torch.device, packs: Sequence[KernelPack], *, deterministic: bool = True) -> KernelTable:
         """The table of all kernels of the packs that the device can use, optionally only deterministic ones.
 
-        Raises `PluginError` for a kernel of an op that does not exist, which no code would ever call, and for two packs
-        whose kernels of an op have one name and priority, so that nothing says which of them is meant.
+        Raises `PluginError` for a kernel of an op that does not exist, which no code would ever call, or that knows an
+        extension which the op does not have, and for two packs whose kernels of an op have one name and priority, so
+        that nothing says which of them is meant.
         """
         usable = [pack for pack in packs if pack.unavailable(device) is None]
         offered = [(pack, kernel) for pack in usable for kernel in pack.kernels()]
         for pack, kernel in offered:
-            if kernel.op not in references and (fault := unknown_op(kernel.op)):
+            if fault := fault_of(kernel):
                 raise PluginError(f"kernel pack {pack.name}: kernel {kernel.name}: {fault}")
         owners: dict[tuple[str, str, int], str] = {}
         for pack, kernel in offered:
@@ -135,20 +167,50 @@ class KernelTable:
             rewrites=tuple(rewrite for pack in usable for rewrite in pack.rewrites()),
         )
 
-    def offers(self, op: str, dtype: torch.dtype) -> bool:
-        """Whether a kernel of a pack would be chosen."""
-        return any(k.op == op and k.supports(self.device, dtype) for k in self.kernels)
+    def offers(self, op: str, dtype: torch.dtype, named: Iterable[str] = ()) -> bool:
+        """Whether a kernel of a pack would be chosen for a call with these extensions."""
+        return bool(self._candidates(op, dtype, frozenset(named)))
 
     def choose(self, op: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Kernel:
-        """The kernel with the highest priority that supports the arguments; the first name wins a tie."""
-        offers = [k for k in self.kernels if k.op == op and k.supports(self.device, dtype)]
+        """The kernel with the highest priority that supports the arguments; the first name of a pack wins a tie.
+
+        Raises `PluginError` where two packs offer a kernel for these arguments with that priority.
+        """
+        named = kwargs.keys() & extensions[op].keys()
+        offers = self._candidates(op, dtype, named)
         if args:
             offers = [k for k in offers if k.takes(*args, **kwargs)]
         best = min([*offers, references[op]], key=lambda k: (-k.priority, k.name))
-        pack, key = self.packs.get((op, best.name, best.priority)), (op, str(dtype).removeprefix("torch."))
+        if args:
+            self._refuse_tie(best, offers)
+        pack = self._pack(best)
+        what = f"{op}({', '.join(sorted(named))})" if named else op
+        key = what, str(dtype).removeprefix("torch.")
         self.chosen[key] = best.name
         self.labels[key] = best.name if pack is None else f"{pack}/{best.name}"
         return best
+
+    def call(self, op: str, *args: Any, **kwargs: Any) -> Any:
+        """Run an op, whose first argument is a tensor, by the kernel that is chosen for the arguments."""
+        named = given(op, kwargs)
+        first: Tensor = args[0]
+        return self.choose(op, first.dtype, *args, **named).function(*args, **named)
+
+    def _candidates(self, op: str, dtype: torch.dtype, named: Set[str]) -> list[Kernel]:
+        return [k for k in self.kernels if k.op == op and named <= k.knows and k.supports(self.device, dtype)]
+
+    def _pack(self, kernel: Kernel) -> str | None:
+        return self.packs.get((kernel.op, kernel.name, kernel.priority))
+
+    def _refuse_tie(self, best: Kernel, offers: Sequence[Kernel]) -> None:
+        for other in offers:
+            packs = sorted(f"{self._pack(k)}/{k.name}" for k in (best, other))
+            if other.priority == best.priority and self._pack(other) != self._pack(best):
+                raise PluginError(
+                    f"kernels {packs[0]} and {packs[1]}: both offer {best.op} for these arguments with priority "
+                    f"{best.priority}. Fix: leave one out with plugins.block=[PLUGIN]; `surogate doctor` shows the "
+                    f"plugin of a pack"
+                )
 
 
 _active: ContextVar[KernelTable | None] = ContextVar("surogate_kernels", default=None)
@@ -174,22 +236,35 @@ def rewrite(joint: fx.Graph) -> None:
 
 
 def op(reference: Callable[P, R]) -> Callable[P, R]:
-    """Register a function as an op and its reference; the first argument is a tensor."""
+    """Register a function as an op and its reference; the first argument is a tensor.
+
+    Its keyword-only parameters with a default are extensions, see the module. Raises `PluginError` if another module
+    defines an op of this name.
+    """
     name = reference.__name__
+    before = references.get(name)
+    if before is not None and before.function.__module__ != reference.__module__:
+        raise PluginError(
+            f"the op {name} is defined by two modules: {before.function.__module__} and {reference.__module__}. "
+            f"Fix: rename one, or leave its plugin out with plugins.block=[PLUGIN]"
+        )
+    extensions[name] = {
+        p.name: p.default
+        for p in signature(reference).parameters.values()
+        if p.kind is Parameter.KEYWORD_ONLY and p.default is not Parameter.empty
+    }
     references[name] = Kernel(
         op=name,
         name="reference",
         function=reference,
         supports=lambda device, dtype: True,
+        knows=frozenset(extensions[name]),
         priority=REFERENCE_PRIORITY,
     )
 
     @wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
         table = _active.get()
-        if table is None:
-            return reference(*args, **kwargs)
-        first: Tensor = args[0]
-        return table.choose(name, first.dtype, *args, **kwargs).function(*args, **kwargs)
+        return reference(*args, **kwargs) if table is None else table.call(name, *args, **kwargs)
 
     return call

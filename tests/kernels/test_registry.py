@@ -178,3 +178,112 @@ def test_every_op_is_known_whatever_was_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == ""
     assert registry.unknown_op("swigloo").startswith("there is no op 'swigloo'")
+
+
+# ------------------------------------------------------------------------------ extensions
+
+
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An op with two extensions, known to the registry for this test."""
+    for name in ("references", "extensions"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+
+    def scaled(x: Tensor, factor: float, *, shift: float = 0.0, bias: Tensor | None = None) -> Tensor:
+        """The input times a factor, plus a number and a bias."""
+        return x * factor + shift + (0 if bias is None else bias)
+
+    return registry.op(scaled)
+
+
+class Noted:
+    """A kernel's function that notes how it is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, Any]]] = []
+
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
+        self.calls.append((len(args), named))
+        return torch.full_like(args[0], 7)
+
+
+def noted(name: str, **fields: Any) -> Kernel:
+    return Kernel(op="scaled", name=name, function=Noted(), supports=lambda device, dtype: True, **fields)
+
+
+def test_a_kernel_that_knows_no_extension_gets_the_call_without_them(scaled: Any) -> None:
+    x, bias = torch.ones(2, 3), torch.ones(3)
+    old = noted("old", takes=lambda x, factor: True)
+    with registry.using(table(old)) as active:
+        for named in ({}, {"shift": 0}, {"shift": 0.0, "bias": None}):
+            assert (scaled(x, 2.0, **named) == 7).all()
+        for named in ({"shift": 1.0}, {"bias": bias}, {"shift": 0.0, "bias": 0 * bias}):
+            assert torch.equal(scaled(x, 2.0, **named), scaled.__wrapped__(x, 2.0, **named))
+    assert old.function.calls == [(2, {})] * 3
+    assert active.chosen == {
+        ("scaled", "float32"): "old",
+        ("scaled(shift)", "float32"): "reference",
+        ("scaled(bias)", "float32"): "reference",
+    }
+    assert active.labels["scaled", "float32"] == "test/old"
+    assert active.labels["scaled(bias)", "float32"] == "reference"
+
+
+def test_a_kernel_gets_only_the_extensions_that_it_knows(scaled: Any) -> None:
+    x, bias = torch.ones(2, 3), torch.ones(3)
+    some = noted("some", knows=frozenset({"shift"}))
+    every = noted("every", knows=frozenset({"shift", "bias"}), priority=-1)
+    with registry.using(table(some, every)) as active:
+        scaled(x, 2.0, shift=1.0, bias=None)
+        scaled(x, 2.0, shift=1.0, bias=bias)
+    assert some.function.calls == [(2, {"shift": 1.0})]
+    assert every.function.calls == [(2, {"shift": 1.0, "bias": bias})]
+    assert active.chosen == {("scaled(shift)", "float32"): "some", ("scaled(bias, shift)", "float32"): "every"}
+
+
+def test_offers_answers_for_the_extensions_of_a_call(scaled: Any) -> None:
+    made = table(noted("some", knows=frozenset({"shift"})))
+    asked = ((), ("shift",), ("bias",), ("shift", "bias"))
+    assert [made.offers("scaled", torch.float32, named) for named in asked] == [True, True, False, False]
+
+
+def test_a_kernel_cannot_know_what_its_op_does_not_have(scaled: Any) -> None:
+    with pytest.raises(
+        PluginError, match=r"pack test: kernel a: it knows 'shitf', and scaled has bias, shift\. Fix: shift"
+    ):
+        table(noted("a", knows=frozenset({"shift", "shitf"})))
+    with pytest.raises(
+        PluginError, match=r"it knows 'window', and swiglu has no extension\. Fix: take it out of `knows`"
+    ):
+        table(replace(kernel("a"), knows=frozenset({"window"})))
+
+
+def test_an_op_of_two_modules_is_refused(scaled: Any) -> None:
+    def other(module: str) -> Any:
+        def again(x: Tensor) -> Tensor:
+            return x
+
+        again.__name__, again.__module__ = "scaled", module
+        return again
+
+    registry.op(other(__name__))  # the same module, as when it is loaded again
+    with pytest.raises(
+        PluginError, match=rf"the op scaled is defined by two modules: {__name__} and acme\.ops\. Fix: rename one"
+    ):
+        registry.op(other("acme.ops"))
+
+
+def test_two_packs_that_offer_a_call_with_one_priority_are_refused() -> None:
+    one, two = kernel("fast"), replace(kernel("quick"), takes=lambda gate, up: gate.shape[-1] < 4)
+    packs = [KernelPack(name=n, kernels=lambda k=k: (k,)) for n, k in (("one", one), ("two", two))]
+    with registry.using(KernelTable.build(CPU, packs)) as active:
+        ops.swiglu(torch.ones(2, 4), torch.ones(2, 4))
+        assert active.labels == {("swiglu", "float32"): "one/fast"}
+        with pytest.raises(
+            PluginError, match=r"kernels one/fast and two/quick: both offer swiglu .* priority 0\. Fix: "
+        ):
+            ops.swiglu(torch.ones(2, 3), torch.ones(2, 3))
+    better = KernelPack(name="three", kernels=lambda: (kernel("best", priority=1),))
+    with registry.using(KernelTable.build(CPU, [*packs, better])) as active:
+        ops.swiglu(torch.ones(2, 3), torch.ones(2, 3))
+        assert active.labels == {("swiglu", "float32"): "three/best"}
