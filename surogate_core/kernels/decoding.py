@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.kernels.ops import hashed, wide
+from surogate_core.kernels.ops import attention_weights, capped, hashed, wide
 from surogate_core.kernels.registry import InPlace, in_place, op
 
-SlotAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+SlotAttention = Callable[..., Tensor]
 
 
 def slot_attention_op(namespace: str, run: SlotAttention) -> SlotAttention:
-    """A function that writes into the caches, as custom ops of a namespace.
+    """A function that writes into the caches, as custom ops of a namespace. It has the op's parameters and those of its
+    extensions that it knows; they are not keyword-only, because custom ops have no such tensors.
 
     A block is traced with a form whose schema has no writes, because AOTAutograd's joint graphs allow none. Inductor
     gets the form that declares them (`registry.in_place`). Both run the same function.
@@ -28,13 +29,15 @@ def slot_attention_op(namespace: str, run: SlotAttention) -> SlotAttention:
     traced = torch.library.custom_op(f"{namespace}::slot_attention", run, mutates_args=())
     declared = torch.library.custom_op(f"{namespace}::slot_attention_", run, mutates_args=("keys_STKE", "values_STKE"))
 
-    def fake(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, *rest: Any) -> Tensor:
-        return q_NHE.new_empty(*q_NHE.shape[:2], v_NKE.shape[2])
+    def fake(q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, *rest: Any, **named: Any) -> Tensor:
+        return q_NHE.new_empty(*q_NHE.shape[:2], v_NKF.shape[2])
 
     traced.register_fake(fake)
     declared.register_fake(fake)
     ops = getattr(torch.ops, namespace)
-    in_place[ops.slot_attention.default] = InPlace(op=ops.slot_attention_.default, takes=lambda *arguments: True)
+    in_place[ops.slot_attention.default] = InPlace(
+        op=ops.slot_attention_.default, takes=lambda *arguments, **named: True
+    )
     call: SlotAttention = traced
     return call
 
@@ -42,23 +45,33 @@ def slot_attention_op(namespace: str, run: SlotAttention) -> SlotAttention:
 def _slot_attention(
     q_NHE: Tensor,
     k_NKE: Tensor,
-    v_NKE: Tensor,
+    v_NKF: Tensor,
     keys_STKE: Tensor,
     values_STKE: Tensor,
     slots_N: Tensor,
     positions_N: Tensor,
     longest: int,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     rows, heads, features = q_NHE.shape
     kv_heads, last = k_NKE.shape[1], keys_STKE.shape[0] - 1
-    keys_STKE[slots_N, positions_N] = k_NKE
-    values_STKE[slots_N, positions_N] = v_NKE
+    places_N = positions_N % keys_STKE.shape[1] if window else positions_N
+    keys_STKE[slots_N, places_N] = k_NKE
+    values_STKE[slots_N, places_N] = v_NKF
     keys_NTKE, values_NTKF = keys_STKE[slots_N, :longest], values_STKE[slots_N, :longest]
     q_NKME = wide(q_NHE).view(rows, kv_heads, heads // kv_heads, features)
-    scores_NKMT = torch.einsum("nkme,ntke->nkmt", q_NKME, wide(keys_NTKE)) * scale
-    visible_NT = torch.arange(longest, device=q_NHE.device) <= positions_N[:, None]
-    weights_NKMT = torch.softmax(scores_NKMT.masked_fill(~visible_NT[:, None, None], float("-inf")), dim=-1)
+    scores_NKMT = capped(torch.einsum("nkme,ntke->nkmt", q_NKME, wide(keys_NTKE)) * scale, softcap)
+    order_T = torch.arange(keys_NTKE.shape[1], device=q_NHE.device)
+    visible_NT = order_T <= positions_N[:, None]
+    if window:
+        # How many positions before the row's own the one that a place holds is; more than it if it is of no position.
+        before_NT = (positions_N[:, None] - order_T) % keys_STKE.shape[1]
+        visible_NT = (before_NT < window) & (before_NT <= positions_N[:, None])
+    sinks_KM1 = None if sinks is None else sinks.view(kv_heads, -1, 1)
+    weights_NKMT = attention_weights(scores_NKMT, visible_NT[:, None, None], sinks_KM1)
     # Positions behind the row's own may hold anything: zero times NaN would be NaN.
     shown_NTKF = wide(values_NTKF).masked_fill(~visible_NT[:, :, None, None], 0.0)
     out_NHF = torch.einsum("nkmt,ntkf->nkmf", weights_NKMT, shown_NTKF).reshape(rows, heads, -1)
@@ -72,13 +85,17 @@ _reference = slot_attention_op("surogate", _slot_attention)
 def slot_attention(
     q_NHE: Tensor,
     k_NKE: Tensor,
-    v_NKE: Tensor,
+    v_NKF: Tensor,
     keys_STKE: Tensor,
     values_STKE: Tensor,
     slots_N: Tensor,
     positions_N: Tensor,
     longest: int,
     scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[N, H, F]: row n writes its key and value into its slot at its position, and attends to its slot up to there.
 
@@ -86,8 +103,12 @@ def slot_attention(
     Rows of the last slot do not count: their result is 0, and what that slot holds afterwards is undefined. Every other
     slot has at most one row. H is a multiple of K (grouped queries). The reference reads `longest` positions of each
     row.
+
+    `window`, `softcap` and `sinks` as in `ops.attention`. With a window a slot is a ring: position p is at place
+    p mod T, and T is at least the window.
     """
-    return _reference(q_NHE, k_NKE, v_NKE, keys_STKE, values_STKE, slots_N, positions_N, longest, scale)
+    arguments = (q_NHE, k_NKE, v_NKF, keys_STKE, values_STKE, slots_N, positions_N, longest, scale)
+    return _reference(*arguments, window, softcap, sinks)
 
 
 def gumbel(keys_N2: Tensor, numbers_N: Tensor, size: int) -> Tensor:

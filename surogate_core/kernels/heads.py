@@ -5,14 +5,14 @@ positions of 1/C of the heads, and after it another one gives back its positions
 attended to as on one rank, wherever a row is cut. The backward of each exchange is the other one.
 
 Shape suffixes: C ranks that share a row, N tokens of the micro-batch, P = N / C tokens of a rank, H heads, K key/value
-heads, G = H / C heads of a rank, E head features.
+heads, G = H / C heads of a rank, E features of a query and a key, F features of a value.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from surogate_core.bundles.fabrics import Fabric
 from surogate_core.errors import UserError
 from surogate_core.kernels.regions import region
 
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+Attention = Callable[..., Tensor]
 
 _fabrics: dict[int, Fabric] = {}
 """Number in the traced programs → the fabric of the ranks that share rows."""
@@ -96,16 +96,25 @@ def kv_heads_of_ranks(kv_heads: int, size: int) -> int:
 def over_shared_rows(attention: Attention) -> Attention:
     """Attention that exchanges heads for positions where ranks share rows; otherwise as it is.
 
-    C must divide the query heads.
+    C must divide the query heads. Each rank uses the sinks of its heads, and the gradient is zero for the others: the
+    sum over the ranks is the gradient of the whole row.
     """
 
     @wraps(attention)
     def call(
-        q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float
+        q_NHE: Tensor,
+        k_NKE: Tensor,
+        v_NKF: Tensor,
+        cu_seqlens_S: Tensor,
+        max_seqlen: int,
+        scale: float,
+        *,
+        sinks: Tensor | None = None,
+        **settings: Any,
     ) -> Tensor:
         rows = _active.get()
         if rows is None:
-            return attention(q_NHE, k_NKE, v_NKE, cu_seqlens_S, max_seqlen, scale)
+            return attention(q_NHE, k_NKE, v_NKF, cu_seqlens_S, max_seqlen, scale, sinks=sinks, **settings)
         rows.calls += 1
         if q_NHE.shape[1] % rows.size:
             raise UserError(
@@ -114,19 +123,34 @@ def over_shared_rows(attention: Attention) -> Attention:
                 f"{math.gcd(q_NHE.shape[1], rows.size)}"
             )
         with region("att"):
-            repeats = kv_heads_of_ranks(k_NKE.shape[1], rows.size) // k_NKE.shape[1]
-            if repeats > 1:
-                k_NKE, v_NKE = (t.repeat_interleave(repeats, dim=1) for t in (k_NKE, v_NKE))
-            # Each rank's heads of all three are adjacent, so that one exchange sends them.
-            parts = [t.unflatten(1, (rows.size, -1)) for t in (q_NHE, k_NKE, v_NKE)]
-            heads = [part.shape[2] for part in parts]
-            found = _ToHeads.apply(torch.cat(parts, dim=2).flatten(1, 2), rows.size, rows.number)
-            q_NHE, k_NKE, v_NKE = found.split(heads, dim=1)
-        y_NGE = attention(q_NHE, k_NKE, v_NKE, cu_seqlens_S, max_seqlen, scale)
+            q_NHE, k_NKE, v_NKF = _to_own_heads(q_NHE, k_NKE, v_NKF, rows)
+            if sinks is not None:
+                sinks = _OwnHeads.apply(sinks, rows.size, rows.number)
+        y_NGF = attention(q_NHE, k_NKE, v_NKF, cu_seqlens_S, max_seqlen, scale, sinks=sinks, **settings)
         with region("att"):
-            return _ToPositions.apply(y_NGE, rows.size, rows.number)
+            return _ToPositions.apply(y_NGF, rows.size, rows.number)
 
     return call
+
+
+def _to_own_heads(q_PHE: Tensor, k_PKE: Tensor, v_PKF: Tensor, rows: SharedRows) -> tuple[Tensor, ...]:
+    """All positions of this rank's heads. One exchange sends what has as many features."""
+    repeats = kv_heads_of_ranks(k_PKE.shape[1], rows.size) // k_PKE.shape[1]
+    if repeats > 1:
+        k_PKE, v_PKF = (t.repeat_interleave(repeats, dim=1) for t in (k_PKE, v_PKF))
+    if v_PKF.shape[2] != q_PHE.shape[2]:
+        return (*_exchange_heads((q_PHE, k_PKE), rows), *_exchange_heads((v_PKF,), rows))
+    return _exchange_heads((q_PHE, k_PKE, v_PKF), rows)
+
+
+def _exchange_heads(tensors: Sequence[Tensor], rows: SharedRows) -> tuple[Tensor, ...]:
+    # Each rank's heads of all of them are adjacent.
+    parts = [t.unflatten(1, (rows.size, -1)) for t in tensors]
+    heads = [part.shape[2] for part in parts]
+    found: tuple[Tensor, ...] = _ToHeads.apply(torch.cat(parts, dim=2).flatten(1, 2), rows.size, rows.number).split(
+        heads, dim=1
+    )
+    return found
 
 
 def _exchanged(sent_CPGE: Tensor, number: int) -> Tensor:
@@ -166,6 +190,30 @@ def _(x_NGE: Tensor, size: int, number: int) -> Tensor:
     return x_NGE.new_empty(positions // size, heads * size, features)
 
 
+@torch.library.custom_op("surogate::own_heads", mutates_args=())
+def _own_heads(x_H: Tensor, size: int, number: int) -> Tensor:
+    """[H] → [G]: the values of this rank's heads."""
+    return x_H.unflatten(0, (size, -1))[_fabrics[number].rank].clone()
+
+
+@_own_heads.register_fake
+def _(x_H: Tensor, size: int, number: int) -> Tensor:
+    return x_H.new_empty(len(x_H) // size)
+
+
+@torch.library.custom_op("surogate::among_all_heads", mutates_args=())
+def _among_all_heads(x_G: Tensor, size: int, number: int) -> Tensor:
+    """[G] → [H]: zeros for the heads of other ranks."""
+    found_CG = x_G.new_zeros(size, len(x_G))
+    found_CG[_fabrics[number].rank] = x_G
+    return found_CG.flatten()
+
+
+@_among_all_heads.register_fake
+def _(x_G: Tensor, size: int, number: int) -> Tensor:
+    return x_G.new_empty(len(x_G) * size)
+
+
 class _ToHeads(Function):
     @staticmethod
     def forward(ctx: Any, x_PHE: Tensor, size: int, number: int) -> Tensor:
@@ -188,6 +236,18 @@ class _ToPositions(Function):
     @once_differentiable
     def backward(ctx: Any, dy_PHE: Tensor) -> tuple[Tensor | None, ...]:
         return _to_heads(dy_PHE, *ctx.rows), None, None
+
+
+class _OwnHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, x_H: Tensor, size: int, number: int) -> Tensor:
+        ctx.rows = (size, number)
+        return _own_heads(x_H, size, number)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_G: Tensor) -> tuple[Tensor | None, ...]:
+        return _among_all_heads(dx_G, *ctx.rows), None, None
 
 
 EXCHANGES = (torch.ops.surogate.positions_to_heads.default, torch.ops.surogate.heads_to_positions.default)

@@ -2,7 +2,7 @@
 
 Every reference is differentiable, runs in any float dtype (float64 makes it the oracle) and can
 be traced. Shape suffixes: N tokens, D features, H heads, K key/value heads, E head features,
-F feed-forward features, V vocabulary, S document borders.
+F feed-forward features (in attention: features of a value), V vocabulary, S document borders.
 """
 
 from __future__ import annotations
@@ -137,31 +137,74 @@ def document_ids(cu_seqlens_S: Tensor, tokens: int) -> Tensor:
     return torch.bucketize(steps, cu_seqlens_S, right=True)
 
 
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """c · tanh(scores / c), which bounds them softly by c (Gemma 2, arXiv 2408.00118); as they are if c is 0."""
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def attention_weights(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension of the visible scores; of each row something is visible.
+
+    `sinks` [..., 1], one for the rows of a head, joins the sum as one more score, which carries no value: weights may
+    then add up to less than 1.
+    """
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+
+
 @over_shared_rows
 @op
 def attention(
-    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKF: Tensor,
+    cu_seqlens_S: Tensor,
+    max_seqlen: int,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each document; H is a multiple of K (grouped queries).
 
-    `max_seqlen` bounds a document's length. Returns [N, H, E]. The reference forms all N² scores.
+    `max_seqlen` bounds a document's length. Returns [N, H, F]. The reference forms all N² scores.
     Where ranks share rows, N of the operands and of the result are this rank's positions, and the borders those of the
     whole micro-batch; kernels see all positions of this rank's heads.
+
+    `window`: a position sees itself and the window - 1 positions before it, and its whole document if 0 (as
+    transformers' sliding_window). `softcap`: see `capped`, applied to the scaled scores. `sinks` [H]: a logit of each
+    head that joins the softmax and carries no value (gpt-oss, arXiv 2508.10925); ranks that share rows all have H.
     """
     with region("att"):
-        return _attention(q_NHE, k_NKE, v_NKE, cu_seqlens_S, scale)
+        return _attention(q_NHE, k_NKE, v_NKF, cu_seqlens_S, scale, window, softcap, sinks)
 
 
-def _attention(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> Tensor:
+def _attention(
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKF: Tensor,
+    cu_seqlens_S: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks_H: Tensor | None,
+) -> Tensor:
     n, heads, _ = q_NHE.shape
     groups = heads // k_NKE.shape[1]
     k = k_NKE.repeat_interleave(groups, dim=1)
-    v = v_NKE.repeat_interleave(groups, dim=1)
+    v = v_NKF.repeat_interleave(groups, dim=1)
     document = document_ids(cu_seqlens_S, n)
     order = torch.arange(n, device=q_NHE.device)
     visible = (document[:, None] == document[None, :]) & (order[:, None] >= order[None, :])
-    scores = torch.einsum("nhe,mhe->hnm", wide(q_NHE), wide(k)) * scale
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    if window:
+        visible = visible & (order[:, None] - order[None, :] < window)
+    scores = capped(torch.einsum("nhe,mhe->hnm", wide(q_NHE), wide(k)) * scale, softcap)
+    sinks = None if sinks_H is None else sinks_H[:, None, None]
+    weights = attention_weights(scores, visible, sinks)
     return torch.einsum("hnm,mhe->nhe", weights, wide(v)).to(q_NHE.dtype)
 
 

@@ -52,17 +52,35 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
-    """[N, H, E], one document, one head, one position at a time; k and v may have fewer heads."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[N, H, F], one document, one head, one position at a time; k and v may have fewer heads."""
     groups = q.shape[1] // k.shape[1]
     borders = cu_seqlens.tolist()
     rows: list[Tensor] = []
     for start, stop in pairwise(borders):
         for t in range(start, stop):
+            first = max(start, t + 1 - window) if window else start
             heads = []
             for h in range(q.shape[1]):
-                scores = (k[start : t + 1, h // groups] @ q[t, h]) * scale
-                heads.append(scores.softmax(0) @ v[start : t + 1, h // groups])
+                scores = (k[first : t + 1, h // groups] @ q[t, h]) * scale
+                if softcap:
+                    scores = softcap * (scores / softcap).tanh()
+                powers = (scores - scores.max().detach()).exp()
+                below = powers.sum()
+                if sinks is not None:
+                    below = below + (sinks[h] - scores.max().detach()).exp()
+                heads.append(powers / below @ v[first : t + 1, h // groups])
             rows.append(torch.stack(heads))
     return torch.stack(rows)
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 
-from surogate_core.kernels.registry import references
+from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.dsl.trace import Signature, trace_joint
+from surogate_core.kernels import ops
+from surogate_core.kernels.registry import KernelTable, references, using
 from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.testing import op_cases
 from surogate_core.testing.op_cases import Op, compare, random, strided
@@ -122,6 +128,88 @@ def test_nan_is_seen(kernel: str, dtype: torch.dtype) -> None:
     assert y[10:, 0, 3].isnan().all()
     if kernel != "reference":
         assert y[:5].isfinite().all()
+
+
+# ---------------------------------------------------------------------------- extensions
+
+WINDOWS = (1, 3, 8, 13, 50)
+"""Of documents of up to 13 positions."""
+
+
+def extended(op: Op, **settings: object) -> Op:
+    """An op whose last tensor is the sinks."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, borders: Tensor, *rest: object) -> Tensor:
+        return op(q, k, v, borders, *rest, **settings, sinks=sinks)
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_extensions_against_the_definition(dtype: torch.dtype) -> None:
+    """Values and gradients, of sinks too, with grouped heads and values of other features than keys."""
+    borders = borders_of([0, 0, 5, 5, 6, 13, 13])
+    for heads, window in zip([(2, 2), (4, 2), (3, 1), (4, 1), (4, 2)], WINDOWS, strict=True):
+        q, k, _ = make(13, heads, 8, dtype)
+        v, sinks = random(13, heads[1], 5, seed=2, dtype=dtype), random(heads[0], seed=3, dtype=dtype)
+        for settings in ({"window": window}, {"softcap": 0.6}, {}, {"window": window, "softcap": 0.6}):
+            reference = extended(ops.attention, **settings)
+            compared = compare(reference, extended(op_cases.attention, **settings), [q, k, v, sinks, borders], 13, 0.3)
+            assert compared.values[0].dtype == dtype
+            assert compared.error() <= BOUNDS[dtype], settings
+            plain = [partial(op, **settings) for op in (ops.attention, op_cases.attention)]
+            assert compare(*plain, [q, k, v, borders], 13, 0.3).error() <= BOUNDS[dtype], settings
+
+
+def test_a_window_as_long_as_the_documents_hides_nothing() -> None:
+    tensors = (*make(13, (4, 2), 8, torch.float32), borders_of([0, 5, 13]), 13, 0.3)
+    assert torch.equal(ops.attention(*tensors, window=8), ops.attention(*tensors))
+    assert not torch.equal(ops.attention(*tensors, window=7), ops.attention(*tensors))
+
+
+def test_positions_before_the_window_change_no_bit() -> None:
+    q, k, v = make(13, (4, 2), 8, torch.float32)
+    settings = {"window": 4, "softcap": 2.0, "sinks": random(4, dtype=torch.float32)}
+    y = ops.attention(q, k, v, borders_of([0, 13]), 13, 0.3, **settings)
+    k[:6], v[:6] = 50.0, -50.0
+    changed = ops.attention(q, k, v, borders_of([0, 13]), 13, 0.3, **settings)
+    assert torch.equal(changed[9:], y[9:])
+    assert not torch.equal(changed[8], y[8])
+
+
+def test_a_kernel_without_extensions_gets_six_positional_arguments() -> None:
+    calls: list[tuple[int, set[str]]] = []
+
+    def old(*args: object, **named: object) -> Tensor:
+        calls.append((len(args), set(named)))
+        return args[0]
+
+    offered = Kernel(op="attention", name="old", function=old, supports=lambda device, dtype: True)
+    given = (*make(13, (4, 2), 8, torch.float32), borders_of([0, 13]), 13, 0.3)
+    with using(KernelTable.build(torch.device("cpu"), [KernelPack(name="test", kernels=lambda: [offered])])) as table:
+        ops.attention(*given)
+        ops.attention(*given, window=0, softcap=0.0, sinks=None)
+        assert calls == [(6, set())] * 2
+        ops.attention(*given, window=3, sinks=torch.zeros(4))
+        assert len(calls) == 2
+    assert table.labels == {
+        ("attention", "float32"): "test/old",
+        ("attention(sinks, window)", "float32"): "reference",
+    }
+
+
+def test_extensions_at_their_defaults_leave_the_traced_graph_as_it_is() -> None:
+    shapes = [(13, 4, 8), (13, 2, 8), (13, 2, 8)]
+    cpu = torch.device("cpu")
+    inputs = [Signature(shape, torch.float32, cpu, requires_grad=True) for shape in shapes]
+    inputs.append(Signature((3,), torch.int32, cpu, requires_grad=False))
+
+    def traced(**settings: object) -> str:
+        return str(trace_joint(lambda *t: ops.attention(*t, 13, 0.3, **settings) * 2, inputs).graph)
+
+    for packs in ([], [TORCH_PACK]):
+        with using(KernelTable.build(cpu, packs)):
+            assert traced(window=0, softcap=0.0, sinks=None) == traced()
 
 
 # ---------------------------------------------------------------------------------- CUDA

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,14 +36,15 @@ def cache(
     return found[0].to(dtype), found[1].to(dtype)
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def expected(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, **extensions: Any) -> Tensor:
     """By the definition of packed attention: the last token of each row's document."""
     rows = []
     for n, (slot, length) in enumerate(zip(SLOTS, LENGTHS, strict=True)):
         all_k = torch.cat((keys[slot, : length - 1].double(), k[n : n + 1].double()))
         all_v = torch.cat((values[slot, : length - 1].double(), v[n : n + 1].double()))
         queries = q[n : n + 1].double().expand(length, -1, -1)
-        rows.append(op_cases.attention(queries, all_k, all_v, torch.tensor([0, length]), length, SCALE)[-1])
+        borders = torch.tensor([0, length])
+        rows.append(op_cases.attention(queries, all_k, all_v, borders, length, SCALE, **extensions)[-1])
     return torch.stack(rows)
 
 
@@ -68,6 +71,41 @@ def test_a_row_sees_its_slot_up_to_itself(heads: int, kv_heads: int, longest: in
         assert torch.equal(keys[slot, length - 1], k[n])
         assert torch.equal(values[slot, length - 1], v[n])
     assert torch.equal(keys[1], cache(dtype, kv_heads=kv_heads)[0][1])
+
+
+EXTENSIONS = [{"window": 1}, {"window": 5}, {"window": 7, "softcap": 0.8}, {"softcap": 0.8}, {}]
+
+
+@pytest.mark.parametrize("dtype", op_cases.BOUNDS, ids=str)
+def test_extensions_are_those_of_packed_attention(dtype: torch.dtype) -> None:
+    """With sinks and without; before the window of a row its slot may hold anything."""
+    for settings in EXTENSIONS:
+        for sinks in (None, random(4, seed=5, dtype=dtype)):
+            keys, values = cache(dtype, other=8)
+            q, k, v = (random(3, h, e, seed=h + e, dtype=dtype) for h, e in ((4, 16), (2, 16), (2, 8)))
+            known = {**settings, "sinks": sinks}
+            wanted = expected(q, k, v, keys, values, **{**known, "sinks": sinks if sinks is None else sinks.double()})
+            for slot, length in zip(SLOTS, LENGTHS, strict=True):
+                hidden = slice(0, max(0, length - settings.get("window", length)))
+                keys[slot, hidden] = values[slot, hidden] = float("nan")
+            found = slot_attention(q, k, v, keys, values, *places(), 20, SCALE, **known)
+            assert found.dtype == dtype
+            assert float((found.double() - wanted).abs().max() / wanted.abs().max()) <= op_cases.BOUNDS[dtype], known
+
+
+def test_a_slot_with_a_window_is_a_ring() -> None:
+    """Slots of as many places as the window give the results of slots that hold every position."""
+    window, steps = 5, 17
+    tokens = [[random(2, h, 16, seed=10 * h + step) for h in (4, 2, 2)] for step in range(steps)]
+    slots = torch.tensor([1, 0])
+    results = []
+    for size in (window, window + 3, steps):
+        keys, values = (torch.full((3, size, 2, 16), float("nan"), dtype=torch.float64) for _ in range(2))
+        arguments = [(*t, keys, values, slots, torch.tensor([step, step])) for step, t in enumerate(tokens)]
+        results.append([slot_attention(*a, step + 1, SCALE, window=window) for step, a in enumerate(arguments)])
+    for ring, wider, whole in zip(*results, strict=True):
+        torch.testing.assert_close(ring, whole, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(wider, whole, rtol=1e-13, atol=1e-14)
 
 
 def test_rows_of_the_last_slot_give_zeros() -> None:

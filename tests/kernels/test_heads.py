@@ -1,4 +1,4 @@
-"""The numbers by which traced programs know the ranks that share rows."""
+"""Ranks that share rows: the numbers by which traced programs know them, and attention over their heads."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import time
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from surogate_core.kernels import heads
+from surogate_core.kernels import heads, ops
 from surogate_core.mesh.virtual import in_threads
+from surogate_core.testing.op_cases import random
 
 
 class Slow(dict[int, Any]):
@@ -29,3 +32,28 @@ def test_ranks_in_threads_take_different_numbers(monkeypatch: pytest.MonkeyPatch
         return rows.number, fabrics[rows.number] is fabric
 
     assert sorted(in_threads(4, rank)) == [(number, True) for number in range(4)]
+
+
+def test_extensions_over_shared_rows_are_those_of_one_rank() -> None:
+    """Values, and gradients added over the ranks; each rank has the sinks of all heads."""
+    tensors = [random(12, 4, 8, seed=0), random(12, 1, 8, seed=1), random(12, 1, 6, seed=2), random(4, seed=3)]
+    borders, dy = torch.tensor([0, 5, 12], dtype=torch.int32), random(12, 4, 6, seed=4)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, dy: Tensor) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+        y = ops.attention(*leaves[:3], borders, 7, 0.3, window=3, softcap=2.0, sinks=leaves[3])
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    def rank(fabric: Any) -> list[Tensor]:
+        rows = heads.SharedRows.of(fabric)
+        with heads.sharing(rows):
+            mine = [t.chunk(fabric.world)[fabric.rank] for t in (*tensors[:3], dy)]
+            return attended(*mine[:3], tensors[3], mine[3])
+
+    alone = attended(*tensors, dy)
+    for world in (2, 4):
+        ranks = in_threads(world, rank)
+        for number, wanted in enumerate(alone[:4]):
+            torch.testing.assert_close(torch.cat([r[number] for r in ranks]), wanted)
+        torch.testing.assert_close(torch.stack([r[4] for r in ranks]).sum(0), alone[4])
+        assert all(int(r[4].count_nonzero()) == 4 // world for r in ranks)
