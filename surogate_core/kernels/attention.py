@@ -2,12 +2,17 @@
 
 On a CPU each document goes through torch's blocked kernel; on CUDA all documents go through
 torch's variable-length flash kernel in one launch. Shape suffixes as in `kernels.ops`.
+
+The CPU's knows a window and sinks. A window cuts a document into spans of queries, each with the keys that it reaches.
+Sinks change the result of the kernel afterwards: they add to the sum of each row, whose logarithm it returns. A soft
+cap is not to be had from outside, so the reference computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels.ops import region
-from surogate_core.kernels.packed_attention import attention_flops
+from surogate_core.kernels.packed_attention import attention_flops, one_size
 
 aten = torch.ops.aten
 
@@ -29,6 +34,30 @@ def _documents(cu_seqlens_S: Tensor) -> Iterator[slice]:
     for start, stop in pairwise(borders):
         if stop > start:
             yield slice(start, stop)
+
+
+SPAN = 512
+"""Largest number of queries of a call where there is a window. Its mask has SPAN · (SPAN + window) values."""
+SHORTEST = 64
+"""Number of queries of a call if the window is narrower than that."""
+
+
+def _spans(cu_seqlens_S: Tensor, window: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """(queries, the keys that they reach, what they see of them, or None for a causal square).
+
+    Spans count from the beginning of a document, so that its bits do not depend on its place in the row.
+    """
+    size = min(SPAN, max(window, SHORTEST))
+    for rows in _documents(cu_seqlens_S):
+        if not 0 < window < rows.stop - rows.start:
+            yield rows, rows, None
+            continue
+        for first in range(rows.start, rows.stop, size):
+            queries = slice(first, min(first + size, rows.stop))
+            keys = slice(max(rows.start, first - window + 1), queries.stop)
+            before = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(keys.start, keys.stop)
+            hidden = (before < 0) | (before >= window)
+            yield queries, keys, torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _dense(x_NHE: Tensor) -> Tensor:
@@ -43,14 +72,15 @@ def _heads_first(x_NHE: Tensor, rows: slice) -> Tensor:
 
 @torch.library.custom_op("surogate::cpu_attention", mutates_args=())
 def _cpu_forward(
-    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float, window: int = 0
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q_NHE, memory_format=torch.contiguous_format)
     lse_NH = q_NHE.new_empty(q_NHE.shape[:2], dtype=_lse_dtype(q_NHE.dtype))
     q_NHE, k_NKE, v_NKE = (_dense(t) for t in (q_NHE, k_NKE, v_NKE))
-    for rows in _documents(cu_seqlens_S):
+    for rows, keys, mask in _spans(cu_seqlens_S, window, q_NHE.dtype):
+        q, k, v = _heads_first(q_NHE, rows), _heads_first(k_NKE, keys), _heads_first(v_NKE, keys)
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(q_NHE, rows), _heads_first(k_NKE, rows), _heads_first(v_NKE, rows), 0.0, True, scale=scale
+            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
         )
         out[rows] = o[0].transpose(0, 1)
         lse_NH[rows] = lse[0].transpose(0, 1)
@@ -66,14 +96,26 @@ def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @_cpu_forward.register_fake
-def _(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens_S: Tensor, scale: float, window: int = 0
+) -> tuple[Tensor, Tensor]:
     return (
         torch.empty_like(q_NHE, memory_format=torch.contiguous_format),
         q_NHE.new_empty(q_NHE.shape[:2], dtype=_lse_dtype(q_NHE.dtype)),
     )
 
 
-register_flop_formula(torch.ops.surogate.cpu_attention)(attention_flops)
+@register_flop_formula(torch.ops.surogate.cpu_attention)
+def _(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    v_shape: Sequence[int],
+    borders_shape: Sequence[int],
+    scale: float,
+    window: int = 0,
+    **named: Any,
+) -> int:
+    return attention_flops(q_shape, window=window)
 
 
 @torch.library.custom_op("surogate::cpu_attention_backward", mutates_args=())
@@ -86,25 +128,35 @@ def _cpu_backward(
     lse_NH: Tensor,
     cu_seqlens_S: Tensor,
     scale: float,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_NHE, k_NKE, v_NKE))
+    dq = torch.empty_like(q_NHE, memory_format=torch.contiguous_format)
+    # With a window the spans of a key's readers add to it one after the other.
+    wide = torch.promote_types(k_NKE.dtype, torch.float32)
+    make = partial(torch.zeros_like, dtype=wide) if window else torch.empty_like
+    dk, dv = (make(t, memory_format=torch.contiguous_format) for t in (k_NKE, v_NKE))
     dy_NHE, q_NHE, k_NKE, v_NKE = (_dense(t) for t in (dy_NHE, q_NHE, k_NKE, v_NKE))
     heads, kv_heads = q_NHE.shape[1], k_NKE.shape[1]
     groups = heads // kv_heads
-    for rows in _documents(cu_seqlens_S):
-        q, k, v, o, dy = (_heads_first(t, rows) for t in (q_NHE, k_NKE, v_NKE, out_NHE, dy_NHE))
+    for rows, keys, mask in _spans(cu_seqlens_S, window, q_NHE.dtype):
+        q, o, dy = (_heads_first(t, rows) for t in (q_NHE, out_NHE, dy_NHE))
+        k, v = (_heads_first(t, keys) for t in (k_NKE, v_NKE))
         lse = lse_NH[rows].transpose(0, 1).unsqueeze(0)
         if groups > 1:
             # torch's CPU backward wants equal head counts; the sum over the group follows.
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         gq, gk, gv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, k, v, o, lse, 0.0, True, scale=scale
+            dy, q, k, v, o, lse, 0.0, mask is None, attn_mask=mask, scale=scale
         )
         if groups > 1:
             gk, gv = (t.unflatten(1, (kv_heads, groups)).sum(2) for t in (gk, gv))
-        for target, value in ((dq, gq), (dk, gk), (dv, gv)):
-            target[rows] = value[0].transpose(0, 1)
-    return dq, dk, dv
+        dq[rows] = gq[0].transpose(0, 1)
+        for target, value in ((dk, gk), (dv, gv)):
+            if window:
+                target[keys] += value[0].transpose(0, 1)
+            else:
+                target[keys] = value[0].transpose(0, 1)
+    return dq, dk.to(k_NKE.dtype), dv.to(v_NKE.dtype)
 
 
 @_cpu_backward.register_fake
@@ -117,6 +169,7 @@ def _(
     lse_NH: Tensor,
     cu_seqlens_S: Tensor,
     scale: float,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_NHE, k_NKE, v_NKE))
     return dq, dk, dv
@@ -124,17 +177,43 @@ def _(
 
 class _CPUAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-        out, lse = _cpu_forward(q, k, v, cu_seqlens, scale)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
-        ctx.scale = scale
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        cu_seqlens: Tensor,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        out, lse = _cpu_forward(q, k, v, cu_seqlens, scale, window)
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, sinks)
+        ctx.settings = (scale, window)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
-        return (*_cpu_backward(dy, q, k, v, out, lse, cu_seqlens, ctx.scale), None, None)
+        *tensors, sinks = ctx.saved_tensors
+        dq, dk, dv = _cpu_backward(dy, *tensors, *ctx.settings)
+        dsinks = None
+        if sinks is not None:
+            _, _, _, out_NHE, lse_NH, _ = tensors
+            # The derivative of a row's sum of weighted values by a weight of its own that carries no value.
+            shares_NH = torch.exp(sinks.to(lse_NH.dtype) - lse_NH)
+            products_NH = (dy.to(lse_NH.dtype) * out_NHE.to(lse_NH.dtype)).sum(-1)
+            dsinks = -(shares_NH * products_NH).sum(0).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None
+
+
+def _with_sinks(out_NHE: Tensor, lse_NH: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """A result of attention and its logarithms of sums after sinks have joined the sums."""
+    whole_NH = torch.logaddexp(lse_NH, sinks_H.to(lse_NH.dtype))
+    share_NH1 = torch.exp(lse_NH - whole_NH).unsqueeze(-1)
+    return (out_NHE * share_NH1).to(out_NHE.dtype), whole_NH
 
 
 @torch.library.custom_op("surogate::flash_attention_backward", mutates_args=())
@@ -230,10 +309,20 @@ class _FlashAttention(Function):
         return (*_flash_backward(dy, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
 
 
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
-    """`ops.attention` on a CPU, one document at a time."""
+def cpu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`ops.attention` on a CPU, one document at a time, without a soft cap."""
     with region("att"):
-        return _CPUAttention.apply(q, k, v, cu_seqlens, scale)
+        return _CPUAttention.apply(q, k, v, sinks, cu_seqlens, scale, window)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
@@ -264,18 +353,22 @@ def kernels() -> tuple[Kernel, ...]:
             name="torch-cpu",
             function=cpu_attention,
             supports=lambda device, dtype: device.type == "cpu" and dtype in floats,
+            knows=frozenset({"window", "sinks"}),
+            takes=one_size,
         ),
         Kernel(
             op="attention",
             name="torch-flash",
             function=flash_attention,
             supports=lambda device, dtype: device.type == "cuda" and dtype in halves,
+            takes=one_size,
         ),
         Kernel(
             op="attention",
             name="torch-flash-any-order",
             function=flash_attention_any_order,
             supports=lambda device, dtype: device.type == "cuda" and dtype in halves,
+            takes=one_size,
             priority=1,
             deterministic=False,
         ),

@@ -26,10 +26,16 @@ ATTENDED = 1024
 """Tokens that one attends to on average, assumed where FLOPs are counted: documents are not known then."""
 
 
-def attention_flops(q_shape: Sequence[int], *rest: Any, **named: Any) -> int:
+def attention_flops(q_shape: Sequence[int], *rest: Any, window: int = 0, **named: Any) -> int:
     """FLOPs of the forward of packed causal attention; q is [N, H, E]."""
     tokens, heads, features = q_shape
-    return 4 * tokens * heads * features * min(ATTENDED, -(-tokens // 2))
+    attended = min(ATTENDED, -(-tokens // 2), window or ATTENDED)
+    return 4 * tokens * heads * features * attended
+
+
+def one_size(q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, *rest: Any, **named: Any) -> bool:
+    """Whether values have as many features as keys; a `takes` of kernels that need it."""
+    return q_NHE.shape[2] == v_NKF.shape[2]
 
 
 def readable(x_NHE: Tensor) -> Tensor:

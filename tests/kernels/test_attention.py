@@ -136,6 +136,26 @@ WINDOWS = (1, 3, 8, 13, 50)
 """Of documents of up to 13 positions."""
 
 
+KNOWN = {"reference": {"window", "softcap", "sinks"}, "torch-cpu": {"window", "sinks"}}
+"""The extensions of each implementation."""
+
+
+def test_the_cpus_kernel_knows_a_window_and_sinks() -> None:
+    (found,) = [k for k in TORCH_PACK.kernels() if k.op == "attention" and k.name == "torch-cpu"]
+    assert found.knows == KNOWN["torch-cpu"]
+    given = (*make(13, (4, 2), 8, torch.float32), borders_of([0, 13]), 13, 0.3)
+    other = (*given[:2], random(13, 2, 5, dtype=torch.float32), *given[3:])
+    with using(KernelTable.build(torch.device("cpu"), [TORCH_PACK])) as table:
+        ops.attention(*given, window=3)
+        ops.attention(*given, window=3, softcap=1.0)
+        assert ops.attention(*other).shape == (13, 4, 5)
+    assert table.labels == {
+        ("attention(window)", "float32"): "torch/torch-cpu",
+        ("attention(softcap, window)", "float32"): "reference",
+        ("attention", "float32"): "reference",
+    }
+
+
 def extended(op: Op, **settings: object) -> Op:
     """An op whose last tensor is the sinks."""
 
@@ -145,20 +165,35 @@ def extended(op: Op, **settings: object) -> Op:
     return call
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_extensions_against_the_definition(dtype: torch.dtype) -> None:
+@implementations
+def test_extensions_against_the_definition(kernel: str, dtype: torch.dtype) -> None:
     """Values and gradients, of sinks too, with grouped heads and values of other features than keys."""
     borders = borders_of([0, 0, 5, 5, 6, 13, 13])
     for heads, window in zip([(2, 2), (4, 2), (3, 1), (4, 1), (4, 2)], WINDOWS, strict=True):
-        q, k, _ = make(13, heads, 8, dtype)
-        v, sinks = random(13, heads[1], 5, seed=2, dtype=dtype), random(heads[0], seed=3, dtype=dtype)
+        q, k, v = make(13, heads, 8, dtype)
+        sinks = random(heads[0], seed=3, dtype=dtype)
+        if kernel == "reference":
+            v = v[..., :5]
         for settings in ({"window": window}, {"softcap": 0.6}, {}, {"window": window, "softcap": 0.6}):
-            reference = extended(ops.attention, **settings)
-            compared = compare(reference, extended(op_cases.attention, **settings), [q, k, v, sinks, borders], 13, 0.3)
+            if not settings.keys() <= KNOWN[kernel]:
+                continue
+            pair = [extended(op, **settings) for op in (find(kernel), op_cases.attention)]
+            compared = compare(*pair, [q, k, v, sinks, borders], 13, 0.3)
             assert compared.values[0].dtype == dtype
             assert compared.error() <= BOUNDS[dtype], settings
-            plain = [partial(op, **settings) for op in (ops.attention, op_cases.attention)]
+            plain = [partial(op, **settings) for op in (find(kernel), op_cases.attention)]
             assert compare(*plain, [q, k, v, borders], 13, 0.3).error() <= BOUNDS[dtype], settings
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("window", [1, 63, 65, 600, 1100])
+def test_windows_over_several_blocks_of_the_cpus_kernel(window: int, dtype: torch.dtype) -> None:
+    """Blocks of keys that a row does not see at all, and spans that end within a document."""
+    q, k, v = make(1400, (2, 1), 4, dtype)
+    sinks = random(2, seed=3, dtype=dtype)
+    pair = [extended(find(kernel), window=window) for kernel in ("torch-cpu", "reference")]
+    compared = compare(*pair, [q, k, v, sinks, borders_of([0, 3, 1370, 1400])], 1367, 0.3)
+    assert compared.error() <= BOUNDS[dtype]
 
 
 def test_a_window_as_long_as_the_documents_hides_nothing() -> None:

@@ -36,8 +36,10 @@ def test_what_a_gpu_must_have(
 
 def test_it_takes_heads_of_128_features_alone() -> None:
     (kernel,) = surogate_kernels_hopper.kernels()
-    assert kernel.takes(torch.empty(4, 2, 128), None)
-    assert not kernel.takes(torch.empty(4, 2, 64), None)
+    wide, narrow = torch.empty(4, 2, 128), torch.empty(4, 2, 64)
+    assert kernel.takes(wide, wide, wide)
+    assert not kernel.takes(narrow, narrow, narrow)
+    assert not kernel.takes(wide, wide, narrow)
 
 
 class TestAttention(PackedAttention):

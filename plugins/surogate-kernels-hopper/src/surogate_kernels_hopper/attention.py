@@ -10,7 +10,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels.native import Module, Sources
-from surogate_core.kernels.packed_attention import packed_attention
+from surogate_core.kernels.packed_attention import one_size, packed_attention
 
 FEATURES = 128
 """Features of a head; the kernels support only this number."""
@@ -114,6 +114,6 @@ def kernel() -> Kernel:
         name="hopper",
         function=attention,
         supports=lambda device, dtype: device.type == "cuda" and dtype == torch.bfloat16,
-        takes=lambda q, *args, **kwargs: q.shape[-1] == FEATURES,
+        takes=lambda q, *rest: q.shape[-1] == FEATURES and one_size(q, *rest),
         priority=20,
     )

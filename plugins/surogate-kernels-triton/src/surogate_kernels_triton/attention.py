@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels.attention import flash_attention
-from surogate_core.kernels.packed_attention import packed_attention
+from surogate_core.kernels.packed_attention import one_size, packed_attention
 from surogate_kernels_triton import attention_programs as programs
 
 HEAD_SIZES = (64, 128)
@@ -224,5 +224,6 @@ def kernel() -> Kernel:
         name="triton",
         function=attention,
         supports=lambda device, dtype: device.type == "cuda" and dtype in DTYPES,
+        takes=one_size,
         priority=10,
     )
