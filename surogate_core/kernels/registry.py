@@ -51,6 +51,7 @@ def _is(value: Any, default: Any) -> bool:
 
 OP_MODULES = (
     *("kernels.ops", "kernels.experts", "kernels.updates", "kernels.decoding", "kernels.sums"),
+    *("kernels.scans", "kernels.convolutions"),
     *("formats.fp8", "formats.nvfp4", "formats.adamw_8bit"),
 )
 """Modules of the core that define ops; importing them makes `references` complete."""

@@ -22,6 +22,8 @@ from surogate_core.kernels.registry import REFERENCE_PRIORITY, references, unkno
 from surogate_core.testing.check import NotApplicable, ensure
 from surogate_core.testing.guard import explained
 from surogate_core.testing.honest import HonestOps
+from surogate_core.testing.kernel_inputs import Inputs, normal
+from surogate_core.testing.scan_cases import SCAN_CASES
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest error over the largest value of a tensor, by dtype of the inputs."""
@@ -29,34 +31,15 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.
 EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """Arguments of an op, made from the tensors that are differentiated."""
-
-    leaves: Mapping[str, Tensor]
-    """Name → tensor, fp64, on the CPU."""
-    call: Callable[[Callable[..., Any], list[Tensor]], Any]
-    """(function, leaves in some dtype, on some device) → the function's result."""
-    what: str = ""
-    """The special property of these inputs, in words."""
-    apart: bool = False
-    """Whether there are gaps between rows of the leaves and of the results' gradients."""
-
-
-def _normal(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-
 def _turns(like: Tensor) -> tuple[Tensor, Tensor]:
-    angles = _normal(like.shape[0], like.shape[-1] // 2, seed=90).to(like.device)
+    angles = normal(like.shape[0], like.shape[-1] // 2, seed=90).to(like.device)
     wide = torch.promote_types(like.dtype, torch.float32)
     return angles.cos().to(wide), angles.sin().to(wide)
 
 
 def _rms_norm() -> Iterator[Inputs]:
     def made(*shape: int, what: str = "", eps: float = EPS, size: float = 1.0, apart: bool = False) -> Inputs:
-        leaves = {"x": size * _normal(*shape, seed=0), "weight": _normal(shape[-1], seed=1)}
+        leaves = {"x": size * normal(*shape, seed=0), "weight": normal(shape[-1], seed=1)}
         return Inputs(leaves=leaves, call=lambda f, t: f(*t, eps), what=what, apart=apart)
 
     yield made(48, 64)
@@ -71,7 +54,7 @@ def _rms_norm() -> Iterator[Inputs]:
 
 def _swiglu() -> Iterator[Inputs]:
     def made(*shape: int, what: str = "", apart: bool = False) -> Inputs:
-        leaves = {"gate": _normal(*shape, seed=0), "up": _normal(*shape, seed=1)}
+        leaves = {"gate": normal(*shape, seed=0), "up": normal(*shape, seed=1)}
         return Inputs(leaves=leaves, call=lambda f, t: f(*t), what=what, apart=apart)
 
     yield made(48, 64)
@@ -83,7 +66,7 @@ def _swiglu() -> Iterator[Inputs]:
 
 def _rope() -> Iterator[Inputs]:
     def made(n: int, what: str = "", apart: bool = False) -> Inputs:
-        leaves = {"x": _normal(n, 4, 64, seed=0)}
+        leaves = {"x": normal(n, 4, 64, seed=0)}
         return Inputs(leaves=leaves, call=lambda f, t: f(t[0], *_turns(t[0])), what=what, apart=apart)
 
     yield made(48)
@@ -93,8 +76,8 @@ def _rope() -> Iterator[Inputs]:
 
 def _norm_rope() -> Iterator[Inputs]:
     def made(n: int, what: str = "", eps: float = EPS, size: float = 1.0, apart: bool = False) -> Inputs:
-        leaves = {name: size * _normal(n, h, 64, seed=ord(name)) for name, h in (("q", 4), ("k", 2), ("v", 2))}
-        leaves |= {"q_norm": _normal(64, seed=8), "k_norm": _normal(64, seed=9)}
+        leaves = {name: size * normal(n, h, 64, seed=ord(name)) for name, h in (("q", 4), ("k", 2), ("v", 2))}
+        leaves |= {"q_norm": normal(64, seed=8), "k_norm": normal(64, seed=9)}
         return Inputs(leaves=leaves, call=lambda f, t: f(*t, eps, *_turns(t[0])), what=what, apart=apart)
 
     yield made(48)
@@ -110,7 +93,7 @@ def _attention() -> Iterator[Inputs]:
             borders = torch.tensor([0, 20, 21, 48, 48], dtype=torch.int32, device=t[0].device)
             return function(*t, borders, 48, 0.125)
 
-        leaves = {name: _normal(48, h, 128, seed=s) for s, (name, h) in enumerate((("q", 4), ("k", 2), ("v", 2)))}
+        leaves = {name: normal(48, h, 128, seed=s) for s, (name, h) in enumerate((("q", 4), ("k", 2), ("v", 2)))}
         return Inputs(leaves=leaves, call=call, what=what, apart=apart)
 
     yield made()
@@ -122,7 +105,7 @@ def _cross_entropy() -> Iterator[Inputs]:
         labels = torch.randint(0, vocabulary, (n,), generator=torch.Generator().manual_seed(3))
         labels[[0, 7 % n, n - 1]] = IGNORE_LABEL
         labels[n // 2] = vocabulary - 1
-        leaves = {"logits": _normal(n, vocabulary, seed=0)}
+        leaves = {"logits": normal(n, vocabulary, seed=0)}
         return Inputs(leaves=leaves, call=lambda f, t: f(t[0], labels.to(t[0].device)), what=what)
 
     yield made(48, 128)
@@ -133,17 +116,17 @@ def _dropout() -> Iterator[Inputs]:
     def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
         return function(t[0], torch.tensor([5, 7], dtype=torch.int32, device=t[0].device), 3, 0.25)
 
-    yield Inputs(leaves={"x": _normal(48, 64, seed=0)}, call=call)
-    yield Inputs(leaves={"x": _normal(1, 40, seed=0)}, call=call, what="one row of 40")
+    yield Inputs(leaves={"x": normal(48, 64, seed=0)}, call=call)
+    yield Inputs(leaves={"x": normal(1, 40, seed=0)}, call=call, what="one row of 40")
 
 
 def _adapted_linears() -> Iterator[Inputs]:
     def made(n: int, what: str = "", apart: bool = False) -> Inputs:
         shape = PanelShape(inputs=64, outputs=(64, 128), rank=16, scale=0.75, dropout=0.0, salts=(0, 1))
-        weights = [_normal(o, 64, seed=o) for o in shape.outputs]
-        leaves = {"x": _normal(n, 64, seed=20)}
+        weights = [normal(o, 64, seed=o) for o in shape.outputs]
+        leaves = {"x": normal(n, 64, seed=20)}
         for s, o in enumerate(shape.outputs):
-            leaves |= {f"A{s}": _normal(16, 64, seed=s), f"B{s}": _normal(o, 16, seed=s)}
+            leaves |= {f"A{s}": normal(16, 64, seed=s), f"B{s}": normal(o, 16, seed=s)}
 
         def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
             x, *ab = t
@@ -163,7 +146,7 @@ def _adapted_linears() -> Iterator[Inputs]:
 
 def _routes(tokens: int, experts: int, choices: int, device: torch.device) -> tuple[Tensor, ...]:
     """(weights, experts, order, slot, ends) of random routing in which the last expert has no row."""
-    logits = _normal(tokens, experts, seed=5)
+    logits = normal(tokens, experts, seed=5)
     logits[:, -1] = -100.0
     return tuple(t.to(device) for t in experts_ops.route(logits.float(), choices, True))
 
@@ -171,9 +154,9 @@ def _routes(tokens: int, experts: int, choices: int, device: torch.device) -> tu
 def _grouped_linears() -> Iterator[Inputs]:
     def made(n: int, choices: int, what: str = "", *, sorted_rows: bool = False) -> Inputs:
         adapter = experts_ops.ExpertAdapter(rank=16, scale=0.75, dropout=0.0, salt=0)
-        leaves = {"x": _normal(n * choices if sorted_rows else n, 64, seed=0)}
-        leaves |= {"gate": _normal(6, 32, 64, seed=1), "up": _normal(6, 32, 64, seed=2)}
-        leaves |= {"A": _normal(6, 16, 64, seed=3), "B": _normal(6, 32, 16, seed=4)}
+        leaves = {"x": normal(n * choices if sorted_rows else n, 64, seed=0)}
+        leaves |= {"gate": normal(6, 32, 64, seed=1), "up": normal(6, 32, 64, seed=2)}
+        leaves |= {"A": normal(6, 16, 64, seed=3), "B": normal(6, 32, 16, seed=4)}
 
         def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
             x, gate, up, a, b = t
@@ -194,11 +177,11 @@ def _grouped_linears() -> Iterator[Inputs]:
 def _frozen_experts(n: int, choices: int, *, sorted_rows: bool = False) -> Inputs:
     """Two projections whose weights are frozen, both with an adapter."""
     adapter = experts_ops.ExpertAdapter(rank=16, scale=0.75, dropout=0.0, salt=0)
-    leaves = {"x": _normal(n * choices if sorted_rows else n, 64, seed=0)}
+    leaves = {"x": normal(n * choices if sorted_rows else n, 64, seed=0)}
     for name, seed in (("gate", 3), ("up", 5)):
-        leaves |= {f"A of {name}": _normal(6, 16, 64, seed=seed), f"B of {name}": _normal(6, 32, 16, seed=seed + 1)}
+        leaves |= {f"A of {name}": normal(6, 16, 64, seed=seed), f"B of {name}": normal(6, 32, 16, seed=seed + 1)}
     # Representable in bf16, so that all dtypes compute with the same weights.
-    frozen = [_normal(6, 32, 64, seed=seed).bfloat16() for seed in (1, 2)]
+    frozen = [normal(6, 32, 64, seed=seed).bfloat16() for seed in (1, 2)]
 
     def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
         x, *pairs = t
@@ -212,7 +195,7 @@ def _frozen_experts(n: int, choices: int, *, sorted_rows: bool = False) -> Input
 
 def _grouped_product() -> Iterator[Inputs]:
     def made(n: int, inputs: int, outputs: int, what: str = "") -> Inputs:
-        leaves = {"x": _normal(2 * n, inputs, seed=0), "weights": _normal(6, outputs, inputs, seed=1)}
+        leaves = {"x": normal(2 * n, inputs, seed=0), "weights": normal(6, outputs, inputs, seed=1)}
 
         def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
             x, weights = t
@@ -227,7 +210,7 @@ def _grouped_product() -> Iterator[Inputs]:
 
 def _combine() -> Iterator[Inputs]:
     def made(n: int, choices: int, what: str = "") -> Inputs:
-        leaves = {"y": _normal(n * choices, 64, seed=0), "weights": _normal(n, choices, seed=1).abs()}
+        leaves = {"y": normal(n * choices, 64, seed=0), "weights": normal(n, choices, seed=1).abs()}
 
         def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
             y, weights = t
@@ -243,10 +226,10 @@ def _combine() -> Iterator[Inputs]:
 def _combined_linear() -> Iterator[Inputs]:
     def made(n: int, choices: int, what: str = "") -> Inputs:
         adapter = experts_ops.ExpertAdapter(rank=16, scale=0.75, dropout=0.0, salt=0)
-        leaves = {"x": _normal(n * choices, 32, seed=0), "weights": _normal(n, choices, seed=1).abs()}
-        leaves |= {"A": _normal(6, 16, 32, seed=2), "B": _normal(6, 64, 16, seed=3)}
+        leaves = {"x": normal(n * choices, 32, seed=0), "weights": normal(n, choices, seed=1).abs()}
+        leaves |= {"A": normal(6, 16, 32, seed=2), "B": normal(6, 64, 16, seed=3)}
         # Representable in bf16, so that all dtypes compute with the same weight.
-        frozen = _normal(6, 64, 32, seed=4).bfloat16()
+        frozen = normal(6, 64, 32, seed=4).bfloat16()
 
         def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
             x, weights, a, b = t
@@ -273,6 +256,7 @@ CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "grouped_product": _grouped_product,
     "combine": _combine,
     "combined_linear": _combined_linear,
+    **SCAN_CASES,
 }
 """Op → its inputs; the first ones are ordinary."""
 
@@ -326,7 +310,7 @@ def _run(function: Callable[..., Any], inputs: Inputs, leaves: list[Tensor]) -> 
     with HonestOps():
         values = _values(function, inputs, given)
     _ensure_untouched(inputs.leaves, leaves, before, "argument")
-    dys = [_normal(*y.shape, seed=70 + n).to(y) for n, y in enumerate(values.values())]
+    dys = [normal(*y.shape, seed=70 + n).to(y) for n, y in enumerate(values.values())]
     if inputs.apart:
         dys = [_spread(dy) if dy.ndim > 1 else dy for dy in dys]
     kept = [dy.clone() for dy in dys]

@@ -85,6 +85,51 @@ def attention(
     return torch.stack(rows)
 
 
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, borders: Tensor, initial: Tensor, *, delta: bool
+) -> tuple[Tensor, Tensor]:
+    """(y [N, H, F], the states behind the runs [R, H, E, F]) of a linear recurrence, one position at a time.
+
+    With `delta` a value is what the state does not yet return for its key; q and k may have fewer heads than v.
+    """
+    shared = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(shared, dim=1) for x in (q, k))
+    rows, states = [], []
+    for run, (start, stop) in enumerate(pairwise(borders.tolist())):
+        state = initial[run]
+        for t in range(start, stop):
+            state = decay[t].exp()[:, None, None] * state
+            new = v[t] - torch.einsum("hef,he->hf", state, k[t]) if delta else v[t]
+            state = state + torch.einsum("he,hf,h->hef", k[t], new, beta[t])
+            rows.append(torch.einsum("hef,he->hf", state, q[t]))
+        states.append(state)
+    return torch.stack(rows), torch.stack(states)
+
+
+def gated_delta(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """The scan of (q, k, v, decay, beta, borders, initial) with the delta rule."""
+    return scan(*tensors, delta=True)
+
+
+def ssd(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, dt: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    """The scan of the inputs x with keys b and queries c."""
+    return scan(c, b, x, decay, dt, *rest, delta=False)
+
+
+def causal_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor, borders: Tensor, initial: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(y [N, C], the last W - 1 inputs of each run), one position at a time."""
+    rows, states = [], []
+    width = weight.shape[1]
+    for run, (start, stop) in enumerate(pairwise(borders.tolist())):
+        seen = torch.cat((initial[run], x[start:stop]))
+        for t in range(stop - start):
+            rows.append(bias + sum(weight[:, tap] * seen[t + tap] for tap in range(width)))
+        states.append(seen[len(seen) - width + 1 :])
+    return torch.stack(rows), torch.stack(states)
+
+
 # --------------------------------------------------------------------------- comparison
 
 
