@@ -8,10 +8,13 @@ A family declares the parameters of a block and writes its forward once, in plai
 from surogate_core.dsl.declare import Block, Embedding, Linear, LMHead, Model, Param, Stack
 from surogate_core.dsl.dims import Dim, Setting
 from surogate_core.dsl.experts import Experts, Routes, project, project_combined
+from surogate_core.dsl.mixers import Attention, Convolution, Recurrence
 from surogate_core.dsl.sides import Side
 
 __all__ = [
+    "Attention",
     "Block",
+    "Convolution",
     "Dim",
     "Embedding",
     "Experts",
@@ -19,6 +22,7 @@ __all__ = [
     "Linear",
     "Model",
     "Param",
+    "Recurrence",
     "Routes",
     "Setting",
     "Side",

@@ -6,6 +6,7 @@ while a block is being traced, to tensors.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
@@ -16,6 +17,7 @@ from torch import Tensor
 from surogate_core.dsl.dims import Dim, Setting, size_of
 from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
 from surogate_core.dsl.inits import Init, InitName
+from surogate_core.dsl.mixers import Calls, Mixer, Spec, begin, declared_in
 from surogate_core.dsl.rope import longest_covered
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
@@ -128,14 +130,15 @@ class Block:
     """Base of a family's blocks: class attributes declare, `forward` computes.
 
     `forward(self, x, tables)` maps x_ND to y_ND, both in the compute dtype, or to (y_ND, side outputs by name)
-    if the class declares a `Side`. `tables` is what `Model.tables` returned plus ``cu_seqlens`` [S] int32.
-    `self.max_seqlen` bounds a document.
+    if the class declares a `Side`. `tables` is what `Model.tables` returned. What looks at other positions is a mixer
+    that the class declares (`surogate_core.dsl.mixers`); all the rest is computed position by position.
     """
 
     _params: ClassVar[tuple[Param, ...]] = ()
     _linears: ClassVar[tuple[Linear, ...]] = ()
     _sides: ClassVar[tuple[Side, ...]] = ()
     _experts: ClassVar[tuple[Experts, ...]] = ()
+    _mixers: ClassVar[tuple[Mixer, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -144,6 +147,7 @@ class Block:
         cls._linears = tuple(v for v in declared if isinstance(v, Linear))
         cls._sides = tuple(v for v in declared if isinstance(v, Side))
         cls._experts = tuple(v for v in declared if isinstance(v, Experts))
+        cls._mixers = declared_in(cls)
 
     def __init__(self, config: Mapping[str, Any], max_seqlen: int = 0):
         self.config = config
@@ -151,14 +155,33 @@ class Block:
         self.tensors: Mapping[str, Tensor] = {}
         self.slots: Mapping[str, BoundSlot] = {}
         self.experts: Mapping[str, BoundExperts] = {}
+        self._calls = Calls(self, None)
+        self._specs: tuple[Spec, ...] | None = None
+
+    @property
+    def identity(self) -> tuple[type, str, int]:
+        """What a block is made of, and so all that may tell two blocks apart: its class, its configuration and the
+        bound of a document. Blocks of one identity share their programs.
+        """
+        return type(self), _canonical(self.config), self.max_seqlen
+
+    def mixer_specs(self) -> tuple[Spec, ...]:
+        """The mixers with their sizes, in the order of their declaration."""
+        if self._specs is None:
+            self._specs = tuple(mixer.spec(self.config) for mixer in self._mixers)
+        return self._specs
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
         """The block's output, [N, D], and its side outputs where it declares any."""
         raise TypeError(f"{type(self).__name__} declares no forward")
 
     def outputs(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """(y_ND, side outputs by name) of `forward`. Raises `TypeError` if they are not the declared ones."""
+        """(y_ND, side outputs by name) of `forward`. Raises `TypeError` if they are not the declared ones, and
+        `PluginError` if a mixer is not called once.
+        """
+        self._calls, tables = begin(self, tables)
         given = self.forward(x, tables)
+        self._calls.finish()
         y, sides = given if isinstance(given, tuple) else (given, {})
         declared, kind = {side.name for side in self._sides}, type(self)
         if sides.keys() != declared:
@@ -271,6 +294,7 @@ class Block:
         multiplies codes. `seed` and `masks`: as in `BoundSlot`.
         """
         bound = type(self)(self.config, self.max_seqlen)
+        bound._specs = self.mixer_specs()
         bound.tensors = tensors
         bound.experts = {
             e.name: BoundExperts(e, _of_slot(e.name, tensors), seed, grouped, packed=e.name in packed, codes=codes)
@@ -322,6 +346,11 @@ class Block:
         self.bind(tensors, plain, gemm=record, seed=None).outputs(x, tables)
         known = {s.name: s for s in slots}
         return [[known[s.name] for s in group] for _, group in readers]
+
+
+def _canonical(config: Mapping[str, Any]) -> str:
+    """Equal for mappings of equal values."""
+    return json.dumps(config, sort_keys=True, default=repr)
 
 
 def _of_slot(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -471,13 +500,22 @@ class Model:
         h_ND = ops.rms_norm(x_ND, head["norm"], float(self.head.eps.value(self.config)))
         return h_ND @ head["weight"].t()
 
+    def layer_config(self, number: int) -> Mapping[str, Any]:
+        """The configuration of a layer's block, by default the model's own. A family whose layers of one class differ
+        adds what they differ in, such as ``{**self.config, "window": 512}``. Layers of equal mappings share their
+        programs, so the layer's number does not belong into it.
+        """
+        return self.config
+
     def blocks(self, max_seqlen: int) -> Iterator[tuple[str, Block]]:
-        """Every layer as (HF name prefix, block), in order."""
+        """Every layer as (HF name prefix, block), in order; one block for all layers that are equal."""
         stacks = self.layers if isinstance(self.layers, tuple) else (self.layers,)
         number = 0
         for stack in stacks:
-            block = stack.block(self.config, max_seqlen)
+            made: dict[str, Block] = {}
             for _ in range(stack.count.size(self.config)):
+                config = self.layer_config(number)
+                block = made.setdefault(_canonical(config), stack.block(config, max_seqlen))
                 yield stack.prefix.format(i=number), block
                 number += 1
 

@@ -32,7 +32,7 @@ from surogate_core.engine.pieces import Piece
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.errors import SurogateError
 from surogate_core.kernels import ops, registry
-from surogate_core.kernels.heads import SharedRows, exchanging, sharing
+from surogate_core.kernels.heads import SharedRows, sharing
 
 
 @contextmanager
@@ -113,10 +113,7 @@ class ProgramBuilder:
         return [*self._inputs(piece), *panels, *rows, activation, *self.plan.tables.values(), *seeds]
 
     def layer_function(self, piece: Piece, *, training: bool) -> Function:
-        """The layer as a function of as many tokens as its arguments have; in training it gives side outputs too.
-
-        Raises `UserError` while it is traced if ranks share rows, and the block does not attend by `ops.attention`.
-        """
+        """The layer as a function of as many tokens as its arguments have; in training it gives side outputs too."""
         block, names = piece.block, list(self.plan.tables)
         parameters, assembly = self.parameters, self.plan.assembly
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
@@ -145,8 +142,7 @@ class ProgramBuilder:
                 grouped=None if plain else assembly.recipe.grouped,
                 codes=None if plain else assembly.recipe.expert_codes,
             )
-            with exchanging(type(block).__name__):
-                y, sides = bound.outputs(x, tables)
+            y, sides = bound.outputs(x, tables)
             if not piece.sides or not training:
                 return y
             return y, *reported(sides, piece.sides, assembly.settings.router_losses)
@@ -158,7 +154,7 @@ class ProgramBuilder:
         panels = tuple(self.parameters.panels.get(piece.key, ()))
         joins = tuple(self.parameters.joins.get(piece.key, ()))
         return (
-            type(piece.block),
+            None if piece.block is None else piece.block.identity,
             piece.slots,
             piece.experts,
             panels,

@@ -87,7 +87,7 @@ def plan_panels(
             continue
         if not assembly.kernels.offers("adapted_linears" if op is None else op.op, settings.dtype):
             continue
-        kind = type(piece.block), piece.slots, wide
+        kind = piece.block.identity, piece.slots, wide
         if kind not in planned:
             groups = _shared_inputs(assembly, piece, tables)
             made = [Panel.of(group, op=op) for group in groups]
@@ -119,15 +119,17 @@ def plan_joins(
     if not assembly.recipe.plain:
         return {}
     planned: dict[Any, tuple[Join, ...]] = {}
+    joins: dict[str, tuple[Join, ...]] = {}
     for piece in found if assembly.settings.compiler == "inductor" else ():
         if piece.block is None or any(slot.adapter for slot in piece.slots):
             continue
-        kind = type(piece.block), piece.slots
+        kind = piece.block.identity, piece.slots
         if kind not in planned:
             groups = _shared_inputs(assembly, piece, tables)
             row = [s for s in piece.specs if s.trainable and s.decayed]
             planned[kind] = tuple(Join(slots=tuple(g)) for g in groups if len(g) > 1 and _in_a_row(g, row))
-    return {p.key: planned[type(p.block), p.slots] for p in found if (type(p.block), p.slots) in planned}
+        joins[piece.key] = planned[kind]
+    return joins
 
 
 def _in_a_row(group: Sequence[LinearSlot], row: Sequence[TensorSpec]) -> bool:

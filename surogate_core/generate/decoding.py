@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from surogate_core.dsl.mixers import KeyValues, Spec, mixing
 from surogate_core.engine.assembly import Assembly
-from surogate_core.generate.cache import Cache, CachedAttention, Documents, Places, Reader, Shape, Steps, with_own
+from surogate_core.generate.cache import Cache, Documents, FromCache, Places, Reader, Steps, features_of
 from surogate_core.generate.masks import packed_masks, unpacked, words_of
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
@@ -87,7 +88,7 @@ def why_eager(assembly: Assembly) -> str | None:
     return None
 
 
-def working_bytes(weights: Weights, shapes: Sequence[Sequence[Shape]], slots: int, context: int) -> int:
+def working_bytes(weights: Weights, mixers: Sequence[Sequence[Spec]], slots: int, context: int) -> int:
     """An upper estimate of what prefill and steps allocate besides the cache: activations, keys of segments, logits."""
     plan, itemsize = weights.plan, weights.parameters.dtype.itemsize
     model = plan.assembly.model
@@ -97,7 +98,7 @@ def working_bytes(weights: Weights, shapes: Sequence[Sequence[Shape]], slots: in
     features = max(map(_features, plan.layers), default=0)
     activations = rows * (2 * features + 6 * model.width) * itemsize
     outputs = 2 * kept * model.width * itemsize
-    keys = min(SCORES, tokens * _widest(shapes)) * SCORE_BYTES
+    keys = min(SCORES, tokens * _widest(mixers)) * SCORE_BYTES
     return activations + outputs + keys + max(slots, FEWEST) * model.vocab_size * LOGIT_BYTES
 
 
@@ -227,14 +228,15 @@ class SteppedRunner:
         assembly = weights.plan.assembly
         self.eager = why_eager(assembly)
         """Why steps are not captured, or None."""
-        self._attention = CachedAttention(cache)
-        self._widest = _widest([[(*k.shape[2:], v.shape[3]) for k, v in calls] for calls in cache.layers])
-        self._table = with_own(weights.programs.kernels, attention=self._attention)
+        self._mixing = FromCache(cache)
+        self._widest = _widest(cache.mixers)
+        self._table = weights.programs.kernels
         compiles = assembly.settings.compiler == "inductor"
-        has_kernel = weights.programs.kernels.offers("slot_attention", weights.parameters.dtype)
-        self._shortest = SHORTEST_OF_KERNELS if has_kernel else SHORTEST
+        # The reference of attention would form the scores of all pairs of tokens of a pass. States need whole prompts.
+        self._packs = cache.stateful or self._has_kernel("attention")
+        self._shortest = SHORTEST_OF_KERNELS if self._has_kernel("slot_attention") else SHORTEST
         self.gather = max(1, cache.slots // GATHER)
-        self._layers = Layers(weights, self._attention, least_rows=COMPILED_ROWS if compiles else None)
+        self._layers = Layers(weights, COMPILED_ROWS if compiles else None)
         self._state = State(self._rows_for(cache.slots), cache.slots, weights.device)
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._loaded: list[Running] = []
@@ -254,6 +256,12 @@ class SteppedRunner:
         self._masks_NW: Tensor | None = None
         """For each row of a step the tokens that it may choose."""
 
+    def _has_kernel(self, op: str) -> bool:
+        """Whether a pack has a kernel of an op of attention for every attention of the model."""
+        specs = [spec for specs in self.cache.mixers for spec in specs if isinstance(spec, KeyValues)]
+        offers, dtype = self._table.offers, self.weights.parameters.dtype
+        return all(offers(op, dtype, spec.extensions) for spec in specs)
+
     # -------------------------------------------------------------------------- prompts
 
     def prefill(self, fills: Sequence[Fill]) -> Iterator[Tensor]:
@@ -268,17 +276,15 @@ class SteppedRunner:
             begin = end
 
     def _prefill(self, fills: Sequence[Fill]) -> list[Tensor]:
-        # The reference of attention would form the scores of all pairs of tokens of a pass.
-        has_kernel = self.weights.programs.kernels.offers("attention", self.weights.parameters.dtype)
-        whole = [number for number, fill in enumerate(fills) if has_kernel and not fill.start]
-        parts = [number for number, fill in enumerate(fills) if not has_kernel or fill.start]
+        whole = [number for number, fill in enumerate(fills) if self._packs and not fill.start]
+        parts = [number for number, fill in enumerate(fills) if not self._packs or fill.start]
         passes = [*self._packed(fills, whole), *self._segmented(fills, parts)]
         xs = [self.weights.embedded(one.ids_N) for one in passes]
         tables = [tables_of(self.weights, one.positions_N, one.lasts_N, one.real_N) for one in passes]
-        with using(self._table):
+        with using(self._table), mixing(self._mixing):
             for number, layer in enumerate(self._layers.of(None)):
                 for index, one in enumerate(passes):
-                    self._attention.begin(number, one.reader)
+                    self._mixing.begin(number, one.reader)
                     xs[index] = layer(xs[index], tables[index])
         found: list[list[Tensor]] = [[] for _ in fills]
         for one, x_ND in zip(passes, xs, strict=True):
@@ -314,11 +320,11 @@ class SteppedRunner:
             lasts_N=(sizes - 1).repeat_interleave(sizes, output_size=total),
             real_N=torch.arange(total, device=device) < ends[-1],
             reader=Documents(
+                slots_D=slots if rest else slots[:-1],
                 slots_N=slots.repeat_interleave(sizes, output_size=total),
                 positions_N=positions_N,
                 cu_seqlens_D=torch.tensor(borders, dtype=torch.int32, device=device),
                 longest=max(*lengths, rest),
-                kernels=self.weights.programs.kernels,
             ),
             rows=[(n, slice(begin, end)) for n, begin, end in zip(group, ends, ends[1:], strict=False)],
         )
@@ -475,9 +481,9 @@ class SteppedRunner:
         tables = tables_of(self.weights, positions_N, positions_N, state.live_N[:count] > 0)
         x_ND = self.weights.embedded(state.ids_N[:count])
         reader = Steps(slots_N=slots_N, positions_N=positions_N, longest=kind.longest)
-        with using(self._table):
+        with using(self._table), mixing(self._mixing):
             for number, layer in enumerate(self._layers.of(count)):
-                self._attention.begin(number, reader)
+                self._mixing.begin(number, reader)
                 x_ND = layer(x_ND, tables)
             seen_NV = self._seen()[slots_N] if kind.penalty else None
             rows = state.rows(kind)
@@ -528,9 +534,9 @@ class _Pass:
     """Number of a prompt → its rows, in order."""
 
 
-def _widest(shapes: Sequence[Sequence[Shape]]) -> int:
-    """Most features of keys and values that a call of attention reads for a position."""
-    return max((k * (e + f) for calls in shapes for k, e, f in calls), default=1)
+def _widest(mixers: Sequence[Sequence[Spec]]) -> int:
+    """Most features of keys and values that an attention reads for a position."""
+    return max((features_of(spec) for specs in mixers for spec in specs if isinstance(spec, KeyValues)), default=1)
 
 
 def _longest(needed: int, context: int, *, shortest: int = SHORTEST) -> int:

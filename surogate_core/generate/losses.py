@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
+from surogate_core.dsl.mixers import Packed, mixing
 from surogate_core.dsl.sides import REAL
-from surogate_core.generate.cache import with_own
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels import ops
-from surogate_core.kernels.registry import KernelTable, using
+from surogate_core.kernels.registry import using
 
 LOGITS = 2**26
 """Logits that exist at one time."""
@@ -58,26 +58,17 @@ def documents_of(weights: Weights, batches: Iterable[MicroBatch]) -> Iterator[li
         ]
 
 
-def _bounded(kernels: KernelTable, longest: int) -> KernelTable:
-    """The kernels of a run for documents of up to `longest` tokens. The blocks of loaded weights know no bound."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
-        with using(kernels):
-            return ops.attention(q, k, v, cu_seqlens, longest, scale)
-
-    return with_own(kernels, attention=attention)
-
-
 def logits_of(weights: Weights, batch: MicroBatch) -> Iterator[tuple[slice, Tensor]]:
     """(positions of a part of the micro-batch, [n, V] their logits on the device), in order, without gradients."""
     device, model = weights.device, weights.plan.assembly.model
     tables = [*model.tables(batch.positions.to(device), weights.parameters.dtype).values()]
     tables.append(batch.cu_seqlens.to(device))
+    kernels, documents = weights.programs.kernels, Packed(tables[-1], batch.max_seqlen)
     if REAL in weights.plan.tables:
         assert batch.real is not None
         tables.append(batch.real.to(device))
-    kernels = _bounded(weights.programs.kernels, batch.max_seqlen)
-    with torch.no_grad(), using(kernels):
+    # The blocks of loaded weights know no bound of a document.
+    with torch.no_grad(), using(kernels), mixing(documents):
         x_ND = weights.embedded(batch.input_ids.to(device))
         for layer in weights.layers():
             x_ND = layer(x_ND, tables)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Reason, Request, RolloutSettings
 from surogate_core.errors import UserError
-from surogate_core.generate.cache import Cache, shapes_of
+from surogate_core.generate.cache import Cache, mixers_of
 from surogate_core.generate.decoding import SteppedRunner
 from surogate_core.generate.passes import FixedRunner
 from surogate_core.generate.sampling import key_of
@@ -39,7 +39,7 @@ class NativeEngine:
         self.context = -(-settings.context // SEGMENT) * SEGMENT
         parameters = weights.parameters
         self.cache = Cache(
-            shapes_of(weights), slots=self.slots, context=self.context, dtype=parameters.dtype, device=parameters.device
+            mixers_of(weights), slots=self.slots, context=self.context, dtype=parameters.dtype, device=parameters.device
         )
         on_cpu = parameters.device.type == "cpu" if stepped is None else not stepped
         self._runner: Runner = FixedRunner(weights, self.cache) if on_cpu else SteppedRunner(weights, self.cache)
@@ -167,11 +167,14 @@ class NativeEngine:
                     fills[prompt] = Fill(slot=slot, ids=prompt, start=shared)
                 else:
                     self._last[slot] = self._last[source]
+            else:
+                self.cache.copy_prefix(slot, slot, len(prompt))
             self._prompts[slot] = prompt
             constraint = None if request.grammar is None else request.grammar.begin()
             begun.append(Running(index=index, request=request, slot=slot, key=key_of(request), constraint=constraint))
         for fill, x_ND in zip(fills.values(), self._prefill(list(fills.values())), strict=True):
             self._last[fill.slot] = x_ND[len(fill.ids) - 1 - fill.start].clone()
+        self.cache.remember([fill.slot for fill in fills.values()])
         if followers:
             slots, leaders = zip(*followers, strict=True)
             self.cache.copy_prefixes(leaders, slots, max(len(self._prompts[slot]) for slot in slots))
@@ -191,6 +194,8 @@ class NativeEngine:
                 continue
             if other == prompt:
                 return slot, len(prompt)
+            if self.cache.stateful:
+                continue  # a state has no beginning
             pairs = zip(prompt[:-1], other, strict=False)
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt) - 1, len(other)))
             if common // SEGMENT * SEGMENT > most:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from surogate_core.dsl.mixers import mixing
 from surogate_core.dsl.sides import REAL
-from surogate_core.generate.cache import Cache, CachedAttention, Places, with_own
+from surogate_core.generate.cache import Cache, FromCache, Places, with_own
 from surogate_core.generate.masks import packed_masks, unpacked
 from surogate_core.generate.sampling import Rows, choose
 from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
@@ -47,8 +48,8 @@ class FixedRunner:
 
     def __init__(self, weights: Weights, cache: Cache):
         self.weights, self.cache = weights, cache
-        self._attention = CachedAttention(cache)
-        self._table = with_own(weights.programs.kernels, attention=self._attention, grouped_product=tiled_product)
+        self._mixing = FromCache(cache)
+        self._table = with_own(weights.programs.kernels, grouped_product=tiled_product)
 
     def prefill(self, fills: Sequence[Fill]) -> list[Tensor]:
         """For each the last layer's output for its tokens from its start on, and behind them for padding."""
@@ -56,18 +57,20 @@ class FixedRunner:
         passes = []
         for first in range(0, len(segments), SEGMENTS):
             some = segments[first : first + SEGMENTS]
-            ids, lasts, places = [], [], []
+            ids, lasts, places, counts = [], [], [], []
             for number, start in some:
                 fill = fills[number]
                 tokens = fill.ids[start : start + SEGMENT]
                 ids += [*tokens, *[0] * (SEGMENT - len(tokens))]
                 lasts += [len(fill.ids) - 1] * SEGMENT
                 places.append((fill.slot, start))
+                counts.append(len(tokens))
             rest = SEGMENTS - len(some)
             ids += [0] * (rest * SEGMENT)
             lasts += [0] * (rest * SEGMENT)
             places += [(self.cache.slots, 0)] * rest
-            passes.append(self._pass(ids, lasts, places, width=SEGMENT))
+            counts += [SEGMENT] * rest
+            passes.append(self._pass(ids, lasts, places, width=SEGMENT, counts=counts))
         outputs = torch.cat([x_ND.view(SEGMENTS, SEGMENT, -1) for x_ND in self._run(passes)] or [torch.empty(0)])
         found: list[list[Tensor]] = [[] for _ in fills]
         for (number, _), x_ND in zip(segments, outputs, strict=False):
@@ -125,11 +128,17 @@ class FixedRunner:
         return [[pair] for pair, _ in zip(pairs, some, strict=False)]
 
     def _pass(
-        self, ids: Sequence[int], lasts: Sequence[int], places: Sequence[tuple[int, int]], *, width: int
+        self,
+        ids: Sequence[int],
+        lasts: Sequence[int],
+        places: Sequence[tuple[int, int]],
+        *,
+        width: int,
+        counts: Sequence[int] | None = None,
     ) -> _Pass:
         device = self.weights.device
         slots, starts = (torch.tensor(column, device=device) for column in zip(*places, strict=True))
-        where = Places(slots_G=slots, starts_G=starts, width=width)
+        where = Places(slots_G=slots, starts_G=starts, width=width, counts=counts)
         return _Pass(
             ids_N=torch.tensor(ids, device=device),
             places=where,
@@ -141,10 +150,10 @@ class FixedRunner:
         if not passes:
             return []
         xs = [self.weights.embedded(p.ids_N) for p in passes]
-        with using(self._table):
+        with using(self._table), mixing(self._mixing):
             for number, layer in enumerate(self.weights.layers()):
                 for index, one in enumerate(passes):
-                    self._attention.begin(number, one.places)
+                    self._mixing.begin(number, one.places)
                     xs[index] = layer(xs[index], one.tables)
         return xs
 

@@ -1,73 +1,108 @@
 """The layers as compiled programs of a fixed number of rows.
 
-A layer is traced with an op that stands for attention and knows nothing of the cache, so that one program serves
-prompts and single tokens, every layer of a kind, and every length.
+A layer is traced with ops that stand for its mixers and know nothing of the cache, so that one program serves prompts
+and single tokens, every layer of a kind, and every length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from torch import Tensor
 
+from surogate_core.dsl.mixers import KeyValues, Scan, States, active_mixing, mixing
 from surogate_core.dsl.sides import REAL
 from surogate_core.dsl.trace import Function, Signature, without_gradients
 from surogate_core.engine.pieces import Piece
-from surogate_core.generate.cache import CachedAttention, with_own
+from surogate_core.generate.cache import FromCache
 from surogate_core.generate.weights import Layer, Weights
-from surogate_core.kernels.registry import KernelTable, using
+from surogate_core.kernels.registry import using
 
-_current: ContextVar[CachedAttention | None] = ContextVar("surogate_cached_attention", default=None)
-"""The attention of the runner whose programs run."""
+_SCANS: dict[str, Scan] = {}
+"""Name in compiled programs → the scan of a recurrence."""
+
+
+def _name_of(scan: Scan) -> str:
+    """A name that is the same in every process, whatever was compiled before, unless two scans have one."""
+    base = f"{scan.__module__}.{scan.__qualname__}"
+    names = (base if not number else f"{base} {number}" for number in count())
+    name = next(n for n in names if _SCANS.get(n, scan) is scan)
+    _SCANS[name] = scan
+    return name
+
+
+def _running() -> FromCache:
+    how = active_mixing()
+    assert isinstance(how, FromCache), "a layer's program runs inside of `mixing`"
+    return how
 
 
 @torch.library.custom_op("surogate::cached_attention", mutates_args=())
-def _cached_attention(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, scale: float) -> Tensor:
-    attention = _current.get()
-    assert attention is not None, "a layer's program runs inside of `Layers.of`"
-    return attention(q_NHE, k_NKE, v_NKE, q_NHE.new_empty(0, dtype=torch.int32), 0, scale).contiguous()
+def _cached_attention(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, number: int, scale: float, sinks_H: Tensor | None
+) -> Tensor:
+    how = _running()
+    spec = how.cache.mixers[how.layer][number]
+    assert isinstance(spec, KeyValues)
+    return how.attend(number, spec, q_NHE, k_NKE, v_NKF, sinks_H).contiguous()
 
 
 @_cached_attention.register_fake
-def _(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, scale: float) -> Tensor:
-    return q_NHE.new_empty(*q_NHE.shape[:2], v_NKE.shape[2])
+def _(q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, number: int, scale: float, sinks_H: Tensor | None) -> Tensor:
+    return q_NHE.new_empty(*q_NHE.shape[:2], v_NKF.shape[2])
 
 
-def _traced_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
-    found: Tensor = torch.ops.surogate.cached_attention(q, k, v, scale)
-    return found
+@torch.library.custom_op("surogate::cached_recurrence", mutates_args=())
+def _cached_recurrence(
+    rows: Sequence[Tensor], parameters: Sequence[Tensor], names: str, number: int, scan: str
+) -> Tensor:
+    how = _running()
+    spec = how.cache.mixers[how.layer][number]
+    assert isinstance(spec, States)
+    return how.recur(number, spec, rows, dict(zip(names.split(), parameters, strict=True))).contiguous()
+
+
+@_cached_recurrence.register_fake
+def _(rows: Sequence[Tensor], parameters: Sequence[Tensor], names: str, number: int, scan: str) -> Tensor:
+    named = dict(zip(names.split(), parameters, strict=True))
+    y, _ = _SCANS[scan](*rows, borders=None, initial=None, **named)
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """Stands for the mixers in programs, which know nothing of the cache."""
+
+    hides_borders: str = "in generation"
+
+    def attend(self, number: int, spec: KeyValues, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        found: Tensor = torch.ops.surogate.cached_attention(q, k, v, number, spec.scale, sinks)
+        return found
+
+    def recur(self, number: int, spec: States, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        names, given = " ".join(parameters), list(parameters.values())
+        found: Tensor = torch.ops.surogate.cached_recurrence(list(rows), given, names, number, _name_of(spec.scan))
+        return found
 
 
 @dataclass(slots=True)
 class Layers:
-    """The layers of a model, with attention over a cache."""
+    """The layers of a model, whose mixers read the cache of the `mixing` in which they run."""
 
     weights: Weights
-    attention: CachedAttention
     least_rows: int | None
     """Fewest rows for which the run's compiler makes programs. With fewer, or None, operations run one by one."""
-    table: KernelTable = field(init=False)
-    """The kernels of programs."""
     _by_key: dict[tuple[str, int], Function] = field(default_factory=dict)
     """(key of a piece, rows) → its program."""
-
-    def __post_init__(self) -> None:
-        self.table = with_own(self.weights.programs.kernels, attention=_traced_attention)
 
     def of(self, rows: int | None) -> Iterator[Layer]:
         """The layers in order for this number of rows; None for any, which never compiles."""
         if rows is None or self.least_rows is None or rows < self.least_rows:
-            yield from self.weights.layers()
-            return
-        try:
-            for layer in self.weights.layers(lambda piece: self._program(piece, rows)):
-                _current.set(self.attention)
-                yield layer
-        finally:
-            _current.set(None)  # it would keep the cache
+            return self.weights.layers()
+        return self.weights.layers(lambda piece: self._program(piece, rows))
 
     def _program(self, piece: Piece, rows: int) -> Function:
         found = self._by_key.get((piece.key, rows))
@@ -83,7 +118,7 @@ class Layers:
         programs, plan = self.weights.programs, self.weights.plan
         task = f"compiling {type(piece.block).__name__} for generation"
         programs.progress(task, 0, 1)
-        with using(self.table):
+        with using(programs.kernels), mixing(_Traced()):
             call = without_gradients(
                 programs.layer_function(piece, training=False),
                 self._inputs(piece, rows),

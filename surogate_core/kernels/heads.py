@@ -44,8 +44,6 @@ class SharedRows:
     """C."""
     number: int = -1
     """Key of their fabric; negative if programs are traced but never run."""
-    calls: int = 0
-    """How often attention was traced."""
 
     @classmethod
     def of(cls, fabric: Fabric) -> SharedRows:
@@ -75,17 +73,10 @@ def sharing(rows: SharedRows | None) -> Iterator[None]:
         _active.reset(token)
 
 
-@contextmanager
-def exchanging(block: str) -> Iterator[None]:
-    """A block's forward runs inside. Raises `UserError` if ranks share rows, and it has no attention that exchanges."""
+def ranks_sharing_rows() -> int:
+    """How many ranks share the rows of the blocks that are traced now; 0 if none do."""
     rows = _active.get()
-    before = rows.calls if rows is not None else 0
-    yield
-    if rows is not None and rows.calls == before:
-        raise UserError(
-            f"context_parallel_size is {rows.size}, and {block} has no ops.attention, by which GPUs that share a row "
-            f"exchange what it needs of other positions. Fix: context_parallel_size=1"
-        )
+    return 0 if rows is None else rows.size
 
 
 def kv_heads_of_ranks(kv_heads: int, size: int) -> int:
@@ -115,7 +106,6 @@ def over_shared_rows(attention: Attention) -> Attention:
         rows = _active.get()
         if rows is None:
             return attention(q_NHE, k_NKE, v_NKF, cu_seqlens_S, max_seqlen, scale, sinks=sinks, **settings)
-        rows.calls += 1
         if q_NHE.shape[1] % rows.size:
             raise UserError(
                 f"context_parallel_size is {rows.size}, and does not divide the model's {q_NHE.shape[1]} attention "

@@ -23,7 +23,7 @@ from surogate_core.data.whole_text import encode_whole
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.files.prompts import tools_of
-from surogate_core.generate.cache import Cache, shapes_of
+from surogate_core.generate.cache import Cache, mixers_of
 from surogate_core.generate.decoding import why_eager, working_bytes
 from surogate_core.generate.sequences import SEGMENT
 from surogate_core.run.build import free_memory
@@ -282,10 +282,10 @@ def fitting_slots(weights: Weights, context: int, wanted: int, *, least: int = 1
 
 def needed_bytes(weights: Weights, context: int) -> Callable[[int], int]:
     """From the number of slots, what an engine allocates: keys and values, and on a GPU working memory."""
-    context, shapes = -(-context // SEGMENT) * SEGMENT, shapes_of(weights)
-    one = Cache.bytes_per_token(shapes, weights.parameters.dtype) * context
+    context, mixers = -(-context // SEGMENT) * SEGMENT, mixers_of(weights)
+    one = Cache.slot_bytes(mixers, context, weights.parameters.dtype)
     on_gpu = weights.plan.assembly.settings.device.type == "cuda"
-    return lambda slots: one * (slots + 1) + (working_bytes(weights, shapes, slots, context) if on_gpu else 0)
+    return lambda slots: one * (slots + 1) + (working_bytes(weights, mixers, slots, context) if on_gpu else 0)
 
 
 def memory_notes(weights: Weights, settings: RolloutSettings) -> list[str]:

@@ -24,8 +24,9 @@ from surogate_core.bundles import (
     Recipe,
     WeightFormat,
 )
-from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
+from surogate_core.dsl import Attention, Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.declare import LoRA, TensorSpec
+from surogate_core.dsl.decoder import even_share
 from surogate_core.dsl.experts import EXPERT, expanded, split
 from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.dsl.trace import Recompute
@@ -69,6 +70,7 @@ SMALL_CONFIG: Mapping[str, Any] = {
 
 D, H, F = Dim("hidden_size"), Dim("num_attention_heads"), Dim("intermediate_size")
 EPS = Setting("rms_norm_eps", default=1e-6)
+FEATURES = Dim("head_dim", default=even_share)
 
 
 class TinyBlock(Block):
@@ -80,6 +82,7 @@ class TinyBlock(Block):
     k = Linear("k_proj", D, D, region="qkv")
     v = Linear("v_proj", D, D, region="qkv")
     o = Linear("o_proj", D, D, region="att")
+    attend = Attention(H, H, FEATURES, scale=0.35)
     gate = Linear("gate_proj", D, F, region="ffn")
     up = Linear("up_proj", D, F, region="ffn")
     down = Linear("down_proj", F, D, region="ffn")
@@ -89,7 +92,7 @@ class TinyBlock(Block):
         h = ops.rms_norm(x, self.norm, self.eps)
         heads = (len(h), self.heads, -1)
         q, k, v = self.q(h).view(heads), self.k(h).view(heads), self.v(h).view(heads)
-        x = x + self.o(ops.attention(q, k, v, tables["cu_seqlens"], self.max_seqlen, 0.35).flatten(1))
+        x = x + self.o(self.attend(q, k, v).flatten(1))
         h = ops.rms_norm(x, self.norm, self.eps)
         return x + self.down(ops.swiglu(self.gate(h), self.up(h)))
 

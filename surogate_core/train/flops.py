@@ -11,17 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.batch import Counts, MicroBatch
-from surogate_core.bundles import Kernel
-from surogate_core.dsl.declare import Block, Model
-from surogate_core.dsl.slots import LinearSlot
-from surogate_core.kernels.registry import KernelTable, using
+from surogate_core.dsl.declare import Model
+from surogate_core.dsl.mixers import KeyValues
 
 ATTENTION_PASSES = 3.5
 """Cost of attention's forward and backward together, in forwards (arXiv 2307.08691, section 4.1)."""
@@ -37,23 +32,27 @@ class Work:
     """FLOPs of training one model."""
 
     products_per_token: float
-    """Forward, input gradients, and weight gradients where weights are trained; head included."""
+    """Forward, input gradients, and weight gradients where weights are trained; head and recurrences included."""
     attention_per_pair: float
-    """FLOPs for one token and one token that it attends to, in all layers, forward and backward."""
+    """FLOPs for one token and one token that it attends to, in all layers, forward and backward. Those of a window are
+    counted as if it had no end.
+    """
 
     @classmethod
     def of(cls, model: Model, *, frozen: bool) -> Work:
         """`frozen`: whether the base is not trained."""
-        products, attention = model.vocab_size * model.width, 0
-        counted: dict[int, tuple[int, int]] = {}
+        products, recurrences, attention = model.vocab_size * model.width, 0, 0
         for _, block in model.blocks(0):
-            if id(block) not in counted:
-                counted[id(block)] = _of_block(model, block)
-            products += counted[id(block)][0]
-            attention += counted[id(block)][1]
+            products += sum(s.inputs * s.outputs for s in block.linear_slots(None))
+            products += sum(e.choices * e.inputs * e.outputs for e in block.expert_slots(None))
+            for spec in block.mixer_specs():
+                if isinstance(spec, KeyValues):
+                    attention += spec.heads * (spec.keys + spec.values)
+                else:
+                    recurrences += spec.multiplications
         return cls(
-            products_per_token=float(products * (4 if frozen else 6)),
-            attention_per_pair=ATTENTION_PASSES * 4 * attention,
+            products_per_token=float(products * (4 if frozen else 6) + recurrences * 6),
+            attention_per_pair=ATTENTION_PASSES * 2 * attention,
         )
 
     def per_token(self, pairs: float) -> float:
@@ -65,35 +64,6 @@ class Work:
         counts = [b if isinstance(b, Counts) else b.counts() for b in batches]
         tokens, pairs = sum(c.tokens for c in counts), sum(c.pairs for c in counts)
         return self.products_per_token * tokens + self.attention_per_pair * pairs
-
-
-def _of_block(model: Model, block: Block) -> tuple[int, int]:
-    """(multiplications of a token in the linear slots and its experts, features of all query heads), by running it on
-    fake tensors.
-    """
-    tokens, found = 2, [0, 0]
-
-    def linear(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
-        found[0] += x_NI.shape[0] * slot.inputs * slot.outputs // tokens
-        return x_NI.new_empty(x_NI.shape[0], slot.outputs)
-
-    def attention(q_NHE: Tensor, *others: Any) -> Tensor:
-        found[1] += q_NHE.shape[1] * q_NHE.shape[2]
-        return torch.empty_like(q_NHE)
-
-    here = torch.device("cpu")
-    recorder = Kernel(op="attention", name="recorder", function=attention, supports=lambda device, dtype: True)
-    table = KernelTable(device=here, kernels=(recorder,))
-    slots = block.linear_slots(None)
-    experts = block.expert_slots(None)
-    specs = block.tensor_specs("", slots, train_base=False, experts=experts)
-    with FakeTensorMode(), torch.no_grad(), using(table):
-        tensors = {spec.name: torch.empty(spec.shape) for spec in specs}
-        tables = {**model.tables(torch.zeros(tokens, dtype=torch.int32), torch.float32)}
-        tables["cu_seqlens"] = torch.zeros(2, dtype=torch.int32)
-        block.bind(tensors, slots, gemm=linear, seed=None).outputs(torch.empty(tokens, model.width), tables)
-    active = sum(e.choices * e.inputs * e.outputs for e in experts)
-    return found[0] + active, found[1]
 
 
 @cache

@@ -28,7 +28,7 @@ class Rotated(tiny.TinyBlock):
         h = ops.rms_norm(x, self.norm, self.eps)
         heads = (len(h), self.heads, -1)
         q, k = (ops.rope(made.view(heads), tables["cos"], tables["sin"]) for made in (self.q(h), self.k(h)))
-        a = ops.attention(q, k, self.v(h).view(heads), tables["cu_seqlens"], self.max_seqlen, 0.35)
+        a = self.attend(q, k, self.v(h).view(heads))
         x = x + self.o(a.flatten(1))
         h = ops.rms_norm(x, self.norm, self.eps)
         return x + self.down(ops.swiglu(self.gate(h), self.up(h)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surogate_core.dsl import Block, Dim, Linear, Param, Stack
+from surogate_core.dsl import Attention, Block, Dim, Linear, Param, Stack
 from surogate_core.dsl.rope import KINDS, Rope
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
@@ -30,13 +30,14 @@ class GroupedBlock(Block):
     k = Linear("k_proj", D, Dim("kv_width"), region="qkv")
     v = Linear("v_proj", D, Dim("kv_width"), region="qkv")
     o = Linear("o_proj", D, D, region="att")
+    attend = Attention(heads, kv_heads, tiny.FEATURES, scale=0.35)
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""
         h = ops.rms_norm(x, self.norm, self.eps)
         q = self.q(h).unflatten(1, (self.heads, -1))
         k, v = (product(h).unflatten(1, (self.kv_heads, -1)) for product in (self.k, self.v))
-        return x + self.o(ops.attention(q, k, v, tables["cu_seqlens"], self.max_seqlen, 0.35).flatten(1))
+        return x + self.o(self.attend(q, k, v).flatten(1))
 
 
 class GroupedModel(tiny.TinyModel):
@@ -59,7 +60,7 @@ class RotatedBlock(GroupedBlock):
         q = self.q(h).unflatten(1, (self.heads, -1))
         k, v = (product(h).unflatten(1, (self.kv_heads, -1)) for product in (self.k, self.v))
         q, k = (ops.rope(heads, tables["cos"], tables["sin"]) for heads in (q, k))
-        return x + self.o(ops.attention(q, k, v, tables["cu_seqlens"], self.max_seqlen, 0.35).flatten(1))
+        return x + self.o(self.attend(q, k, v).flatten(1))
 
 
 class RotatedModel(tiny.TinyModel):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
+from surogate_core.dsl import Attention, Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.decoder import check_decoder, even_share
 from surogate_core.dsl.rope import Rope
 from surogate_core.kernels import ops
@@ -38,6 +38,7 @@ class Qwen2Block(Block):
     k = Linear("self_attn.k_proj", D, K * E, region="qkv", bias=True)
     v = Linear("self_attn.v_proj", D, K * E, region="qkv", bias=True)
     o = Linear("self_attn.o_proj", H * E, D, region="att")
+    attend = Attention(H, K, E)
     gate = Linear("mlp.gate_proj", D, F, region="ffn")
     up = Linear("mlp.up_proj", D, F, region="ffn")
     down = Linear("mlp.down_proj", F, D, region="ffn")
@@ -49,14 +50,7 @@ class Qwen2Block(Block):
         q_NHE = self.q(h).view(-1, self.heads, self.head_dim)
         k_NKE = self.k(h).view(-1, self.kv_heads, self.head_dim)
         v_NKE = self.v(h).view(-1, self.kv_heads, self.head_dim)
-        a_NHE = ops.attention(
-            ops.rope(q_NHE, cos, sin),
-            ops.rope(k_NKE, cos, sin),
-            v_NKE,
-            tables["cu_seqlens"],
-            self.max_seqlen,
-            self.head_dim**-0.5,
-        )
+        a_NHE = self.attend(ops.rope(q_NHE, cos, sin), ops.rope(k_NKE, cos, sin), v_NKE)
         x = x + self.o(a_NHE.flatten(1))
         h = ops.rms_norm(x, self.post_norm, self.eps)
         return x + self.down(ops.swiglu(self.gate(h), self.up(h)))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl import (
+    Attention,
     Block,
     Dim,
     Embedding,
@@ -75,8 +76,9 @@ class AttentionBlock(Block):
     k = Linear("self_attn.k_proj", D, K * A, region="qkv", bias=BIAS)
     v = Linear("self_attn.v_proj", D, K * A, region="qkv", bias=BIAS)
     o = Linear("self_attn.o_proj", H * A, D, region="att", bias=BIAS)
+    attend = Attention(H, K, A)
 
-    def attend(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+    def attended(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]: x and its attention."""
         cos, sin = tables["cos"], tables["sin"]
         h = ops.rms_norm(x, self.input_norm, self.eps)
@@ -84,7 +86,7 @@ class AttentionBlock(Block):
         k_NKA = self.k(h).view(-1, self.kv_heads, self.head_dim)
         v_NKA = self.v(h).view(-1, self.kv_heads, self.head_dim)
         q_NHA, k_NKA, v_NKA = ops.norm_rope(q_NHA, k_NKA, v_NKA, self.q_norm, self.k_norm, self.eps, cos, sin)
-        a_NHA = ops.attention(q_NHA, k_NKA, v_NKA, tables["cu_seqlens"], self.max_seqlen, self.head_dim**-0.5)
+        a_NHA = self.attend(q_NHA, k_NKA, v_NKA)
         return x + self.o(a_NHA.flatten(1))
 
 
@@ -97,7 +99,7 @@ class DenseBlock(AttentionBlock):
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""
-        x = self.attend(x, tables)
+        x = self.attended(x, tables)
         h = ops.rms_norm(x, self.post_norm, self.eps)
         return x + self.down(ops.swiglu(self.gate(h), self.up(h)))
 
@@ -122,7 +124,7 @@ class SparseBlock(AttentionBlock):
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """[N, D] → [N, D], and what the router reports."""
-        x = self.attend(x, tables)
+        x = self.attended(x, tables)
         h = ops.rms_norm(x, self.post_norm, self.eps)
         logits_NE = self.scores(h)
         routes = Routes.of(logits_NE, self.choices, renormalise=self.renormalise)

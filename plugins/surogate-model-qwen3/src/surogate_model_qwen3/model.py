@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
+from surogate_core.dsl import Attention, Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.decoder import check_decoder
 from surogate_core.dsl.rope import Rope
 from surogate_core.kernels import ops
@@ -41,6 +41,7 @@ class Qwen3Block(Block):
     k = Linear("self_attn.k_proj", D, K * E, region="qkv", bias=BIAS)
     v = Linear("self_attn.v_proj", D, K * E, region="qkv", bias=BIAS)
     o = Linear("self_attn.o_proj", H * E, D, region="att", bias=BIAS)
+    attend = Attention(H, K, E)
     gate = Linear("mlp.gate_proj", D, F, region="ffn")
     up = Linear("mlp.up_proj", D, F, region="ffn")
     down = Linear("mlp.down_proj", F, D, region="ffn")
@@ -53,7 +54,7 @@ class Qwen3Block(Block):
         k_NKE = self.k(h).view(-1, self.kv_heads, self.head_dim)
         v_NKE = self.v(h).view(-1, self.kv_heads, self.head_dim)
         q_NHE, k_NKE, v_NKE = ops.norm_rope(q_NHE, k_NKE, v_NKE, self.q_norm, self.k_norm, self.eps, cos, sin)
-        a_NHE = ops.attention(q_NHE, k_NKE, v_NKE, tables["cu_seqlens"], self.max_seqlen, self.head_dim**-0.5)
+        a_NHE = self.attend(q_NHE, k_NKE, v_NKE)
         x = x + self.o(a_NHE.flatten(1))
         h = ops.rms_norm(x, self.post_norm, self.eps)
         return x + self.down(ops.swiglu(self.gate(h), self.up(h)))

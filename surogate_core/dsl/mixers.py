@@ -1,0 +1,355 @@
+"""Mixers: the parts of a block that look at other positions, declared in its class and called once in `forward`.
+
+A mixer is declared as a linear slot is, and the declaration is what `forward` calls, so the two cannot differ. Whoever
+runs a block says how its rows see each other (`Mixing`): packed documents in training and evaluation, a cache in
+generation. Everything between the calls of mixers is computed position by position.
+
+Shape suffixes: N rows, H query heads, K key/value heads, E features of a query and a key, F features of a value, C
+channels, W positions of a convolution, R runs of rows that follow each other (documents, or parts of one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from surogate_core.dsl.dims import Dim, Setting, size_of
+from surogate_core.errors import PluginError, UserError
+from surogate_core.kernels import convolutions, ops
+from surogate_core.kernels.heads import ranks_sharing_rows
+
+if TYPE_CHECKING:
+    from surogate_core.dsl.declare import Block
+
+BORDERS = "cu_seqlens"
+"""The table that says where documents begin."""
+
+Scan = Callable[..., tuple[Tensor, Sequence[Tensor]]]
+"""(*rows, borders, initial, **parameters) → (y [N, …], final states [R, …] fp32).
+
+`borders` [R + 1] int32: the first row of each run and the number of rows; runs may be empty. None: every row is a run,
+as in a decoding step. `initial`: the states [R, …] fp32 before each run; None: zeros. What a run gives does not depend
+on its place among the rows, nor on other runs.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyValues:
+    """An attention as its block declares it."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    keys: int
+    """E."""
+    values: int
+    """F."""
+    scale: float
+    window: int
+    """Positions that one sees, itself among them; 0: all before it."""
+    softcap: float
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """What the ops of attention take by name beyond plain causal attention."""
+        return {name: value for name in ("window", "softcap") if (value := getattr(self, name))}
+
+    def named(self, sinks: Tensor | None) -> dict[str, Any]:
+        """The extensions of a call."""
+        return self.extensions if sinks is None else {**self.extensions, "sinks": sinks}
+
+    def check(self, kind: type, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuse rows of other shapes than the declared ones."""
+        found = tuple(q.shape[1:]), tuple(k.shape[1:]), tuple(v.shape[1:])
+        declared = (self.heads, self.keys), (self.kv_heads, self.keys), (self.kv_heads, self.values)
+        if found != declared:
+            raise PluginError(
+                f"{_name_of(kind)}: {self.name} is called with heads and features {found} of queries, keys and values, "
+                f"and is declared with {declared}. Fix: declare Attention with the block's sizes"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """A recurrence as its block declares it."""
+
+    name: str
+    scan: Scan
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the states of one sequence."""
+    multiplications: int
+    """Of one row, beside its linear slots."""
+
+
+Spec = KeyValues | States
+
+
+class Mixing(Protocol):
+    """How the rows of a block see each other. `number`: that of the mixer in the order of declaration."""
+
+    hides_borders: str
+    """Where a block cannot read the documents' borders itself, for a message; empty where it can."""
+
+    def attend(self, number: int, spec: KeyValues, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """[N, H, F]."""
+
+    def recur(self, number: int, spec: States, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """[N, …], what the scan gives."""
+
+
+_active: ContextVar[Mixing | None] = ContextVar("surogate_mixing", default=None)
+
+
+@contextmanager
+def mixing(how: Mixing) -> Iterator[None]:
+    """Blocks that run inside see other positions this way, instead of by the documents of their tables."""
+    token = _active.set(how)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active_mixing() -> Mixing | None:
+    """The innermost `mixing`."""
+    return _active.get()
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Whole documents, one after the other: training, evaluation, and prompts."""
+
+    borders: Tensor | None
+    """[S] int32."""
+    longest: int
+    """At least the length of every document."""
+    hides_borders: str = ""
+
+    def attend(self, number: int, spec: KeyValues, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """By the op `attention`."""
+        assert self.borders is not None, "a block with mixers gets the documents' borders"
+        return ops.attention(q, k, v, self.borders, self.longest, spec.scale, **spec.named(sinks))
+
+    def recur(self, number: int, spec: States, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """Every document from zeros."""
+        if size := ranks_sharing_rows():
+            raise UserError(
+                f"context_parallel_size is {size}, and {spec.name} is a recurrence or a convolution, which needs the "
+                f"rows of a document in one place. Fix: context_parallel_size=1"
+            )
+        y, _ = spec.scan(*rows, borders=self.borders, initial=None, **parameters)
+        return y
+
+
+class Mixer:
+    """Base of what a block declares; `spec` is it with sizes."""
+
+    name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def spec(self, config: Mapping[str, Any]) -> Spec:
+        """The declaration under a ``config.json`` mapping."""
+        raise NotImplementedError
+
+    def _call(self, bound: Block) -> tuple[int, Spec, Mixing]:
+        """(number, declaration, how rows see each other) of the call that begins."""
+        number = next(n for n, mixer in enumerate(bound._mixers) if mixer is self)
+        return number, *bound._calls.begin(number)
+
+
+def _value(value: Any, config: Mapping[str, Any]) -> Any:
+    return value.value(config) if isinstance(value, Setting) else value
+
+
+class Attention(Mixer):
+    """Causal attention with grouped queries; read on a block it is `attend`.
+
+    `features` E of queries and keys, `values` F of values (by default E), `scale` of the scores (by default E^-0.5),
+    `window`: positions that one sees, itself among them (0: all before it), `softcap` c: scores become c·tanh(s / c).
+    """
+
+    def __init__(
+        self,
+        heads: Dim | int,
+        kv_heads: Dim | int,
+        features: Dim | int,
+        *,
+        values: Dim | int | None = None,
+        scale: float | Setting | None = None,
+        window: int | Setting = 0,
+        softcap: float | Setting = 0.0,
+    ):
+        self.heads, self.kv_heads, self.features = heads, kv_heads, features
+        self.values = features if values is None else values
+        self.scale, self.window, self.softcap = scale, window, softcap
+
+    def __get__(self, bound: Any, owner: type) -> Any:
+        return self if bound is None else _Attend(self, bound)
+
+    def spec(self, config: Mapping[str, Any]) -> KeyValues:
+        """The declaration under a ``config.json`` mapping."""
+        keys, scale = size_of(self.features, config), _value(self.scale, config)
+        return KeyValues(
+            name=self.name,
+            heads=size_of(self.heads, config),
+            kv_heads=size_of(self.kv_heads, config),
+            keys=keys,
+            values=size_of(self.values, config),
+            scale=float(keys**-0.5 if scale is None else scale),
+            window=int(_value(self.window, config) or 0),
+            softcap=float(_value(self.softcap, config) or 0.0),
+        )
+
+
+@dataclass(slots=True)
+class _Attend:
+    mixer: Attention
+    block: Block
+
+    def __call__(self, q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """[N, H, F]; `sinks` [H]: a further score of each head, whose value is zero."""
+        number, spec, how = self.mixer._call(self.block)
+        assert isinstance(spec, KeyValues)
+        spec.check(type(self.block), q_NHE, k_NKE, v_NKF)
+        return how.attend(number, spec, q_NHE, k_NKE, v_NKF, sinks)
+
+
+class Recurrence(Mixer):
+    """A scan over the rows of a document; read on a block it is called with `(*rows, **parameters)`.
+
+    `rows` have N first. `parameters` do not: weights and the like. `states`: the shapes of what the scan carries from
+    row to row, in fp32. `multiplications` of a row, for FLOPs; by default two for each element of the states.
+    """
+
+    def __init__(self, scan: Scan, *states: tuple[Dim | int, ...], multiplications: Dim | int | None = None):
+        self.scan, self.states, self.multiplications = scan, states, multiplications
+
+    def __get__(self, bound: Any, owner: type) -> Any:
+        return self if bound is None else _Recur(self, bound)
+
+    def spec(self, config: Mapping[str, Any]) -> States:
+        """The declaration under a ``config.json`` mapping."""
+        shapes = tuple(tuple(size_of(d, config) for d in dims) for dims in self.states)
+        count = self.multiplications
+        return States(
+            name=self.name,
+            scan=self.scan,
+            shapes=shapes,
+            multiplications=2 * sum(map(_product, shapes)) if count is None else size_of(count, config),
+        )
+
+
+class Convolution(Recurrence):
+    """A causal convolution of each channel over `width` positions, called with `(x_NC, weight_CW=, bias_C=)`."""
+
+    def __init__(self, channels: Dim | int, width: int):
+        if width < 2:
+            raise ValueError(f"a convolution over {width} position looks at no other; multiply instead")
+        self.width = width
+        super().__init__(convolutions.scan, (width - 1, channels), multiplications=channels * width)
+
+
+@dataclass(slots=True)
+class _Recur:
+    mixer: Recurrence
+    block: Block
+
+    def __call__(self, *rows: Tensor, **parameters: Tensor) -> Tensor:
+        number, spec, how = self.mixer._call(self.block)
+        assert isinstance(spec, States)
+        return how.recur(number, spec, rows, parameters)
+
+
+def _product(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+class Calls:
+    """The calls of mixers in one run of a block's `forward`."""
+
+    def __init__(self, block: Block, how: Mixing | None):
+        self.block, self.how = block, how
+        self.counts = [0] * len(block._mixers)
+
+    def begin(self, number: int) -> tuple[Spec, Mixing]:
+        """(declaration, how rows see each other) of a mixer that is called."""
+        self.counts[number] += 1
+        if self.how is None:
+            raise PluginError(
+                f"{_name_of(type(self.block))}: {self.block._mixers[number].name} is called outside of "
+                f"`Block.outputs`. Fix: run a block by `outputs`"
+            )
+        return self.block.mixer_specs()[number], self.how
+
+    def finish(self) -> None:
+        """Refuse mixers that were not called once: each has one cache."""
+        for mixer, count in zip(self.block._mixers, self.counts, strict=True):
+            if count != 1:
+                raise PluginError(
+                    f"{_name_of(type(self.block))}: forward calls {mixer.name} {count} times, and a mixer is called "
+                    f"once. Fix: declare one for each call, which has a cache of its own, and none that is not called"
+                )
+
+
+class _Hidden(dict[str, Tensor]):
+    """The tables of a block that cannot read the borders of documents."""
+
+    def __init__(self, tables: Mapping[str, Tensor], block: type, where: str, mixers: Sequence[Mixer]):
+        super().__init__({name: table for name, table in tables.items() if name != BORDERS})
+        self.block, self.where, self.mixers = block, where, mixers
+
+    def __missing__(self, name: str) -> Tensor:
+        if name != BORDERS:
+            raise KeyError(name)
+        declared = ", ".join(mixer.name for mixer in self.mixers) or "none"
+        raise UserError(
+            f"{_name_of(self.block)} reads {BORDERS} itself, and {self.where} it cannot: what it needs of other "
+            f"positions is not declared (declared mixers: {declared}). Fix: use an Attention, Recurrence or "
+            f"Convolution that is declared in the class"
+        )
+
+
+def begin(block: Block, tables: Mapping[str, Tensor]) -> tuple[Calls, Mapping[str, Tensor]]:
+    """(the calls that follow, the tables as the block may read them), before `forward` runs."""
+    how, where = _active.get(), ""
+    if how is None:
+        how = Packed(tables.get(BORDERS), block.max_seqlen)
+        where = "where GPUs share a row" if ranks_sharing_rows() else ""
+    if where := where or how.hides_borders:
+        tables = _Hidden(tables, type(block), where, block._mixers)
+    return Calls(block, how), tables
+
+
+def declared_in(cls: type) -> tuple[Mixer, ...]:
+    """The mixers of a block's class, in order. Raises `PluginError` if another attribute hides one."""
+    found: dict[str, Mixer] = {}
+    for base in reversed(cls.__mro__):
+        for name, value in vars(base).items():
+            if isinstance(value, Mixer):
+                if name not in found and any(name in vars(b) for b in cls.__mro__ if b.__module__ == BASE):
+                    raise PluginError(f"{_name_of(cls)}: the mixer {name} hides what every block has. Fix: rename it")
+                found[name] = value
+            elif name in found:
+                raise PluginError(
+                    f"{_name_of(cls)}: {name} is a mixer of a base class and {type(value).__name__} here. Fix: rename "
+                    f"one of them"
+                )
+    return tuple(found.values())
+
+
+BASE = "surogate_core.dsl.declare"
+"""The module of `Block`."""
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
