@@ -113,7 +113,7 @@ class Places:
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """[N, …], group by group: a later group of a slot begins with what an earlier one left."""
         found = []
-        for group, (slot, start) in enumerate(zip(self.slots_G.tolist(), self.starts_G.tolist(), strict=True)):
+        for group, start in enumerate(self.starts_G.tolist()):
             count = self.width if self.counts is None else self.counts[group]
             first, slots = group * self.width, self.slots_G[group : group + 1]
             borders = torch.tensor([0, count], dtype=torch.int32, device=slots.device)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from surogate_core.batch import Counts, MicroBatch
 from surogate_core.dsl.declare import Model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surogate_core.dsl import Attention, Block, Dim, Linear, Param, Stack
+from surogate_core.dsl import Attention, Block, Convolution, Dim, Linear, Param, Stack
 from surogate_core.dsl.rope import KINDS, Rope
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
@@ -223,12 +224,41 @@ def test_the_plan_counts_the_bytes_of_the_exchanges(recompute: bool, monkeypatch
     assert found.calls == 2 * 2 * (6 if recompute else 4), "micro-steps, layers, and a forward again"
 
 
-def test_a_block_without_attention_is_refused() -> None:
-    with pytest.raises(UserError, match=r"SmallBlock has no ops\.attention.*Fix: context_parallel_size=1"):
-        in_threads(
-            2,
-            lambda fabric: made(fabric, 2, micro_batches=1, config=tiny.SMALL_CONFIG, build=tiny.SmallModel),
-        )
+def test_a_block_that_computes_position_by_position_may_share_rows() -> None:
+    close_to_one_rank(2, 2, zero_level=0, config=tiny.SMALL_CONFIG, build=tiny.SmallModel)
+
+
+class Convolved(tiny.TinyBlock):
+    """Attention behind a convolution."""
+
+    conv = Convolution(D, 3)
+    kernel = Param("kernel.weight", D, 3)
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        return super().forward(x + self.conv(x, weight_CW=self.kernel), tables)
+
+
+class Bordered(tiny.TinyBlock):
+    """Attention, and a shift by one position that the block cuts at borders itself."""
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        first = torch.zeros(len(x), device=x.device).index_fill(0, tables["cu_seqlens"].long().clamp(max=len(x) - 1), 1)
+        before = torch.nn.functional.pad(x, (0, 0, 1, 0))[:-1] * (1 - first)[:, None]
+        return super().forward(x + 0.5 * before, tables)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (Convolved, r"context_parallel_size is 2, and conv is a recurrence or a convolution.*Fix: context_parallel_s"),
+        (Bordered, r"Bordered reads cu_seqlens itself, and where GPUs share a row it cannot.*declared mixers: attend"),
+    ],
+)
+def test_what_ranks_that_share_rows_cannot_exchange_is_refused(block: type[Block], message: str) -> None:
+    model = type("M", (tiny.TinyModel,), {"layers": Stack(block, Dim("num_hidden_layers"), "layers.{i}.")})
+    assert math.isfinite(trained(1, 1, zero_level=0, config=tiny.CONFIG, build=model)[0][0])
+    with pytest.raises(UserError, match=message):
+        in_threads(2, lambda fabric: made(fabric, 2, micro_batches=1, config=tiny.CONFIG, build=model))
 
 
 def test_an_engine_that_fails_frees_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surogate_core.generate.cache import Cache, Places, attention, cpu_attention, shapes_of
+from surogate_core.dsl.mixers import KeyValues
+from surogate_core.generate.cache import Cache, Places, attention, cpu_attention, mixers_of
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels import ops
 from surogate_core.testing import tiny
@@ -13,8 +14,12 @@ from surogate_core.testing import tiny
 CPU = torch.device("cpu")
 
 
+SPEC = KeyValues(name="attend", heads=4, kv_heads=2, keys=16, values=16, scale=0.25, window=0, softcap=0.0)
+
+
 def cache(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    return Cache([[(2, 16, 16)]], slots=3, context=32, dtype=dtype, device=CPU).layers[0][0]
+    kept = Cache([[SPEC]], slots=3, context=32, dtype=dtype, device=CPU).layers[0][0]
+    return kept.keys, kept.values
 
 
 def drawn(rows: int, dtype=torch.float32) -> list[torch.Tensor]:
@@ -32,7 +37,7 @@ def test_both_forms_equal_the_op_on_a_whole_document(dtype):
         for start, width in ((0, 16), *((position, 1) for position in range(16, 32))):
             rows = slice(start, start + width)
             places = Places(slots_G=torch.tensor([1]), starts_G=torch.tensor([start]), width=width)
-            parts.append(attend(q[rows], k[rows], v[rows], keys, values, places, 0.25))
+            parts.append(attend(SPEC, q[rows], k[rows], v[rows], keys, values, places))
         bound = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
         assert tiny.relative_error(torch.cat(parts), expected) < bound
         assert torch.equal(keys[1], k)
@@ -44,22 +49,22 @@ def test_groups_do_not_see_each_other():
     for attend in (attention, cpu_attention):
         together, alone = cache(), cache()
         places = Places(slots_G=torch.tensor([2, 3, 0]), starts_G=torch.tensor([0, 0, 0]), width=16)
-        found = attend(q, k, v, *together, places, 0.25)
+        found = attend(SPEC, q, k, v, *together, places)
         one = Places(slots_G=torch.tensor([1]), starts_G=torch.tensor([0]), width=16)
-        assert torch.allclose(found[32:], attend(q[32:], k[32:], v[32:], *alone, one, 0.25), rtol=1e-6, atol=1e-6)
+        assert torch.allclose(found[32:], attend(SPEC, q[32:], k[32:], v[32:], *alone, one), rtol=1e-6, atol=1e-6)
 
 
 def test_a_query_with_a_nan_is_not_hidden():
     q, k, v = drawn(16)
     q[3, 1, 0] = float("nan")
     places = Places(slots_G=torch.tensor([0]), starts_G=torch.tensor([0]), width=16)
-    found = cpu_attention(q, k, v, *cache(), places, 0.25)
+    found = cpu_attention(SPEC, q, k, v, *cache(), places)
     assert found[3, 1].isnan().all()
     assert found[4:].isfinite().all()
 
 
-def test_the_shapes_of_a_model_without_attention_are_empty():
+def test_a_cache_keeps_what_blocks_declare():
     weights = Weights.load(tiny.assembly(lora=tiny.lora()), tiny.random_source())
-    assert shapes_of(weights) == [[(4, 8, 8)]] * 2
+    assert [[(s.kv_heads, s.keys, s.values) for s in specs] for specs in mixers_of(weights)] == [[(4, 8, 8)]] * 2
     small = tiny.assembly(tiny.SMALL_CONFIG, build=tiny.SmallModel, lora=tiny.lora())
-    assert shapes_of(Weights.load(small, tiny.random_source())) == [[], []]
+    assert mixers_of(Weights.load(small, tiny.random_source())) == [(), ()]

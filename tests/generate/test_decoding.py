@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surogate_core.bundles import Completion, Request, RolloutEngineSpec, RolloutSettings, Sampling
 from surogate_core.generate import decoding
-from surogate_core.generate.cache import shapes_of
+from surogate_core.generate.cache import mixers_of
 from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager, working_bytes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import tables_of
@@ -85,19 +85,19 @@ def test_a_mixture_of_experts():
 
 def test_working_memory_counts_what_a_pass_has(shared):
     vocabulary, width = shared.plan.assembly.model.vocab_size, shared.plan.assembly.model.width
-    shapes = shapes_of(shared)
-    many = working_bytes(shared, shapes, 256, 2048)
+    mixers = mixers_of(shared)
+    many = working_bytes(shared, mixers, 256, 2048)
     assert many > 256 * vocabulary * 40 + 2 * 65536 * width * 4
-    assert many > working_bytes(shared, shapes, 16, 2048) > working_bytes(shared, shapes, 1, 8)
+    assert many > working_bytes(shared, mixers, 16, 2048) > working_bytes(shared, mixers, 1, 8)
     # A prompt of a million tokens is one pass.
-    assert working_bytes(shared, shapes, 1, 2**20) > 2**20 * 6 * width * 4
+    assert working_bytes(shared, mixers, 1, 2**20) > 2**20 * 6 * width * 4
     config = {**qwen3_moe().presets["tiny"], "num_hidden_layers": 2}
     made = Weights.load(tiny.assembly(config, build=qwen3_moe().build), tiny.random_source())
     (piece, *_) = made.plan.layers
     features = sum(slot.outputs for slot in piece.slots)
     features += sum(slot.outputs * config["num_experts_per_tok"] for slot in piece.experts)
     assert (
-        working_bytes(made, shapes_of(made), 1, 8192) > 8192 * (2 * features + 6 * made.plan.assembly.model.width) * 4
+        working_bytes(made, mixers_of(made), 1, 8192) > 8192 * (2 * features + 6 * made.plan.assembly.model.width) * 4
     )
 
 
@@ -223,7 +223,7 @@ def test_prompts_are_prefilled_in_several_passes_and_shared(shared, monkeypatch)
 
 
 def test_without_a_kernel_of_attention_prompts_are_read_from_their_slots(shared, monkeypatch):
-    monkeypatch.setattr(KernelTable, "offers", lambda self, op, dtype: False)
+    monkeypatch.setattr(KernelTable, "offers", lambda self, op, dtype, named=(): False)
     monkeypatch.setattr(SteppedRunner, "_packed", lambda self, fills, chosen: iter(()) if not chosen else 1 / 0)
     asked = requests(GREEDY, new=4)
     same(opened(shared, slots=3).generate(asked), opened(shared, stepped=False).generate(asked))
