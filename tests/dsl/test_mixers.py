@@ -1,0 +1,155 @@
+"""Mixers: declared once, called once, and all that blocks may tell of other positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Request, RolloutSettings, Sampling
+from surogate_core.dsl import Attention, Dim, Model, Setting, Stack
+from surogate_core.dsl.mixers import KeyValues
+from surogate_core.errors import PluginError, UserError
+from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.weights import Weights
+from surogate_core.testing import tiny
+
+torch.set_num_threads(1)
+
+
+def model_of(block: type) -> type[Model]:
+    return type("M", (tiny.TinyModel,), {"layers": Stack(block, Dim("num_hidden_layers"), "layers.{i}.")})
+
+
+def outputs(block: type) -> Tensor:
+    """One layer of the class in an engine."""
+    made = tiny.engine(config=tiny.CONFIG, build=model_of(block))
+    return made.logits(tiny.batch(tiny.documents((13, 9))))
+
+
+class Twice(tiny.TinyBlock):
+    """Calls its attention twice."""
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        return super().forward(super().forward(x, tables), tables)
+
+
+class Never(tiny.TinyBlock):
+    """Declares an attention that nothing calls."""
+
+    other = Attention(4, 4, 8)
+
+
+class Misshapen(tiny.TinyBlock):
+    """Declares other heads than it has."""
+
+    attend = Attention(4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (Twice, r"test_mixers\.Twice: forward calls attend 2 times.*Fix: declare one for each call, which has a cache"),
+        (Never, r"Never: forward calls other 0 times"),
+        (
+            Misshapen,
+            r"Misshapen: attend is called with heads and features \(\(4, 8\), \(4, 8\), .*is declared with",
+        ),
+    ],
+)
+def test_a_mixer_is_called_as_it_is_declared(block: type, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        outputs(block)
+
+
+def test_a_mixer_that_something_hides_is_an_error() -> None:
+    with pytest.raises(PluginError, match=r"Hidden: attend is a mixer of a base class and function here\. Fix: rename"):
+
+        class Hidden(tiny.TinyBlock):
+            def attend(self, x: Tensor) -> Tensor:
+                return x
+
+    with pytest.raises(PluginError, match=r"the mixer bind hides what every block has"):
+
+        class Binds(tiny.TinyBlock):
+            bind = Attention(4, 4, 8)
+
+
+def test_a_mixer_outside_of_outputs_is_an_error() -> None:
+    block = tiny.TinyBlock(tiny.CONFIG)
+    with pytest.raises(PluginError, match=r"attend is called outside of `Block.outputs`"):
+        block.attend(*(torch.zeros(3, 4, 8),) * 3)
+
+
+class Bordered(tiny.TinyBlock):
+    """A mean over the document that the block computes itself."""
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        order = torch.arange(len(x), device=x.device, dtype=torch.int32)
+        document = torch.bucketize(order, tables["cu_seqlens"], right=True)
+        seen = (document[:, None] == document) & (order[:, None] >= order)
+        return super().forward(x + (seen / seen.sum(1, keepdim=True)).to(x.dtype) @ x, tables)
+
+
+def test_a_block_that_reads_borders_trains_and_does_not_generate() -> None:
+    made = tiny.engine(config=tiny.CONFIG, build=model_of(Bordered))
+    losses = tiny.train(made, 3, lr=0.1, same=True)
+    assert losses[-1] < losses[0]
+    native = NativeEngine(Weights.of(made), RolloutSettings(slots=1, context=32))
+    asked = Request(prompt=(1, 2, 3), max_new_tokens=2, sampling=Sampling(temperature=0))
+    with pytest.raises(UserError, match=r"Bordered reads cu_seqlens itself, and in generation it cannot: .*: attend\)"):
+        native.generate([asked])
+
+
+def test_the_declaration_has_the_sizes_of_the_configuration() -> None:
+    class Sized(tiny.TinyBlock):
+        attend = Attention(
+            Dim("num_attention_heads"), 2, 8, values=16, window=Setting("window", 0), softcap=Setting("cap", None)
+        )
+
+    (spec,) = Sized({**tiny.CONFIG, "window": 5}).mixer_specs()
+    expected = {"heads": 4, "kv_heads": 2, "keys": 8, "values": 16, "scale": 8**-0.5, "window": 5, "softcap": 0.0}
+    assert spec == KeyValues(name="attend", **expected)
+    assert spec.extensions == {"window": 5}
+
+
+class Scaled(tiny.TinyBlock):
+    """What it adds is multiplied."""
+
+    gain = Setting("gain", default=1.0)
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        y: Tensor = super().forward(x, tables)
+        return x + self.gain * (y - x)
+
+
+class Gains(tiny.TinyModel):
+    """Layers of one class with settings of their own."""
+
+    layers = Stack(Scaled, Dim("num_hidden_layers"), "layers.{i}.")
+
+    def layer_config(self, number: int) -> Mapping[str, Any]:
+        return {**self.config, "gain": self.config["gains"][number]}
+
+
+def test_layers_of_one_class_with_two_settings_are_two_programs() -> None:
+    batch = tiny.batch(tiny.documents((13,), seed=3))
+    losses, programs = {}, {}
+    for gains in ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0)):
+        made = tiny.engine(config={**tiny.CONFIG, "gains": gains}, build=Gains)
+        tiny.train(made, 1, lr=0.0)
+        losses[gains], programs[gains] = made.evaluate([batch])[0], len(made.programs._layers)
+    assert len(set(losses.values())) == 4
+    assert programs == {(1.0, 1.0): 1, (1.0, 0.0): 2, (0.0, 1.0): 2, (0.0, 0.0): 1}
+    plain = tiny.engine(config=tiny.CONFIG, build=tiny.TinyModel).evaluate([batch])[0]
+    assert losses[1.0, 1.0] == pytest.approx(plain, rel=1e-6)
+
+
+def test_blocks_of_one_identity_are_one_object() -> None:
+    blocks = [block for _, block in Gains({**tiny.CONFIG, "gains": (1.0, 2.0)}).blocks(8)]
+    assert blocks[0].identity != blocks[1].identity
+    same = [block for _, block in Gains({**tiny.CONFIG, "gains": (2.0, 2.0)}).blocks(8)]
+    assert same[0] is same[1]
