@@ -20,8 +20,10 @@ from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
 from surogate_core.errors import PluginError, UserError
-from surogate_core.kernels import convolutions, ops
+from surogate_core.kernels import ops
+from surogate_core.kernels.convolutions import causal_convolution_scan
 from surogate_core.kernels.heads import ranks_sharing_rows
+from surogate_core.kernels.scans import scan_multiplications
 
 if TYPE_CHECKING:
     from surogate_core.dsl.declare import Block
@@ -30,11 +32,11 @@ BORDERS = "cu_seqlens"
 """The table that says where documents begin."""
 
 Scan = Callable[..., tuple[Tensor, Sequence[Tensor]]]
-"""(*rows, borders, initial, **parameters) → (y [N, …], final states [R, …] fp32).
+"""(*rows, borders, initial, finals, **parameters) → (y [N, …], final states [R, …] fp32).
 
 `borders` [R + 1] int32: the first row of each run and the number of rows; runs may be empty. None: every row is a run,
-as in a decoding step. `initial`: the states [R, …] fp32 before each run; None: zeros. What a run gives does not depend
-on its place among the rows, nor on other runs.
+as in a decoding step. `initial`: the states [R, …] fp32 before each run; None: zeros. `finals`: whether the final
+states are wanted. What a run gives does not depend on its place among the rows, nor on other runs.
 """
 
 
@@ -142,7 +144,7 @@ class Packed:
                 f"context_parallel_size is {size}, and {spec.name} is a recurrence or a convolution, which needs the "
                 f"rows of a document in one place. Fix: context_parallel_size=1"
             )
-        y, _ = spec.scan(*rows, borders=self.borders, initial=None, **parameters)
+        y, _ = spec.scan(*rows, borders=self.borders, initial=None, finals=False, **parameters)
         return y
 
 
@@ -225,7 +227,8 @@ class Recurrence(Mixer):
     """A scan over the rows of a document; read on a block it is called with `(*rows, **parameters)`.
 
     `rows` have N first. `parameters` do not: weights and the like. `states`: the shapes of what the scan carries from
-    row to row, in fp32. `multiplications` of a row, for FLOPs; by default two for each element of the states.
+    row to row, in fp32. `multiplications` of a row, for FLOPs; by default those of a scan of the core, otherwise two
+    for each element of the states.
     """
 
     def __init__(self, scan: Scan, *states: tuple[Dim | int, ...], multiplications: Dim | int | None = None):
@@ -242,7 +245,9 @@ class Recurrence(Mixer):
             name=self.name,
             scan=self.scan,
             shapes=shapes,
-            multiplications=2 * sum(map(_product, shapes)) if count is None else size_of(count, config),
+            multiplications=sum(scan_multiplications(self.scan, s) for s in shapes)
+            if count is None
+            else size_of(count, config),
         )
 
 
@@ -253,7 +258,7 @@ class Convolution(Recurrence):
         if width < 2:
             raise ValueError(f"a convolution over {width} position looks at no other; multiply instead")
         self.width = width
-        super().__init__(convolutions.scan, (width - 1, channels), multiplications=channels * width)
+        super().__init__(causal_convolution_scan, (width - 1, channels), multiplications=channels * width)
 
 
 @dataclass(slots=True)
@@ -265,13 +270,6 @@ class _Recur:
         number, spec, how = self.mixer._call(self.block)
         assert isinstance(spec, States)
         return how.recur(number, spec, rows, parameters)
-
-
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 class Calls:

@@ -119,7 +119,7 @@ class Places:
             borders = torch.tensor([0, count], dtype=torch.int32, device=slots.device)
             initial = carried.initial(slots) if start else None
             some = [row[first : first + count] for row in rows]
-            y, finals = spec.scan(*some, borders=borders, initial=initial, **parameters)
+            y, finals = spec.scan(*some, borders=borders, initial=initial, finals=True, **parameters)
             carried.write(slots, finals)
             found.append(torch.cat([y, y.new_zeros(self.width - count, *y.shape[1:])]))
         return torch.cat(found)
@@ -145,7 +145,7 @@ class Documents:
 
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """[N, …] by the scan of training; writes the states behind the prompts."""
-        y, finals = spec.scan(*rows, borders=self.cu_seqlens_D, initial=None, **parameters)
+        y, finals = spec.scan(*rows, borders=self.cu_seqlens_D, initial=None, finals=True, **parameters)
         carried.write(self.slots_D, finals)
         return y
 
@@ -167,7 +167,7 @@ class Steps:
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """[N, …]: every row is a run of its own."""
         initial = carried.initial(self.slots_N)
-        y, finals = spec.scan(*rows, borders=None, initial=initial, **parameters)
+        y, finals = spec.scan(*rows, borders=None, initial=initial, finals=True, **parameters)
         carried.write(self.slots_N, finals)
         return y
 

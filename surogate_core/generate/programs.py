@@ -68,7 +68,7 @@ def _cached_recurrence(
 @_cached_recurrence.register_fake
 def _(rows: Sequence[Tensor], parameters: Sequence[Tensor], names: str, number: int, scan: str) -> Tensor:
     named = dict(zip(names.split(), parameters, strict=True))
-    y, _ = _SCANS[scan](*rows, borders=None, initial=None, **named)
+    y, _ = _SCANS[scan](*rows, borders=None, initial=None, finals=False, **named)
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 

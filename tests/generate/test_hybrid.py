@@ -1,0 +1,127 @@
+"""Models that attend within windows, convolve and recur: documents are apart, and generation equals the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from surogate_core.bundles import Request, RolloutSettings, Sampling
+from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.weights import Weights
+from surogate_core.testing import tiny
+from tests.support import hybrid_family
+from tests.support.hybrid_family import CONFIG
+
+torch.set_num_threads(1)
+
+LONG = 96
+"""Tokens of a micro-batch: more than a chunk of a scan and many windows."""
+PROMPTS = tiny.documents((5, 70, 16, 1, 33), seed=5)
+KINDS = [["window"], ["delta"], ["window", "delta", "full"]]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """After some steps, so that nothing is near zero."""
+    made = hybrid_family.engine(tokens=LONG, max_seqlen=LONG, borders=8)
+    tiny.train(made, 6, lr=0.05, same=True)
+    return made
+
+
+def logprobs(made: Any, ids: Sequence[int]) -> torch.Tensor:
+    """[T, V] by the forward of training, the document alone."""
+    return torch.log_softmax(made.logits(tiny.batch([ids], tokens=LONG))[: len(ids)].float(), -1)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_packed_documents_have_the_bits_that_each_has_alone(kinds: list[str]) -> None:
+    made = hybrid_family.engine(config={"kinds": kinds}, tokens=LONG, max_seqlen=LONG, borders=8)
+    documents = tiny.documents((29, 1, 40, 17), seed=2)
+    packed, start = made.logits(tiny.batch(documents, tokens=LONG)), 0
+    for ids in documents:
+        alone = made.logits(tiny.batch([ids], tokens=LONG))[: len(ids)]
+        assert torch.equal(packed[start : start + len(ids)], alone)
+        start += len(ids)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("slots", [2, 5])
+def test_generated_tokens_have_the_log_probabilities_of_the_forward(trained: Any, stepped: bool, slots: int) -> None:
+    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=slots, context=112), stepped=stepped)
+    new = 20
+    asked = [
+        Request(prompt=tuple(ids), max_new_tokens=new, number=n, sampling=Sampling(temperature=0))
+        for n, ids in enumerate([*PROMPTS, PROMPTS[1], PROMPTS[1], PROMPTS[4]])
+    ]
+    for request, done in zip(asked, native.generate(asked), strict=True):
+        ids = [*request.prompt, *done.ids]
+        own = logprobs(trained, ids)
+        expected = [own[len(request.prompt) - 1 + i, token].item() for i, token in enumerate(done.ids)]
+        assert list(done.logprobs) == pytest.approx(expected, abs=2e-5)
+        assert list(done.ids) == own[len(request.prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_log_probabilities_of_documents(trained: Any, stepped: bool) -> None:
+    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=2, context=96), stepped=stepped)
+    for ids, found in zip(PROMPTS, native.logprobs(PROMPTS), strict=True):
+        own = logprobs(trained, ids)
+        assert found == pytest.approx([own[i, ids[i + 1]].item() for i in range(len(ids) - 1)], abs=2e-5)
+
+
+def test_on_a_cpu_a_completion_has_its_bits_in_any_company(trained: Any) -> None:
+    asked = [
+        Request(prompt=tuple(ids), max_new_tokens=9, number=n, sampling=Sampling(temperature=1.0))
+        for n, ids in enumerate(PROMPTS)
+    ]
+    together = NativeEngine(Weights.of(trained), RolloutSettings(slots=5, context=96)).generate(asked)
+    few = NativeEngine(Weights.of(trained), RolloutSettings(slots=2, context=96))
+    assert few.generate(asked) == together
+    assert [few.generate([request])[0] for request in asked] == together
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_prompts_that_slots_keep_begin_again(trained: Any, stepped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding moves states on; the same prompt later begins behind itself, not behind what was decoded."""
+    filled: list[int] = []
+    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=3, context=96, frozen=True), stepped=stepped)
+    prefill = native._prefill
+    monkeypatch.setattr(native, "_prefill", lambda fills: filled.append(len(fills)) or prefill(fills))
+    asked = [
+        Request(prompt=tuple(ids), max_new_tokens=7, number=n, sampling=Sampling(temperature=1.0))
+        for n, ids in enumerate(PROMPTS[:3])
+    ]
+    first, again = native.generate(asked), native.generate(asked)
+    assert [done.ids for done in first] == [done.ids for done in again]
+    assert sum(filled) == 3
+    longer = [Request(prompt=(*PROMPTS[1], 7), max_new_tokens=3, number=0, sampling=Sampling(temperature=0))]
+    (done,) = native.generate(longer)
+    own = logprobs(trained, [*longer[0].prompt, *done.ids])
+    assert list(done.ids) == own[len(longer[0].prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_layers_of_two_windows_are_two_programs() -> None:
+    made = hybrid_family.engine(config={"kinds": ["window", "full", "window", "delta"]})
+    tiny.train(made, 1, lr=0.0)
+    assert len(made.programs._layers) == 3
+    documents = [tiny.batch(tiny.documents((29,), seed=3))]
+    found = {
+        w: hybrid_family.engine(config={"kinds": ["window"] * 2, "window": w}).evaluate(documents)[0]
+        for w in (2, 5, 40, 64)
+    }
+    full = hybrid_family.engine(config={"kinds": ["full"] * 2}).evaluate(documents)[0]
+    assert len({*found.values()}) == 3
+    assert found[40] == found[64] == pytest.approx(full, rel=1e-6)
+
+
+def test_the_cache_is_sized_by_the_declarations() -> None:
+    from surogate_core.generate.cache import Cache, mixers_of
+
+    made = hybrid_family.engine()
+    mixers = mixers_of(Weights.of(made))
+    positions = 2 * 2 * 4 * 8 * 4  # two layers, keys and values, heads, features, fp32
+    states = 2 * 4 * (3 * CONFIG["channels"] + 4 * 8 * 8)
+    assert Cache.slot_bytes(mixers, 100, torch.float32) == 100 * positions + states
