@@ -20,8 +20,9 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.dsl.mixers import KeyValues, Packed, Spec, States
-from surogate_core.kernels.decoding import slot_attention
-from surogate_core.kernels.ops import wide
+from surogate_core.generate.sequences import SEGMENT
+from surogate_core.kernels.decoding import seen, slot_attention
+from surogate_core.kernels.ops import attention_weights, capped, wide
 from surogate_core.kernels.registry import KernelTable
 
 if TYPE_CHECKING:
@@ -37,10 +38,39 @@ def mixers_of(weights: Weights) -> list[tuple[Spec, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The keys and values of an attention, [S, T, K, E] and [S, T, K, F] in the model's dtype."""
+    """The keys and values of an attention, [S, T, K, E] and [S, T, K, F] in the model's dtype.
 
-    keys: Tensor
-    values: Tensor
+    With a window that is much shorter than a slot they are rings: position p is at place p mod T. Decoding overwrites
+    what a prompt left there, so a copy from behind the prompt that a slot begins with is kept beside them.
+    """
+
+    now: tuple[Tensor, Tensor]
+    behind: tuple[Tensor, ...] = ()
+    """Empty without rings."""
+
+    @classmethod
+    def of(cls, spec: KeyValues, slots: int, context: int, dtype: torch.dtype, device: torch.device) -> Kept:
+        """Of this number of slots, and one."""
+        places = places_of(spec, context)
+        keys, values, *behind = (
+            torch.zeros(slots + 1, places, spec.kv_heads, features, dtype=dtype, device=device)
+            for features in (spec.keys, spec.values) * (1 if places == context else 2)
+        )
+        return cls((keys, values), tuple(behind))
+
+    def begin(self, sources: Slots, targets: Slots, length: int) -> None:
+        """Let slots begin with the first positions of others, or with whole prompts if these are rings."""
+        if self.behind:
+            _begin(self.now, self.behind, sources, targets)
+        else:
+            for tensor in self.now:
+                tensor[targets, :length] = tensor[sources, :length]
+
+    def write(self, slots_N: Tensor, positions_N: Tensor, k: Tensor, v: Tensor) -> None:
+        """Each row's key and value; no two rows of a slot that counts have one place."""
+        places_N = positions_N % self.now[0].shape[1] if self.behind else positions_N
+        for tensor, rows in zip(self.now, (k, v), strict=True):
+            tensor[slots_N, places_N] = rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +79,44 @@ class Carried:
     that a slot begins with are kept beside the running ones.
     """
 
-    running: tuple[Tensor, ...]
+    now: tuple[Tensor, ...]
     behind: tuple[Tensor, ...]
 
-    def begin(self, sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor) -> None:
-        """Let slots begin behind the prompts of these slots."""
-        for running, behind in zip(self.running, self.behind, strict=True):
-            running[targets] = behind[targets] = behind[sources]
+    @classmethod
+    def of(cls, spec: States, slots: int, device: torch.device) -> Carried:
+        """Of this number of slots, and one."""
+        now, behind = (tuple(torch.zeros(slots + 1, *s, device=device) for s in spec.shapes) for _ in range(2))
+        return cls(now, behind)
 
-    def remember(self, slots: Tensor) -> None:
-        """The prompts of these slots have gone through the layers."""
-        for running, behind in zip(self.running, self.behind, strict=True):
-            behind[slots] = running[slots]
+    def begin(self, sources: Slots, targets: Slots, length: int) -> None:
+        """Let slots begin behind the prompts of others."""
+        _begin(self.now, self.behind, sources, targets)
 
-    def initial(self, slots_R: Tensor, fresh_R: Tensor | None = None) -> list[Tensor]:
-        """The states of these slots, zeros where they are fresh."""
-        found = [state[slots_R] for state in self.running]
-        if fresh_R is None:
-            return found
-        return [s.masked_fill(fresh_R.view(-1, *[1] * (s.ndim - 1)), 0.0) for s in found]
+    def initial(self, slots_R: Tensor) -> list[Tensor]:
+        """The states of these slots."""
+        return [state[slots_R] for state in self.now]
 
     def write(self, slots_R: Tensor, finals: Sequence[Tensor]) -> None:
         """The states of these slots after a scan."""
-        for running, final in zip(self.running, finals, strict=True):
-            running[slots_R] = final
+        for now, final in zip(self.now, finals, strict=True):
+            now[slots_R] = final
+
+
+Slots = Sequence[int] | Tensor
+
+
+def _begin(now: Sequence[Tensor], behind: Sequence[Tensor], sources: Slots, targets: Slots) -> None:
+    for tensor, kept in zip(now, behind, strict=True):
+        tensor[targets] = kept[targets] = kept[sources]
+
+
+def places_of(spec: KeyValues, context: int) -> int:
+    """Positions of a slot that an attention keeps: all, or a ring if that and its copy are less than half as many.
+
+    A segment of a prompt is written before its first row reads, so a ring has room for it beside the window.
+    """
+    ring = -(-(spec.window + SEGMENT) // SEGMENT) * SEGMENT
+    return ring if spec.window and 4 * ring <= context else context
 
 
 class Reader(Protocol):
@@ -106,9 +150,8 @@ class Places:
     def attend(self, spec: KeyValues, kept: Kept, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """[N, H, F]: every row reads its slot up to itself."""
         if q.device.type == "cpu":
-            return cpu_attention(spec, q, k, v, kept.keys, kept.values, self, sinks)
-        keys, values = kept.keys[:, : self.longest], kept.values[:, : self.longest]
-        return attention(spec, q, k, v, keys, values, self, sinks)
+            return cpu_attention(spec, q, k, v, kept, self, sinks)
+        return attention(spec, q, k, v, kept, self, sinks)
 
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """[N, …], group by group: a later group of a slot begins with what an earlier one left."""
@@ -133,14 +176,19 @@ class Documents:
     """The slot of each document."""
     slots_N: Tensor
     positions_N: Tensor
+    lasts_N: Tensor
+    """The last position of each row's prompt."""
     cu_seqlens_D: Tensor
     """int32: the first row of each document, and the number of rows."""
     longest: int
 
     def attend(self, spec: KeyValues, kept: Kept, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """[N, H, F] by the attention of training; writes keys and values into the slots."""
-        kept.keys[self.slots_N, self.positions_N] = k
-        kept.values[self.slots_N, self.positions_N] = v
+        slots_N = self.slots_N
+        if kept.behind:
+            last = kept.now[0].shape[1] - 1
+            slots_N = torch.where(self.lasts_N - self.positions_N <= last, slots_N, len(kept.now[0]) - 1)
+        kept.write(slots_N, self.positions_N, k, v)
         return Packed(self.cu_seqlens_D, self.longest).attend(0, spec, q, k, v, sinks)
 
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
@@ -162,7 +210,7 @@ class Steps:
     def attend(self, spec: KeyValues, kept: Kept, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """[N, H, F]: every row writes its key and value, and reads its slot up to itself."""
         where = (self.slots_N, self.positions_N, self.longest)
-        return slot_attention(q, k, v, kept.keys, kept.values, *where, spec.scale, **spec.named(sinks))
+        return slot_attention(q, k, v, *kept.now, *where, spec.scale, **spec.named(sinks))
 
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """[N, …]: every row is a run of its own."""
@@ -179,19 +227,16 @@ class Cache:
         self, mixers: Sequence[Sequence[Spec]], *, slots: int, context: int, dtype: torch.dtype, device: torch.device
     ):
         self.slots, self.context, self.device, self.mixers = slots, context, device, mixers
-        self.stateful = any(isinstance(spec, States) for specs in mixers for spec in specs)
-        """Whether something has no positions, so that the beginning of a prompt cannot be had from its slot."""
 
         def kept(spec: Spec) -> Kept | Carried:
             if isinstance(spec, KeyValues):
-                shapes = ((slots + 1, context, spec.kv_heads, features) for features in (spec.keys, spec.values))
-                return Kept(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
-            running, behind = (
-                tuple(torch.zeros(slots + 1, *shape, device=device) for shape in spec.shapes) for _ in range(2)
-            )
-            return Carried(running, behind)
+                return Kept.of(spec, slots, context, dtype, device)
+            return Carried.of(spec, slots, device)
 
         self.layers = [[kept(spec) for spec in specs] for specs in mixers]
+        self.whole = any(one.behind for one in self._all())
+        """Whether slots can begin with whole prompts only, and prompts go through the layers in the order of their
+        positions: states and rings have nothing of the positions before."""
 
     @staticmethod
     def slot_bytes(mixers: Sequence[Sequence[Spec]], context: int, dtype: torch.dtype) -> int:
@@ -200,38 +245,35 @@ class Cache:
         def of(spec: Spec) -> int:
             if isinstance(spec, States):
                 return 2 * torch.float32.itemsize * sum(map(prod, spec.shapes))
-            return context * features_of(spec) * dtype.itemsize
+            places = places_of(spec, context)
+            return (places if places == context else 2 * places) * features_of(spec) * dtype.itemsize
 
         return sum(of(spec) for specs in mixers for spec in specs)
+
+    def copy_prefixes(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Let slots begin with the first positions of others, none of which is among them."""
+        if sources:
+            source_G, target_G = (torch.tensor(slots, device=self.device) for slots in (sources, targets))
+            for one in self._all():
+                one.begin(source_G, target_G, length)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot begin with the first positions of another."""
         for one in self._all():
-            if isinstance(one, Carried):
-                one.begin([source], [target])
-            elif source != target:
-                for tensor in (one.keys, one.values):
-                    tensor[target, :length] = tensor[source, :length]
+            one.begin([source], [target], length)
 
-    def copy_prefixes(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Let slots begin with the first positions of others, none of which is among them."""
-        if not sources:
-            return
-        source_G, target_G = (torch.tensor(slots, device=self.device) for slots in (sources, targets))
+    def rewind(self, slot: int) -> None:
+        """Let a slot begin with its own prompt again."""
         for one in self._all():
-            if isinstance(one, Carried):
-                one.begin(source_G, target_G)
-            else:
-                for tensor in (one.keys, one.values):
-                    tensor[target_G, :length] = tensor[source_G, :length]
+            if one.behind:
+                one.begin([slot], [slot], 0)
 
     def remember(self, slots: Sequence[int]) -> None:
         """The prompts of these slots have gone through all layers."""
-        if self.stateful and slots:
-            slots_G = torch.tensor(slots, device=self.device)
-            for one in self._all():
-                if isinstance(one, Carried):
-                    one.remember(slots_G)
+        slots_G = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        for one in self._all() if slots else ():
+            for now, behind in zip(one.now, one.behind, strict=False):
+                behind[slots_G] = now[slots_G]
 
     def _all(self) -> Iterator[Kept | Carried]:
         return (one for layer in self.layers for one in layer)
@@ -284,8 +326,7 @@ def attention(
     q_NHE: Tensor,
     k_NKE: Tensor,
     v_NKF: Tensor,
-    keys_STKE: Tensor,
-    values_STKF: Tensor,
+    kept: Kept,
     places: Places,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
@@ -296,15 +337,13 @@ def attention(
     _, heads, features = q_NHE.shape
     kv_heads = k_NKE.shape[1]
     positions_N = places.positions()
-    slots_N = places.slots_G.repeat_interleave(width)
-    keys_STKE[slots_N, positions_N] = k_NKE
-    values_STKF[slots_N, positions_N] = v_NKF
-    keys_GTKE, values_GTKF = keys_STKE[places.slots_G], values_STKF[places.slots_G]
+    kept.write(places.slots_G.repeat_interleave(width), positions_N, k_NKE, v_NKF)
+    keys_GTKE, values_GTKF = (tensor[:, : places.longest][places.slots_G] for tensor in kept.now)
     q = wide(q_NHE).view(groups, width, kv_heads, heads // kv_heads, features)
-    scores = torch.einsum("gwkme,gtke->gkmwt", q, wide(keys_GTKE)) * spec.scale
-    visible = seen(positions_N.view(groups, 1, 1, width, 1), keys_STKE.shape[1], spec.window)
-    sinks = None if sinks_H is None else sinks_H.view(kv_heads, -1, 1, 1)
-    weights = weights_of(scores, visible, spec.softcap, sinks)
+    scores = capped(torch.einsum("gwkme,gtke->gkmwt", q, wide(keys_GTKE)) * spec.scale, spec.softcap)
+    order_T = torch.arange(keys_GTKE.shape[1], device=q_NHE.device)
+    visible = seen(positions_N.view(groups, 1, 1, width, 1), order_T, spec.window, kept.now[0].shape[1])
+    weights = attention_weights(scores, visible, None if sinks_H is None else sinks_H.view(kv_heads, -1, 1, 1))
     found = torch.einsum("gkmwt,gtkf->gwkmf", weights, wide(values_GTKF))
     return found.reshape(len(q_NHE), heads, -1).to(q_NHE.dtype)
 
@@ -314,52 +353,32 @@ def cpu_attention(
     q_NHE: Tensor,
     k_NKE: Tensor,
     v_NKF: Tensor,
-    keys_STKE: Tensor,
-    values_STKF: Tensor,
+    kept: Kept,
     places: Places,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The same, group by group: the bits of a group depend on its own slot only. Plain attention goes through torch's
     blocked kernel.
     """
-    width, plain = places.width, not spec.named(sinks_H)
+    width, plain, dummy = places.width, not spec.named(sinks_H), len(kept.now[0]) - 1
     out = q_NHE.new_zeros(*q_NHE.shape[:2], v_NKF.shape[2])
     for group, (slot, start) in enumerate(zip(places.slots_G.tolist(), places.starts_G.tolist(), strict=True)):
-        if slot == len(keys_STKE) - 1:
+        if slot == dummy:
             continue
         rows, end = slice(group * width, (group + 1) * width), start + width
+        q, k, v = q_NHE[rows], k_NKE[rows], v_NKF[rows]
         if not plain:
-            one = Places(
-                slots_G=places.slots_G[group : group + 1], starts_G=places.starts_G[group : group + 1], width=width
-            )
-            part = (q_NHE[rows], k_NKE[rows], v_NKF[rows], keys_STKE[:, :end], values_STKF[:, :end])
-            out[rows] = attention(spec, *part, one, sinks_H)
+            slots, starts = (t[group : group + 1] for t in (places.slots_G, places.starts_G))
+            one = Places(slots_G=slots, starts_G=starts, width=width, longest=end)
+            out[rows] = attention(spec, q, k, v, kept, one, sinks_H)
             continue
-        keys_STKE[slot, start:end] = k_NKE[rows]
-        values_STKF[slot, start:end] = v_NKF[rows]
-        q, k, v = (t.transpose(0, 1)[None] for t in (q_NHE[rows], keys_STKE[slot, :end], values_STKF[slot, :end]))
+        for tensor, written in zip(kept.now, (k, v), strict=True):
+            tensor[slot, start:end] = written
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, *(tensor[slot, :end] for tensor in kept.now)))
         mask = _causal(width, end, q.dtype) if width > 1 else None
         out[rows] = _on_cpu(q.contiguous(), k, v, 0.0, False, attn_mask=mask, scale=spec.scale)[0][0].transpose(0, 1)
     # For a query with a NaN torch's kernel gives 0, which would hide it.
     return out.masked_fill(q_NHE.sum(-1, keepdim=True).isnan(), float("nan"))
-
-
-def seen(positions: Tensor, length: int, window: int) -> Tensor:
-    """[…, T] bool: the first `length` positions that each of `positions` […, 1] sees."""
-    order_T = torch.arange(length, device=positions.device)
-    visible = order_T <= positions
-    return visible & (order_T > positions - window) if window else visible
-
-
-def weights_of(scores: Tensor, visible: Tensor, softcap: float, sinks: Tensor | None) -> Tensor:
-    """Softmax of the visible scores. `sinks`: scores of a further position without a value, as scores[…, :1]."""
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is None:
-        return torch.softmax(scores, dim=-1)
-    joined = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
-    return torch.softmax(joined, dim=-1)[..., :-1]
 
 
 def _causal(width: int, end: int, dtype: torch.dtype) -> Tensor:

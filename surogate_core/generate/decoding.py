@@ -232,8 +232,8 @@ class SteppedRunner:
         self._widest = _widest(cache.mixers)
         self._table = weights.programs.kernels
         compiles = assembly.settings.compiler == "inductor"
-        # The reference of attention would form the scores of all pairs of tokens of a pass. States need whole prompts.
-        self._packs = cache.stateful or self._has_kernel("attention")
+        # The reference of attention would form the scores of all pairs of tokens of a pass.
+        self._packs = cache.whole or self._has_kernel("attention")
         self._shortest = SHORTEST_OF_KERNELS if self._has_kernel("slot_attention") else SHORTEST
         self.gather = max(1, cache.slots // GATHER)
         self._layers = Layers(weights, COMPILED_ROWS if compiles else None)
@@ -313,16 +313,18 @@ class SteppedRunner:
         starts = torch.tensor(ends, device=device)
         total = ends[-1] + rest
         positions_N = torch.arange(total, device=device) - starts.repeat_interleave(sizes, output_size=total)
+        lasts_N = (sizes - 1).repeat_interleave(sizes, output_size=total)
         borders = [*ends, total] if rest else ends
         return _Pass(
             ids_N=torch.tensor([i for n in group for i in fills[n].ids] + [0] * rest, device=device),
             positions_N=positions_N,
-            lasts_N=(sizes - 1).repeat_interleave(sizes, output_size=total),
+            lasts_N=lasts_N,
             real_N=torch.arange(total, device=device) < ends[-1],
             reader=Documents(
                 slots_D=slots if rest else slots[:-1],
                 slots_N=slots.repeat_interleave(sizes, output_size=total),
                 positions_N=positions_N,
+                lasts_N=lasts_N,
                 cu_seqlens_D=torch.tensor(borders, dtype=torch.int32, device=device),
                 longest=max(*lengths, rest),
             ),

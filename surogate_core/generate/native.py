@@ -168,7 +168,7 @@ class NativeEngine:
                 else:
                     self._last[slot] = self._last[source]
             else:
-                self.cache.copy_prefix(slot, slot, len(prompt))
+                self.cache.rewind(slot)
             self._prompts[slot] = prompt
             constraint = None if request.grammar is None else request.grammar.begin()
             begun.append(Running(index=index, request=request, slot=slot, key=key_of(request), constraint=constraint))
@@ -194,8 +194,8 @@ class NativeEngine:
                 continue
             if other == prompt:
                 return slot, len(prompt)
-            if self.cache.stateful:
-                continue  # a state has no beginning
+            if self.cache.whole:
+                continue
             pairs = zip(prompt[:-1], other, strict=False)
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt) - 1, len(other)))
             if common // SEGMENT * SEGMENT > most:

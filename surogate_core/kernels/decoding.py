@@ -42,6 +42,17 @@ def slot_attention_op(namespace: str, run: SlotAttention) -> SlotAttention:
     return call
 
 
+def seen(positions: Tensor, order_T: Tensor, window: int, ring: int) -> Tensor:
+    """[…, T] bool: the places of a slot that rows at `positions` […, 1] see. With a window, position p is at place
+    p mod `ring`.
+    """
+    if not window:
+        return order_T <= positions
+    # How many positions before the row's own the one that a place holds is; more than it if it is of no position.
+    before = (positions - order_T) % ring
+    return (before < window) & (before <= positions)
+
+
 def _slot_attention(
     q_NHE: Tensor,
     k_NKE: Tensor,
@@ -65,11 +76,7 @@ def _slot_attention(
     q_NKME = wide(q_NHE).view(rows, kv_heads, heads // kv_heads, features)
     scores_NKMT = capped(torch.einsum("nkme,ntke->nkmt", q_NKME, wide(keys_NTKE)) * scale, softcap)
     order_T = torch.arange(keys_NTKE.shape[1], device=q_NHE.device)
-    visible_NT = order_T <= positions_N[:, None]
-    if window:
-        # How many positions before the row's own the one that a place holds is; more than it if it is of no position.
-        before_NT = (positions_N[:, None] - order_T) % keys_STKE.shape[1]
-        visible_NT = (before_NT < window) & (before_NT <= positions_N[:, None])
+    visible_NT = seen(positions_N[:, None], order_T, window, keys_STKE.shape[1])
     sinks_KM1 = None if sinks is None else sinks.view(kv_heads, -1, 1)
     weights_NKMT = attention_weights(scores_NKMT, visible_NT[:, None, None], sinks_KM1)
     # Positions behind the row's own may hold anything: zero times NaN would be NaN.

@@ -27,7 +27,8 @@ KINDS = [["window"], ["delta"], ["window", "delta", "full"]]
 def trained() -> Any:
     """After some steps, so that nothing is near zero."""
     made = hybrid_family.engine(tokens=LONG, max_seqlen=LONG, borders=8)
-    tiny.train(made, 6, lr=0.05, same=True)
+    for step in range(6):
+        made.train_step([tiny.batch(tiny.documents((50, 30), seed=step), tokens=LONG)], step=step, lr=0.05).read()
     return made
 
 
@@ -48,9 +49,12 @@ def test_packed_documents_have_the_bits_that_each_has_alone(kinds: list[str]) ->
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("slots", [2, 5])
-def test_generated_tokens_have_the_log_probabilities_of_the_forward(trained: Any, stepped: bool, slots: int) -> None:
-    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=slots, context=112), stepped=stepped)
+@pytest.mark.parametrize(("slots", "context"), [(2, 112), (5, 128)])
+def test_generated_tokens_have_the_log_probabilities_of_the_forward(
+    trained: Any, stepped: bool, slots: int, context: int
+) -> None:
+    """In a slot of 128 positions the window is a ring."""
+    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=slots, context=context), stepped=stepped)
     new = 20
     asked = [
         Request(prompt=tuple(ids), max_new_tokens=new, number=n, sampling=Sampling(temperature=0))
@@ -66,7 +70,7 @@ def test_generated_tokens_have_the_log_probabilities_of_the_forward(trained: Any
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_log_probabilities_of_documents(trained: Any, stepped: bool) -> None:
-    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=2, context=96), stepped=stepped)
+    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=2, context=128), stepped=stepped)
     for ids, found in zip(PROMPTS, native.logprobs(PROMPTS), strict=True):
         own = logprobs(trained, ids)
         assert found == pytest.approx([own[i, ids[i + 1]].item() for i in range(len(ids) - 1)], abs=2e-5)
@@ -77,8 +81,8 @@ def test_on_a_cpu_a_completion_has_its_bits_in_any_company(trained: Any) -> None
         Request(prompt=tuple(ids), max_new_tokens=9, number=n, sampling=Sampling(temperature=1.0))
         for n, ids in enumerate(PROMPTS)
     ]
-    together = NativeEngine(Weights.of(trained), RolloutSettings(slots=5, context=96)).generate(asked)
-    few = NativeEngine(Weights.of(trained), RolloutSettings(slots=2, context=96))
+    together = NativeEngine(Weights.of(trained), RolloutSettings(slots=5, context=128)).generate(asked)
+    few = NativeEngine(Weights.of(trained), RolloutSettings(slots=2, context=128))
     assert few.generate(asked) == together
     assert [few.generate([request])[0] for request in asked] == together
 
@@ -87,7 +91,7 @@ def test_on_a_cpu_a_completion_has_its_bits_in_any_company(trained: Any) -> None
 def test_prompts_that_slots_keep_begin_again(trained: Any, stepped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding moves states on; the same prompt later begins behind itself, not behind what was decoded."""
     filled: list[int] = []
-    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=3, context=96, frozen=True), stepped=stepped)
+    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=3, context=128, frozen=True), stepped=stepped)
     prefill = native._prefill
     monkeypatch.setattr(native, "_prefill", lambda fills: filled.append(len(fills)) or prefill(fills))
     asked = [
@@ -122,6 +126,11 @@ def test_the_cache_is_sized_by_the_declarations() -> None:
 
     made = hybrid_family.engine()
     mixers = mixers_of(Weights.of(made))
-    positions = 2 * 2 * 4 * 8 * 4  # two layers, keys and values, heads, features, fp32
+    position = 2 * 4 * 8 * 4  # keys and values, heads, features, fp32
     states = 2 * 4 * (3 * CONFIG["channels"] + 4 * 8 * 8)
-    assert Cache.slot_bytes(mixers, 100, torch.float32) == 100 * positions + states
+    ring = 32  # of a window of 5 beside a segment, and its copy
+    assert Cache.slot_bytes(mixers, 112, torch.float32) == 2 * 112 * position + states
+    assert Cache.slot_bytes(mixers, 1024, torch.float32) == (1024 + 2 * ring) * position + states
+    cache = Cache(mixers, slots=2, context=1024, dtype=torch.float32, device=torch.device("cpu"))
+    tensors = [t for one in cache.layers for kept in one for t in (*kept.now, *kept.behind)]
+    assert sum(t.nbytes for t in tensors) == 3 * Cache.slot_bytes(mixers, 1024, torch.float32)
