@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.kernels.chunks import only, state_dtype
 from surogate_core.kernels.ops import region
-from surogate_core.kernels.registry import op
+from surogate_core.kernels.registry import op, workspace
 
 
 def _stream(x_NC: Tensor, state_RMC: Tensor | None, borders: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,8 +53,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     width = weight_CW.shape[1]
     stream_TC, place_N, behind_RM = _stream(x_NC, initial, borders, width)
-    y_NC = _weighed([stream_TC[place_N - (width - 1 - tap)] for tap in range(width)], weight_CW, bias_C)
+    y_NC = _weighed(_taps(stream_TC, width), weight_CW, bias_C)[place_N - (width - 1)]
     return y_NC.to(x_NC.dtype), stream_TC[behind_RM] if finals else _states(x_NC, width, 0)
+
+
+def _taps(stream_TC: Tensor, width: int) -> list[Tensor]:
+    """The inputs of every row of the stream from its row W - 1 on, oldest first, each [T - M, C]; views."""
+    rows = len(stream_TC) - (width - 1)
+    return [stream_TC[tap : tap + rows] for tap in range(width)]
 
 
 def _weighed(taps: Sequence[Tensor], weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
@@ -84,24 +90,20 @@ def _backward(
     borders: Tensor,
     initial: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    width, rows = weight_CW.shape[1], x_NC.shape[0]
+    width = weight_CW.shape[1]
     stream_TC, place_N, behind_RM = _stream(x_NC, initial, borders, width)
-    dy_NC = dy_NC.to(stream_TC.dtype)
-    dstream_TC = torch.zeros_like(stream_TC)
-    dweight = [
-        (dy_NC * stream_TC[place_N - (width - 1 - tap)]).sum(0) if rows else dstream_TC.new_zeros(x_NC.shape[1])
-        for tap in range(width)
-    ]
     # The zeros before each run are behind the run before it, so that shifts back see no other run.
     spread_TC = torch.zeros_like(stream_TC)
-    spread_TC[place_N] = dy_NC
-    for tap in range(width):
-        back = width - 1 - tap
-        dstream_TC[: len(dstream_TC) - back] += spread_TC[back:] * weight_CW[:, tap].to(spread_TC.dtype)
+    spread_TC[place_N] = dy_NC.to(stream_TC.dtype)
+    dstream_TC = torch.zeros_like(stream_TC)
+    dy_TC = spread_TC[width - 1 :]
+    for tap, dtap_TC in enumerate(_taps(dstream_TC, width)):
+        dtap_TC += dy_TC * weight_CW[:, tap].to(dy_TC.dtype)
+    dweight = [(dy_TC * tap_TC).sum(0) for tap_TC in _taps(stream_TC, width)]
     if dfinals is not None:
         dstream_TC[behind_RM] += dfinals
     dx_NC = dstream_TC[place_N].to(x_NC.dtype)
-    dbias = x_NC.new_empty(0) if bias_C is None else dy_NC.sum(0).to(bias_C.dtype)
+    dbias = x_NC.new_empty(0) if bias_C is None else dy_TC.sum(0).to(bias_C.dtype)
     dinitial = x_NC.new_empty(0)
     if initial is not None:
         before_RM = behind_RM - (borders[1:] - borders[:-1])[:, None]
@@ -121,6 +123,23 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dbias, dinitial = (x_NC.new_empty(0) if t is None else _dense(t) for t in (bias_C, initial))
     return _dense(x_NC), _dense(weight_CW), dbias, dinitial
+
+
+@workspace(torch.ops.surogate.causal_convolution)
+def _forward_bytes(*arguments: Any) -> int:
+    """The stream, the sum, a product, and the rows of the sum."""
+    return 4 * _stream_bytes(arguments[0], arguments[1], arguments[3])
+
+
+@workspace(torch.ops.surogate.causal_convolution_backward)
+def _backward_bytes(*arguments: Any) -> int:
+    """The streams of the inputs and of both gradients, a product, and the rows of a gradient."""
+    return 5 * _stream_bytes(arguments[2], arguments[3], arguments[5])
+
+
+def _stream_bytes(x_NC: Tensor, weight_CW: Tensor, borders: Tensor) -> int:
+    rows = x_NC.shape[0] + (len(borders) - 1) * (weight_CW.shape[1] - 1)
+    return rows * x_NC.shape[1] * state_dtype(x_NC).itemsize
 
 
 class _Convolution(Function):

@@ -18,7 +18,7 @@ from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.kernels import experts as experts_ops
 from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import REFERENCE_PRIORITY, references, unknown_op
+from surogate_core.kernels.registry import REFERENCE_PRIORITY, extensions, references, unknown_op
 from surogate_core.testing.check import NotApplicable, ensure
 from surogate_core.testing.guard import explained
 from surogate_core.testing.honest import HonestOps
@@ -335,7 +335,12 @@ def _ensure_untouched(names: Iterable[str], tensors: list[Tensor], before: list[
 
 def _takes(kernel: Kernel, inputs: Inputs, leaves: list[Tensor]) -> bool:
     answers: list[bool] = []
-    inputs.call(lambda *args, **kwargs: answers.append(kernel.takes(*args, **kwargs)), leaves)
+
+    def ask(*args: Any, **kwargs: Any) -> None:
+        known = kwargs.keys() & extensions[kernel.op].keys() <= kernel.knows
+        answers.append(known and kernel.takes(*args, **kwargs))
+
+    inputs.call(ask, leaves)
     return all(answers)
 
 

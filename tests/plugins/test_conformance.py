@@ -532,8 +532,21 @@ def test_the_kit_knows_every_op() -> None:
     assert references.keys() - kernels.CASES.keys() <= kernels.WITHOUT_CASES
     assert not kernels.CASES.keys() & kernels.WITHOUT_CASES
     for op in kernels.CASES:
-        kernel = bundles.Kernel(op=op, name="k", function=references[op].function, supports=lambda d, t: True)
+        kernel = replace(references[op], name="k", priority=0)
         kernels.equals_references(bundles.KernelPack(name="x", kernels=lambda kernel=kernel: [kernel]))
+
+
+def test_a_kernel_gets_no_extension_that_it_does_not_know() -> None:
+    from surogate_core.kernels.registry import references
+
+    def from_zeros(*rows: Any) -> Any:
+        return references["ssd"].function(*rows)
+
+    old = bundles.Kernel(op="ssd", name="k", function=from_zeros, supports=lambda d, t: t == torch.float32)
+    kernels.equals_references(bundles.KernelPack(name="x", kernels=lambda: [old]))
+    ignores = replace(old, function=lambda *rows, **ignored: from_zeros(*rows), knows=frozenset({"initial", "finals"}))
+    with pytest.raises(AssertionError, match=r"ssd k on cpu in .*states before and behind the runs"):
+        kernels.equals_references(bundles.KernelPack(name="x", kernels=lambda: [ignores]))
 
 
 @pytest.mark.slow
