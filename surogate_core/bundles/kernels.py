@@ -15,7 +15,7 @@ class Kernel:
     """One implementation of a registered op."""
 
     op: str
-    """The op's name in `surogate_core.kernels`, e.g. ``rms_norm``."""
+    """The op's name, e.g. ``rms_norm``: one of the core, of `KernelPack.ops` or of `KernelPack.serves`."""
     name: str
     """Unique within the op, shown by `surogate doctor`."""
     function: Callable[..., Any]
@@ -54,3 +54,9 @@ class KernelPack:
     """Changes to a block's joint graph of forward and backward, made in place before it is cut in two, for example to
     replace several ops by one kernel. Called once; the graph may contain ops of other packs.
     """
+    ops: tuple[str, ...] = ()
+    """Modules that define ops of its own (`surogate_core.kernels.registry.op`), e.g. ``acme_scan.ops``. A run imports
+    them before it chooses kernels.
+    """
+    serves: frozenset[str] = frozenset()
+    """Ops of other plugins that it has kernels for. These kernels are left out where nobody defines the op."""

@@ -27,3 +27,7 @@ class ModelFamily:
     ``config.json``. The format's page says which keys. A function raises `UserError` for a model that programs which
     read the format compute in another way.
     """
+    ops: tuple[str, ...] = ()
+    """Modules that define ops of its own (`surogate_core.kernels.registry.op`), e.g. ``acme_scan.ops``. A run of the
+    family imports them before it chooses kernels, so that kernel packs of other plugins may have kernels for them.
+    """

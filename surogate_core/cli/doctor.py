@@ -180,20 +180,23 @@ def _runnable(registry: Registry, kind: str, devices: list[dict[str, Any]]) -> l
 
 
 def _kernels(registry: Registry, devices: list[dict[str, Any]]) -> tuple[list[dict[str, str]], list[str]]:
-    """For each op, ``pack/kernel`` by device and dtype where a pack has one, and the reasons why there is no choice."""
+    """For each op, ``pack/kernel`` by device and dtype where a pack has one, and the reasons why there is no choice.
+
+    An op that a pack serves and no installed plugin defines has a row that says so.
+    """
     import torch
 
     from surogate_core.kernels.registry import KernelTable
 
     try:
-        packs = list(registry.all("kernels").values())
+        packs, families = (list(registry.all(kind).values()) for kind in ("kernels", "model"))
     except PluginError:
         return [], []
     rows: dict[str, dict[str, str]] = {}
     faults: list[str] = []
     for device in devices:
         try:
-            table = KernelTable.build(device["device"], packs)
+            table = KernelTable.build(device["device"], packs, families=families)
         except Exception as error:
             faults.append(str(error))
             continue
@@ -203,6 +206,8 @@ def _kernels(registry: Registry, devices: list[dict[str, Any]]) -> tuple[list[di
                     table.choose(op, dtype)
         for (op, name), label in table.labels.items():
             rows.setdefault(op, {"op": op})[f"{device['name']} {name}"] = label
+        for op, pack in table.undefined.items():
+            rows[op] = {"op": op, "left out": f"{pack} has kernels, no installed plugin defines the op"}
     return list(rows.values()), list(dict.fromkeys(faults))
 
 

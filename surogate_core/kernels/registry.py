@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, fx
 
-from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.bundles import Kernel, KernelPack, ModelFamily
 from surogate_core.errors import PluginError
 
 P = ParamSpec("P")
@@ -49,23 +49,48 @@ def _is(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, int | float | str) and value == default)
 
 
-OP_MODULES = (
-    *("kernels.ops", "kernels.experts", "kernels.updates", "kernels.decoding", "kernels.sums"),
-    *("kernels.scans", "kernels.convolutions"),
-    *("formats.fp8", "formats.nvfp4", "formats.adamw_8bit"),
+OP_MODULES = tuple(
+    f"surogate_core.{module}"
+    for module in (
+        *("kernels.ops", "kernels.experts", "kernels.grouped", "kernels.updates", "kernels.decoding", "kernels.sums"),
+        *("kernels.scans", "kernels.convolutions"),
+        *("formats.fp8", "formats.nvfp4", "formats.adamw_8bit"),
+    )
 )
-"""Modules of the core that define ops; importing them makes `references` complete."""
+"""The core's own `ops`: modules that define ops, as families and kernel packs name them."""
+
+
+def define_ops(packs: Iterable[KernelPack] = (), families: Iterable[ModelFamily] = ()) -> None:
+    """Import the modules that define the ops of the core and of these plugins.
+
+    Raises `PluginError` if one cannot be imported, or defines an op that another module has defined.
+    """
+    owned = [("the core", OP_MODULES)]
+    owned += [(f"model family {family.name}", family.ops) for family in families]
+    owned += [(f"kernel pack {pack.name}", pack.ops) for pack in packs]
+    for owner, modules in owned:
+        for module in modules:
+            try:
+                import_module(module)
+            except PluginError as error:
+                raise PluginError(f"{owner}: {error}") from error
+            except Exception as error:
+                raise PluginError(
+                    f"{owner}: the module {module} of its ops: {type(error).__name__}: {error}"
+                ) from error
 
 
 def unknown_op(name: str) -> str:
     """Why an op of this name does not exist, with the nearest name; empty if it does."""
-    for module in OP_MODULES:
-        import_module(f"surogate_core.{module}")
+    define_ops()
     if name in references:
         return ""
     near = get_close_matches(name, references, n=1)
-    fix = f" Fix: {near[0]}" if near else ""
-    return f"there is no op {name!r}; known: {', '.join(sorted(references))}.{fix}"
+    fix = f"{near[0]}; an" if near else "an"
+    return (
+        f"there is no op {name!r}; known: {', '.join(sorted(references))}. Fix: {fix} op of another plugin belongs in "
+        f"`KernelPack.serves`, the module of an own op in `KernelPack.ops`"
+    )
 
 
 def fault_of(kernel: Kernel) -> str:
@@ -138,17 +163,32 @@ class KernelTable:
     """(op, dtype) → ``pack/kernel`` of the chosen kernel; for the run's log and `surogate doctor`."""
     packs: dict[tuple[str, str, int], str] = field(default_factory=dict)
     """(op, kernel, priority) → the pack that offers it."""
+    undefined: dict[str, str] = field(default_factory=dict)
+    """An op that nobody defines → the pack that serves it, whose kernels are left out."""
 
     @classmethod
-    def build(cls, device: torch.device, packs: Sequence[KernelPack], *, deterministic: bool = True) -> KernelTable:
+    def build(
+        cls,
+        device: torch.device,
+        packs: Sequence[KernelPack],
+        *,
+        families: Iterable[ModelFamily] = (),
+        deterministic: bool = True,
+    ) -> KernelTable:
         """The table of all kernels of the packs that the device can use, optionally only deterministic ones.
 
+        Defines the ops of the packs and of the families first, see `define_ops`.
         Raises `PluginError` for a kernel of an op that does not exist, which no code would ever call, or that knows an
         extension which the op does not have, and for two packs whose kernels of an op have one name and priority, so
         that nothing says which of them is meant.
         """
+        define_ops(packs, families)
         usable = [pack for pack in packs if pack.unavailable(device) is None]
-        offered = [(pack, kernel) for pack in usable for kernel in pack.kernels()]
+        every = [(pack, kernel) for pack in usable for kernel in pack.kernels()]
+        undefined = {k.op: pack.name for pack, k in every if k.op in pack.serves and k.op not in references}
+        offered = [
+            (pack, kernel) for pack, kernel in every if kernel.op not in undefined or kernel.op not in pack.serves
+        ]
         for pack, kernel in offered:
             if fault := fault_of(kernel):
                 raise PluginError(f"kernel pack {pack.name}: kernel {kernel.name}: {fault}")
@@ -163,6 +203,7 @@ class KernelTable:
                 )
         return cls(
             packs=owners,
+            undefined=undefined,
             device=device,
             kernels=tuple(k for _, k in offered if k.deterministic or not deterministic),
             rewrites=tuple(rewrite for pack in usable for rewrite in pack.rewrites()),

@@ -116,9 +116,10 @@ def resolve_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def kernel_table(config: RunConfig, registry: Registry, device: torch.device) -> KernelTable:
-    """The kernels that the run may use."""
-    return KernelTable.build(device, list(registry.all("kernels").values()), deterministic=config.deterministic)
+def kernel_table(config: RunConfig, registry: Registry, device: torch.device, family: ModelFamily) -> KernelTable:
+    """The kernels that a run of the family may use."""
+    packs = list(registry.all("kernels").values())
+    return KernelTable.build(device, packs, families=(family,), deterministic=config.deterministic)
 
 
 def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool = True) -> ResolvedModel:
@@ -504,7 +505,7 @@ def assemble(
     return Assembly(
         model=resolved.model,
         settings=replace(settings, router_losses=router_losses(config, resolved.model)),
-        kernels=kernel_table(config, registry, device),
+        kernels=kernel_table(config, registry, device, resolved.family),
         recipe=resolve_recipe(config, registry, device),
         objective=objective,
         optimizer=registry.get("optimizer", config.optimizer.name),

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from surogate_core.cli.doctor import _together
+from surogate_core.bundles import Kernel, KernelPack, ModelFamily
+from surogate_core.cli.doctor import _kernels, _together
+from surogate_core.kernels import ops
 
 
 @pytest.fixture
@@ -32,3 +35,32 @@ def test_links_and_models_of_several_gpus(three: list[dict[str, Any]], monkeypat
 
 def test_one_gpu_needs_no_links(three: list[dict[str, Any]]) -> None:
     assert _together(three[:1]) == {}
+
+
+class Offers:
+    """A registry with these bundles."""
+
+    def __init__(self, **kinds: list[Any]):
+        self._kinds = kinds
+
+    def all(self, kind: str) -> dict[str, Any]:
+        return {bundle.name: bundle for bundle in self._kinds.get(kind, [])}
+
+
+def test_kernels_of_an_op_without_a_definition_are_listed_as_left_out() -> None:
+    def kernel(op: str) -> Kernel:
+        return Kernel(op=op, name="fast", function=ops.swiglu, supports=lambda device, dtype: True)
+
+    made = KernelPack(
+        name="acme", kernels=lambda: [kernel("swiglu"), kernel("acme_scan")], serves=frozenset({"acme_scan"})
+    )
+    devices = [{"name": "cpu", "device": torch.device("cpu")}]
+    rows, faults = _kernels(Offers(kernels=[made]), devices)  # type: ignore[arg-type]
+    assert rows == [
+        {"op": "swiglu", "cpu float32": "acme/fast", "cpu bfloat16": "acme/fast"},
+        {"op": "acme_scan", "left out": "acme has kernels, no installed plugin defines the op"},
+    ]
+    assert faults == []
+    family = ModelFamily(name="acme", hf_model_types=(), build=lambda config: None, ops=("acme_missing",))  # type: ignore
+    rows, (fault,) = _kernels(Offers(kernels=[made], model=[family]), devices)  # type: ignore[arg-type]
+    assert "model family acme: the module acme_missing of its ops: ModuleNotFoundError" in fault

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.bundles import Kernel, KernelPack, ModelFamily
 from surogate_core.dsl.trace import Signature, trace_joint
 from surogate_core.errors import PluginError
 from surogate_core.kernels import ops, registry
@@ -184,10 +185,15 @@ def test_every_op_is_known_whatever_was_imported() -> None:
 
 
 @pytest.fixture
-def scaled(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An op with two extensions, known to the registry for this test."""
+def ops_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops that the test defines are forgotten after it."""
     for name in ("references", "extensions"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+
+
+@pytest.fixture
+def scaled(ops_of_today: None) -> Any:
+    """An op with two extensions."""
 
     def scaled(x: Tensor, factor: float, *, shift: float = 0.0, bias: Tensor | None = None) -> Tensor:
         """The input times a factor, plus a number and a bias."""
@@ -207,8 +213,8 @@ class Noted:
         return torch.full_like(args[0], 7)
 
 
-def noted(name: str, **fields: Any) -> Kernel:
-    return Kernel(op="scaled", name=name, function=Noted(), supports=lambda device, dtype: True, **fields)
+def noted(name: str, op: str = "scaled", **fields: Any) -> Kernel:
+    return Kernel(op=op, name=name, function=Noted(), supports=lambda device, dtype: True, **fields)
 
 
 def test_a_kernel_that_knows_no_extension_gets_the_call_without_them(scaled: Any) -> None:
@@ -287,3 +293,88 @@ def test_two_packs_that_offer_a_call_with_one_priority_are_refused() -> None:
     with registry.using(KernelTable.build(CPU, [*packs, better])) as active:
         ops.swiglu(torch.ones(2, 3), torch.ones(2, 3))
         assert active.labels == {("swiglu", "float32"): "three/best"}
+
+
+# -------------------------------------------------------------------------- ops of plugins
+
+SCAN = """
+import torch
+from surogate_core.kernels.registry import op
+
+@op
+def selective_scan(x: torch.Tensor, *, decay: float = 1.0) -> torch.Tensor:
+    return (x * decay).cumsum(0)
+"""
+
+
+@pytest.fixture
+def acme(tmp_path: Path, ops_of_today: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of modules that can be imported; `acme_scan` defines an op."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "acme_scan.py").write_text(SCAN)
+    for name in ("acme_scan", "acme_other", "acme_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def family(*modules: str) -> ModelFamily:
+    return ModelFamily(name="acme", hf_model_types=(), build=lambda config: None, ops=modules)  # type: ignore[arg-type,return-value]
+
+
+def scan_pack(serves: frozenset[str] = frozenset(), modules: tuple[str, ...] = ()) -> KernelPack:
+    kernels = (
+        noted("fast", op="selective_scan"),
+        noted("any-order", op="selective_scan", priority=1, deterministic=False),
+    )
+    return KernelPack(name="scans", kernels=lambda: kernels, ops=modules, serves=serves)
+
+
+def test_a_pack_serves_the_op_of_another_plugins_family(acme: Path) -> None:
+    pack = scan_pack(frozenset({"selective_scan"}))
+    made = KernelTable.build(CPU, [pack, TORCH_PACK], families=[family("acme_scan")])
+    scan = sys.modules["acme_scan"].selective_scan
+    with registry.using(made):
+        assert (scan(torch.ones(3)) == 7).all()
+        assert scan(torch.ones(3), decay=2.0).tolist() == [2, 4, 6]
+    assert made.labels == {
+        ("selective_scan", "float32"): "scans/fast",
+        ("selective_scan(decay)", "float32"): "reference",
+    }
+    assert made.undefined == {}
+    any_order = KernelTable.build(CPU, [pack], families=[family("acme_scan")], deterministic=False)
+    assert any_order.choose("selective_scan", torch.float32).name == "any-order"
+
+
+def test_kernels_for_an_op_that_nobody_defines_are_left_out(acme: Path) -> None:
+    made = KernelTable.build(CPU, [scan_pack(frozenset({"selective_scan"})), TORCH_PACK])
+    assert made.undefined == {"selective_scan": "scans"}
+    assert made.kernels
+    assert "selective_scan" not in {k.op for k in made.kernels}
+    with pytest.raises(
+        PluginError,
+        match=r"pack scans: kernel fast: there is no op 'selective_scan'; known: .* Fix: an op of another plugin",
+    ):
+        KernelTable.build(CPU, [scan_pack(frozenset({"other_scan"}))])
+
+
+def test_a_pack_defines_an_op_of_its_own(acme: Path) -> None:
+    made = KernelTable.build(CPU, [scan_pack(modules=("acme_scan",))])
+    assert made.choose("selective_scan", torch.float32).name == "fast"
+
+
+def test_a_module_of_ops_that_cannot_be_used_is_named(acme: Path) -> None:
+    (acme / "acme_broken.py").write_text("raise ValueError('no such GPU')")
+    (acme / "acme_other.py").write_text(SCAN)
+    for modules, message in (
+        (
+            ("acme_missing",),
+            "model family acme: the module acme_missing of its ops: ModuleNotFoundError: No module named",
+        ),
+        (("acme_broken",), "model family acme: the module acme_broken of its ops: ValueError: no such GPU"),
+        (
+            ("acme_scan", "acme_other"),
+            "family acme: the op selective_scan is defined by two modules: acme_scan and acme_other. Fix: rename one",
+        ),
+    ):
+        with pytest.raises(PluginError, match=message):
+            KernelTable.build(CPU, [], families=[family(*modules)])
