@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class Fabric:
     """The collectives of one rank, on tensors of its compute device; what `FabricSpec.build` returns.
 
-    All ranks call the same ones in the same order, with equal shapes and dtypes. Each runs in the order of the current
-    stream, and a CUDA graph can capture it once it has run outside of a graph with the same sizes.
+    All ranks call the same ones in the same order, with equal dtypes and, except for `exchange_unequal`, equal shapes.
+    Each runs in the order of the current stream, and a CUDA graph can capture it once it has run outside of a graph
+    with the same sizes.
     """
 
     rank: int
@@ -51,6 +52,14 @@ class Fabric:
         """Send `parts[r]`, [K] each, to every rank r; `received_NK[r]` becomes what rank r sent here.
 
         What is in this rank's own row is undefined.
+        """
+        raise NotImplementedError
+
+    def exchange_unequal(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send `parts[r]`, 1-D and contiguous, to every rank r; `received[r]` becomes what rank r sent here.
+
+        Any length may be 0. `parts[r]` has the length of `received[this rank]` on rank r: both ranks know it, others
+        need not. What is in this rank's own part of `received` is undefined. Needs `FabricSpec.unequal`.
         """
         raise NotImplementedError
 
@@ -140,5 +149,7 @@ class FabricSpec:
     across: bool = False
     """Whether its fabrics, and those of their `within`, have `across`. Without it, sums on several machines treat all
     ranks alike, and `dp_shard_size` is refused."""
+    unequal: bool = False
+    """Whether its fabrics, and those of their groups, have `exchange_unequal`. No feature of the core needs it yet."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""

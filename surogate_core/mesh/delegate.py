@@ -21,6 +21,10 @@ class Delegate(Fabric):
         """As `Fabric.exchange`."""
         self._now().exchange(parts, received_NK)
 
+    def exchange_unequal(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """As `Fabric.exchange_unequal`."""
+        self._now().exchange_unequal(parts, received)
+
     def gather(self, parts: Sequence[Tensor]) -> None:
         """As `Fabric.gather`."""
         self._now().gather(parts)

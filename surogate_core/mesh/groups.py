@@ -54,7 +54,19 @@ class GroupFabric(Fabric):
         if self._device.type == "cpu":
             dist.all_to_all_single(received_NK, torch.stack(list(parts)), group=self._group)
         else:
-            dist.all_to_all(list(received_NK.unbind()), list(parts), group=self._group)
+            self.exchange_unequal(parts, received_NK.unbind())
+
+    def exchange_unequal(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """As `Fabric.exchange_unequal`."""
+        if self._device.type == "cuda":
+            dist.all_to_all(list(received), list(parts), group=self._group)
+            return
+        # gloo exchanges parts of one tensor alone.
+        lengths, sent = [part.numel() for part in received], torch.cat(list(parts))
+        found = sent.new_empty(sum(lengths))
+        dist.all_to_all_single(found, sent, lengths, [part.numel() for part in parts], group=self._group)
+        for into, values in zip(received, found.split(lengths), strict=True):
+            into.copy_(values)
 
     def gather(self, parts: Sequence[Tensor]) -> None:
         """As `Fabric.gather`."""

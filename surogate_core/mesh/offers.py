@@ -44,7 +44,7 @@ def _gloo(device_type: str, near: int, world: int) -> bool:
 
 
 FABRICS = (
-    FabricSpec(name="auto", build=auto, groups=True, across=True),
+    FabricSpec(name="auto", build=auto, groups=True, across=True, unequal=True),
     FabricSpec(
         name="copy_engines",
         build=copy_engines,
@@ -52,7 +52,8 @@ FABRICS = (
         priority=20,
         groups=True,
         across=True,
+        unequal=True,
     ),
-    FabricSpec(name="nccl", build=groups, supports=_nccl, priority=10, groups=True, across=True),
-    FabricSpec(name="gloo", build=groups, supports=_gloo, priority=10, groups=True, across=True),
+    FabricSpec(name="nccl", build=groups, supports=_nccl, priority=10, groups=True, across=True, unequal=True),
+    FabricSpec(name="gloo", build=groups, supports=_gloo, priority=10, groups=True, across=True, unequal=True),
 )

@@ -55,9 +55,14 @@ class VirtualFabric(Fabric):
 
     def exchange(self, parts: Sequence[Tensor], received_NK: Tensor) -> None:
         """As `Fabric.exchange`."""
+        self.exchange_unequal(parts, received_NK.unbind())
+
+    def exchange_unequal(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """As `Fabric.exchange_unequal`."""
         sent = self._ranks.swap(self.rank, [part.clone() for part in parts])
-        for r, theirs in enumerate(sent):
-            received_NK[r].copy_(theirs[self.rank])
+        for into, theirs in zip(received, sent, strict=True):
+            assert into.numel() == theirs[self.rank].numel(), "two ranks disagree about a length"
+            into.copy_(theirs[self.rank])
 
     def gather(self, parts: Sequence[Tensor]) -> None:
         """As `Fabric.gather`."""

@@ -51,11 +51,17 @@ Zeros = Callable[[int, torch.dtype], Tensor]
 # ---------------------------------------------------------------------------- the collectives
 
 
+def _length(size: int, sender: int, receiver: int) -> int:
+    """Elements that one rank sends to another one in an exchange of unequal lengths."""
+    return (0, size, size + 5)[(sender + 2 * receiver) % 3]
+
+
 class Buffers:
     """Tensors of one size for every collective, which a CUDA graph reads and writes in place."""
 
-    def __init__(self, size: int, world: int, device: torch.device, zeros: Zeros):
-        """`zeros`: allocates what other ranks write to."""
+    def __init__(self, size: int, fabric: Fabric, device: torch.device, zeros: Zeros, *, unequal: bool):
+        """`zeros`: allocates what other ranks write to. `unequal`: whether `exchange_unequal` runs too."""
+        rank, world = fabric.rank, fabric.world
 
         def parts(lengths: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
             return list(zeros(sum(lengths), dtype).split(list(lengths)))
@@ -72,6 +78,14 @@ class Buffers:
         self.added = [torch.zeros(world, size, dtype=t, device=device) for t in (torch.float32, torch.float64)]
         self.most = torch.zeros(2, size, device=device)
         self._gathered = (self.unequal, self.one_only, self.scattered)
+        self._exchanges_unequal, ranks = unequal, range(world)
+        to, of = [_length(size, rank, r) for r in ranks], [_length(size, r, rank) for r in ranks]
+        back, backwards = [_length(size, r + 1, rank) for r in ranks], [_length(size, rank + 1, r) for r in ranks]
+        self.sent_unequal = [
+            [torch.zeros(n, dtype=dtype, device=device) for n in lengths]
+            for dtype, lengths in ((torch.float32, to), (torch.bfloat16, backwards))
+        ]
+        self.received_unequal = [parts(of), parts(back, torch.bfloat16)]
 
     def are_zeros(self) -> bool:
         """Whether new buffers are zeros."""
@@ -85,7 +99,8 @@ class Buffers:
         def normal(like: Tensor) -> Tensor:
             return torch.randn(like.shape, generator=random)
 
-        for part in (*self.sent, *(parts[rank] for parts in self._gathered)):
+        unequal = (part for parts in self.sent_unequal for part in parts)
+        for part in (*self.sent, *unequal, *(parts[rank] for parts in self._gathered)):
             part.copy_(normal(part))
         for part in (self.equal[rank], *self.sent_bytes):
             part.copy_(normal(part).mul(64).abs().clamp(max=255))
@@ -100,6 +115,9 @@ class Buffers:
         """Every collective once."""
         fabric.exchange(self.sent, self.received_NK)
         fabric.exchange(self.sent_bytes, self.received_bytes_NK)
+        if self._exchanges_unequal:
+            for sent, received in zip(self.sent_unequal, self.received_unequal, strict=True):
+                fabric.exchange_unequal(sent, received)
         for parts in (*self._gathered, self.equal):
             fabric.gather(parts)
         for added in self.added:
@@ -111,8 +129,10 @@ class Buffers:
         received = [
             rows[r] for rows in (self.received_NK, self.received_bytes_NK) for r in range(len(rows)) if r != rank
         ]
+        unequal = [part for parts in self.received_unequal for r, part in enumerate(parts) if r != rank]
         gathered = [part for parts in (*self._gathered, self.equal) for part in parts]
         found = {"exchange": received, "gather": gathered, "add": self.added, "maximum": [self.most]}
+        found |= {"exchange_unequal": unequal} if self._exchanges_unequal else {}
         return {name: sum((n + 1) * _checksum(t) for n, t in enumerate(tensors)) for name, tensors in found.items()}
 
 
@@ -126,9 +146,13 @@ def _largest(fabric: Fabric, drawn_by: int) -> list[float]:
     return [float(value) for value in fabric.largest(numbers)]
 
 
-def _of_turns(size: int, fabric: Fabric, device: torch.device, zeros: Zeros, *, drawn_by: int) -> dict[str, Any]:
+def _of_turns(
+    size: int, fabric: Fabric, device: torch.device, zeros: Zeros, *, drawn_by: int, unequal: bool
+) -> dict[str, Any]:
     """Collective → its checksums, one for each turn; and whether the buffers were zeros at first."""
-    buffers = Buffers(size, fabric.world, device, zeros)
+    lacks = unequal and type(fabric).exchange_unequal is Fabric.exchange_unequal
+    ensure(not lacks, "it has no `exchange_unequal`, and its spec says unequal=True")
+    buffers = Buffers(size, fabric, device, zeros, unequal=unequal)
     found: dict[str, Any] = {"zeros": buffers.are_zeros()}
     graph = None
     for turn in range(TURNS):
@@ -146,14 +170,15 @@ def _of_turns(size: int, fabric: Fabric, device: torch.device, zeros: Zeros, *, 
     return found
 
 
-def _of_all(fabric: Fabric, device: torch.device, zeros: Zeros) -> dict[str, Any]:
+def _of_all(fabric: Fabric, device: torch.device, zeros: Zeros, *, unequal: bool = True) -> dict[str, Any]:
     """What the collectives among all ranks give."""
-    sizes = {str(size): _of_turns(size, fabric, device, zeros, drawn_by=fabric.rank) for size in SIZES}
+    of = {"drawn_by": fabric.rank, "unequal": unequal}
+    sizes = {str(size): _of_turns(size, fabric, device, zeros, **of) for size in SIZES}
     place = [fabric.rank, fabric.world]
     return {"sizes": sizes, "place": place, "largest": _largest(fabric, fabric.rank)}
 
 
-def _of_groups(mesh: Mesh, device: torch.device, *, across: bool = True) -> dict[str, Any]:
+def _of_groups(mesh: Mesh, device: torch.device, *, across: bool = True, unequal: bool = True) -> dict[str, Any]:
     """The places of this rank in its groups, and what the collectives in each give; then those among all ranks again.
 
     Groups of the wrong ranks would hang, so that they have places only.
@@ -172,9 +197,10 @@ def _of_groups(mesh: Mesh, device: torch.device, *, across: bool = True) -> dict
             return {"places": places}
         # Groups do not wait for each other, so every other one goes through the sizes from the end.
         order = SIZES if sorted({of[0] for of in every}).index(every[rank][0]) % 2 == 0 else SIZES[::-1]
-        sizes = {str(size): _of_turns(size, group, device, zeros, drawn_by=rank) for size in order}
+        sizes = {str(n): _of_turns(n, group, device, zeros, drawn_by=rank, unequal=unequal) for n in order}
         results[name] = {"sizes": sizes, "largest": _largest(group, rank)}
-    return {"places": places, "results": results | {"all, after its groups": _of_all(fabric, device, zeros)}}
+    results["all, after its groups"] = _of_all(fabric, device, zeros, unequal=unequal)
+    return {"places": places, "results": results}
 
 
 Members = Callable[[int], Sequence[int]]
@@ -237,9 +263,9 @@ def _rank(given: Mapping[str, Any], rank: int) -> dict[str, Any]:
     mesh.connect(device)
     assert mesh.fabric is not None
     if given["groups"]:
-        found = _of_groups(mesh, device, across=given["across"])
+        found = _of_groups(mesh, device, across=given["across"], unequal=given["unequal"])
     else:
-        found = _of_all(mesh.fabric, device, partial(mesh.zeros, device=device))
+        found = _of_all(mesh.fabric, device, partial(mesh.zeros, device=device), unequal=given["unequal"])
         for results in found["sizes"].values():
             results["zeros"] = results["zeros"] and not bool(early.any())
     mesh.close()
@@ -276,13 +302,13 @@ def _of(spec: FabricSpec, world: int = WORLD, *, groups: bool = False) -> Sequen
     """What ranks in processes of their own write, by rank."""
     device = _device(spec, world)
     build, options = _path_of(spec.build, "build"), _path_of(spec.options, "options")
-    found = _processes(build, options, device, world, groups, spec.across)
+    found = _processes(build, options, device, world, groups, spec.across, spec.unequal)
     ensure(not found.failure, found.failure)
     return found.ranks
 
 
 @cache
-def _processes(build: str, options: str, device: str, world: int, groups: bool, across: bool) -> _Found:
+def _processes(build: str, options: str, device: str, world: int, groups: bool, across: bool, unequal: bool) -> _Found:
     """One pair of processes serves all checks of a fabric but that of its groups."""
     gpus = visible(os.environ) if device == "cuda" else []
     with tempfile.TemporaryDirectory() as directory:
@@ -294,6 +320,7 @@ def _processes(build: str, options: str, device: str, world: int, groups: bool, 
             "world": world,
             "groups": groups,
             "across": across,
+            "unequal": unequal,
             "path": sys.path,
             "store": f"{place}/store",
         }
@@ -378,6 +405,13 @@ def exchanges_parts(fabric: FabricSpec) -> None:
     _agrees(fabric, "exchange")
 
 
+def exchanges_parts_of_unequal_lengths(fabric: FabricSpec) -> None:
+    """`exchange_unequal`, which a spec with `unequal` has: part r goes to rank r, any lengths, 0 too."""
+    if not fabric.unequal:
+        raise NotApplicable("its spec does not say unequal=True")
+    _agrees(fabric, "exchange_unequal")
+
+
 def gathers_parts_of_any_length(fabric: FabricSpec) -> None:
     """`gather` fills parts of equal, unequal and no length, of several dtypes, adjacent and apart."""
     _agrees(fabric, "gather")
@@ -418,7 +452,8 @@ def connects_groups_of_neighbouring_ranks(fabric: FabricSpec) -> None:
             ours, who = found["results"][where], f"in {where}, rank {rank} of {world}"
             largest = ours["largest"]
             ensure(largest == right["largest"], f"{who} finds the largest {largest}, not {right['largest']}")
-            for name in ("exchange", "gather", "add", "maximum"):
+            unequal = ("exchange_unequal",) if fabric.unequal else ()
+            for name in ("exchange", *unequal, "gather", "add", "maximum"):
                 _same(ours, right, name, f"{who} has wrong values of `{name}`")
 
 
@@ -426,6 +461,7 @@ CHECKS = (
     opens_between_processes,
     allocates_zeros,
     exchanges_parts,
+    exchanges_parts_of_unequal_lengths,
     gathers_parts_of_any_length,
     adds_values_of_one_rank_each,
     keeps_nan_in_the_maximum,

@@ -22,6 +22,16 @@ def test_exchange_sends_part_r_to_rank_r() -> None:
     assert found[2] == [[2.0, 2.0], [12.0, 12.0], [22.0, 22.0], [32.0, 32.0]]
 
 
+def test_two_ranks_may_exchange_any_lengths() -> None:
+    def work(fabric: Fabric) -> list[list[float]]:
+        sent = [torch.full(((fabric.rank + r) % 3,), 10.0 * fabric.rank + r) for r in range(4)]
+        received = [torch.zeros((fabric.rank + r) % 3) for r in range(4)]
+        fabric.exchange_unequal(sent, received)
+        return [part.tolist() for part in received]
+
+    assert in_threads(4, work)[2] == [[2.0, 2.0], [], [22.0], [32.0, 32.0]]
+
+
 def test_gather_fills_unequal_parts_in_place() -> None:
     def work(fabric: Fabric) -> list[float]:
         flat = torch.zeros(5)

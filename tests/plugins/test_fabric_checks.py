@@ -20,7 +20,7 @@ GROUPS = fabrics.connects_groups_of_neighbouring_ranks
 
 @pytest.mark.slow
 def test_fabrics_that_break_a_rule_are_caught() -> None:
-    spec = bundles.FabricSpec(name="x", build=odd_fabrics.Careless)
+    spec = bundles.FabricSpec(name="x", build=odd_fabrics.Careless, unequal=True)
     fabrics.opens_between_processes(spec)
     for check in set(fabrics.CHECKS[1:]) - {GROUPS}:
         with pytest.raises(AssertionError, match=r"rank|of its memory are not zeros"):
@@ -75,9 +75,18 @@ def test_groups_of_distant_ranks_that_break_a_rule_are_named(build: Any, said: s
 @pytest.mark.slow
 def test_groups_conform_and_need_not_be_there() -> None:
     GROUPS(bundles.FabricSpec(name="x", build=odd_fabrics.Sound, groups=True))
-    GROUPS(bundles.FabricSpec(name="x", build=odd_fabrics.Sound, groups=True, across=True))
+    GROUPS(bundles.FabricSpec(name="x", build=odd_fabrics.Sound, groups=True, across=True, unequal=True))
     with pytest.raises(NotApplicable, match="its spec does not say groups=True"):
         GROUPS(bundles.FabricSpec(name="x", build=odd_fabrics.Strided))
+
+
+@pytest.mark.slow
+def test_unequal_lengths_need_not_be_there_and_a_spec_that_promises_them_keeps_its_word() -> None:
+    unequal = fabrics.exchanges_parts_of_unequal_lengths
+    with pytest.raises(NotApplicable, match="its spec does not say unequal=True"):
+        unequal(bundles.FabricSpec(name="x", build=odd_fabrics.Bounded))
+    with pytest.raises(AssertionError, match="it has no `exchange_unequal`, and its spec says unequal=True"):
+        unequal(bundles.FabricSpec(name="x", build=odd_fabrics.Equal, unequal=True))
 
 
 def test_a_fabric_that_other_processes_cannot_find_is_named() -> None:

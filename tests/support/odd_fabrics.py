@@ -32,6 +32,10 @@ class Careless(GroupFabric):
         """Every rank gets what is for rank 0."""
         super().exchange([parts[0]] * len(parts), received_NK)
 
+    def exchange_unequal(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """The last element of each part is lost."""
+        super().exchange_unequal([p[:-1] for p in parts], [into[:-1] for into in received])
+
     def gather(self, parts: Sequence[Tensor]) -> None:
         """Without the longest part."""
         length = min(part.numel() for part in parts)
@@ -59,6 +63,12 @@ class Sound(GroupFabric):
 
     def __init__(self, options: NoOptions, context: FabricContext):
         super().__init__(context)
+
+
+class Equal(Sound):
+    """Has no exchange of unequal lengths, whatever its spec says."""
+
+    exchange_unequal = Fabric.exchange_unequal
 
 
 class Strided(Sound):
