@@ -36,7 +36,7 @@ from surogate_core.bundles.objectives import Objective
 from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
 from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.bundles.options import Code, Flat, NoOptions
-from surogate_core.bundles.recipes import PanelOp, RangedState, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
+from surogate_core.bundles.recipes import PanelOp, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
 from surogate_core.bundles.rollouts import (
     ApartEngine,
     Arriving,
@@ -121,7 +121,6 @@ __all__ = [
     "ParamGroup",
     "PrepareContext",
     "PreparingTask",
-    "RangedState",
     "Reason",
     "Recipe",
     "RecipeContext",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 from surogate_core.bundles.options import NoOptions
 
@@ -17,7 +17,7 @@ TensorKind = Literal["weights", "residuals", "gradients", "master", "optimizer"]
 """The kinds of tensor that a store can hold."""
 
 
-class Store(Protocol):
+class Store:
     """Where tensors of one kind live between their uses at block borders.
 
     Keys are the schedule's (``layer 3``). Prefetch starts a copy on a side stream; fetch
@@ -26,34 +26,51 @@ class Store(Protocol):
 
     def put(self, key: str, tensors: Sequence[Tensor]) -> None:
         """Take the tensors over."""
+        raise NotImplementedError
+
+    def begin_pass(self) -> None:
+        """A pass over the pieces begins: the tensors may have changed since the last one, and no key is in use, even if
+        an error has ended that pass. By default nothing is done.
+        """
 
     def prefetch(self, key: str) -> None:
         """Start the copies of the key's tensors to the compute device."""
+        raise NotImplementedError
 
     def fetch(self, key: str) -> Sequence[Tensor]:
         """The key's tensors on the compute device."""
+        raise NotImplementedError
 
     def release(self, key: str) -> None:
         """Free the copies on the compute device for reuse, and residuals completely."""
+        raise NotImplementedError
 
     def nbytes(self) -> Mapping[Literal["device", "host", "disk"], int]:
         """Bytes held now, by place."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class GradientStore(Store, Protocol):
+class GradientStore(Store):
     """The fp32 gradient sums of trained tensors, on the compute device for one piece at a time.
 
     Additions to the fetched tensors between `fetch` and `release` are kept. A tied tensor is under two keys.
     """
 
-    def begin(self, *, first: bool) -> None:
-        """A micro-step begins; in the first one of an optimizer step all sums count as zeros, whatever their
-        contents.
+    def begin(self, *, first: bool, last: bool) -> None:
+        """A micro-step begins. If `first`, all sums count as zeros, whatever their contents. `last`: whether the update
+        follows it, which reads the sums.
         """
+        raise NotImplementedError
+
+    def written(self, key: str) -> Sequence[bool]:
+        """For each of the key's tensors, whether the backward writes it instead of adding to it: its contents do not
+        count. Empty, the default, if all are added to.
+        """
+        return ()
 
     def finish(self) -> None:
         """A micro-step ends: later work of the current stream finds the sums in their own memory."""
+        raise NotImplementedError
 
 
 class Stores:

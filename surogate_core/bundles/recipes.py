@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from surogate_core.bundles.options import NoOptions
 
@@ -24,12 +25,15 @@ Role = Literal["activation", "weight", "gradient"]
 """The role of an operand in a slot's products."""
 
 
-class RecipeState(Protocol):
+class RecipeState:
     """The state of a recipe from one optimizer step to the next, for all slots of the model at once."""
 
-    @property
-    def rows(self) -> Tensor:
-        """[P, K] fp32, one row per slot, which `linear` reads as `slot.row`. Updated in place."""
+    rows: Tensor
+    """[P, K] fp32, one row per slot, which `linear` reads as `slot.row`. Updated in place."""
+    formats: Mapping[str, float] = MappingProxyType({})
+    """If the rows are scales: role of each column of `rows`, in order → the smallest normal number of its format over
+    the largest. The run then reports the used share of the formats' range.
+    """
 
     def update(self, observed: Tensor, skip: Tensor) -> None:
         """Take in the observations of the slots since the last update, without host synchronisation.
@@ -37,25 +41,19 @@ class RecipeState(Protocol):
         `observed`: [P, K] fp32, the maximum of each figure over the micro-steps, NaN if one of them was. `skip`: 0-d
         fp32, 1 when the gradients are not finite: nothing may change then.
         """
+        raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
         """The live state tensors by name; loading copies into them in place."""
-
-
-@runtime_checkable
-class RangedState(RecipeState, Protocol):
-    """A recipe state whose rows are scales: it can report the used share of the formats' range."""
-
-    @property
-    def formats(self) -> Mapping[str, float]:
-        """Role of each column of `rows`, in order → the smallest normal number of its format over the largest."""
+        raise NotImplementedError
 
     def used_range(self, observed: Tensor) -> Tensor:
         """[P, K] fp32: the largest scaled value, divided by the largest of the format.
 
-        Called before `update` with the same argument. Above 1 values were clipped; 0 if nothing was observed or the
-        scale came from the tensor itself. No host synchronisation.
+        Called before `update` with the same argument, if there are `formats`. Above 1 values were clipped; 0 if nothing
+        was observed or the scale came from the tensor itself. No host synchronisation.
         """
+        raise NotImplementedError
 
 
 class PanelOp(Protocol):

@@ -33,9 +33,7 @@ from surogate_core.engine.pieces import Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
-from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharded_state import ShardedState
-from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.sides import SideSums
 from surogate_core.engine.stages import Stages
@@ -123,7 +121,7 @@ class Engine:
     def _allocate(self, placement: Placement) -> None:
         """The stores, the inputs, the recipe's state and the parameters."""
         settings = self.settings
-        self.stores = StoreSet.of(placement, self.sharing, self.assembly.kernels)
+        self.stores = StoreSet.of(placement, self.sharing, self.plan)
         self.inputs = Inputs.allocate(
             settings, len(self.plan.layers), reads_real=REAL in self.plan.tables, part=self.sharing.part
         )
@@ -135,6 +133,7 @@ class Engine:
             self.plan.pieces,
             plan=self.plan.weights,
             weights=self.stores.weights,
+            shared_weights=self.stores.shared_weights,
             device=settings.device,
             dtype=settings.dtype,
             adapter_dtype=settings.adapter_dtype,
@@ -150,9 +149,12 @@ class Engine:
         quantising = " and quantising" if any(p.rounded for p in self.plan.weights.packed.values()) else ""
         task = f"loading{quantising} weights"
         self.parameters.fill(source, progress=lambda done, total: progress(task, done, total))
-        self.parameters.flat.rest_gradients(self.stores.gradients)
-        if isinstance(self.stores.gradients, ShardedGradients):
-            self.stores.gradients.rows = EmbeddingRows.of(self.assembly, self.sharing, self.parameters.sharded)
+        shared = self.stores.shared_gradients
+        if shared is None:
+            self.parameters.flat.rest_gradients(self.stores.gradients)
+        else:
+            self.parameters.flat.share_gradients(shared)
+            shared.rows = EmbeddingRows.of(self.assembly, self.sharing, self.parameters.sharded)
 
     def _prepare_steps(self, placement: Placement, progress: Progress) -> None:
         """The optimizer, and the micro-step and optimizer step that run without graphs."""
@@ -232,7 +234,7 @@ class Engine:
         weights = self.stores.weights
 
         def gather(key: str) -> None:
-            begin_pass(weights)
+            weights.begin_pass()
             weights.fetch(key)
             weights.release(key)
 
@@ -240,7 +242,7 @@ class Engine:
 
         def ask(key: str) -> None:
             self.orders.call(numbers[key])
-            begin_pass(weights)
+            weights.begin_pass()
 
         return ask
 

@@ -166,17 +166,18 @@ class FlatGroups:
 
     def rest_gradients(self, store: GradientStore) -> None:
         """Put the gradient sums of each piece's trainable tensors into their store."""
+        for piece in self._pieces:
+            store.put(piece.key, [self.host_grad[s.hf_name] for s in piece.specs if s.trainable])
+
+    def share_gradients(self, store: ShardedGradients) -> None:
+        """The same for the store of what ranks share out."""
         group = self.sharded
-        sharded = store if isinstance(store, ShardedGradients) else None
-        if sharded is not None and group is not None:
-            for key in group.parts:
-                sharded.put_owned(key, group.owned_sums(key))
+        assert group is not None
+        for key in group.parts:
+            store.put_owned(key, group.owned_sums(key))
         for piece in self._pieces:
             names = [s.hf_name for s in piece.specs if s.trainable]
-            if sharded is None or group is None:
-                store.put(piece.key, [self.host_grad[name] for name in names])
-            else:
-                sharded.put(piece.key, [group.places([n])[0] if n in group.shapes else self.grad[n] for n in names])
+            store.put(piece.key, [group.places([n])[0] if n in group.shapes else self.grad[n] for n in names])
 
     def sums_to_clear(self, *, streams: bool) -> list[Tensor]:
         """The flat gradient sums that no store clears. `streams`: whether the sums are in a store of their own."""

@@ -18,9 +18,8 @@ from surogate_core.engine.flat_groups import FlatGroups
 from surogate_core.engine.panels import Panels
 from surogate_core.engine.pieces import InFile, Kept, OneByOne, Packed, Piece, Source, distinct
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
+from surogate_core.engine.sharded_weights import ShardedWeights
 from surogate_core.engine.sharding import Sharing
-from surogate_core.engine.stores import ExpertsApart
 from surogate_core.files.tensorfile import Deferred
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ class Parameters:
         found: tuple[Piece, ...],
         *,
         weights: Store,
+        shared_weights: ShardedWeights | None = None,
         device: torch.device,
         dtype: torch.dtype,
         adapter_dtype: torch.dtype,
@@ -71,7 +71,7 @@ class Parameters:
         self.packed: Mapping[str, Packed] = plan.packed if plan else {}
         """HF name of a frozen weight → how the recipe or the weight format keeps it."""
         self._source: Source | None = None
-        self.weights = weights
+        self.weights, self._shared_weights = weights, shared_weights
         self.master_dtype = master_dtype
         assert seed is not None or master_dtype == torch.float32, "narrow masters are rounded with a seed"
         self.device, self.dtype, self.adapter_dtype = device, dtype, adapter_dtype
@@ -192,16 +192,11 @@ class Parameters:
         """Put a piece's tensors into the weights store, which owns them from then on."""
         stored = [s.hf_name for s in piece.specs if s.hf_name not in self.flat.compute]
         group = self.sharded
-        if group is not None and isinstance(self.weights, ShardedWeights) and stored:
-            self.weights.put_trained(piece.key, group.owned_copies(piece.key), group.places(stored))
+        if group is not None and self._shared_weights is not None and stored:
+            self._shared_weights.put_trained(piece.key, group.owned_copies(piece.key), group.places(stored))
             return
         tensors = [self.flat.streamed[n] if n in self.flat.streamed else self._frozen[n] for n in stored]
-        if isinstance(self.weights, ExpertsApart):
-            experts = {spec.hf_name for spec in piece.frozen_experts}
-            places = [place for place, name in enumerate(stored) if name in experts]
-            self.weights.put_with_experts(piece.key, tensors, places)
-        else:
-            self.weights.put(piece.key, tensors)
+        self.weights.put(piece.key, tensors)
         for name in stored:
             if last[name] == piece.key:
                 self._frozen.pop(name, None)
@@ -266,7 +261,7 @@ class Parameters:
 
         A weight in a weight format has its rounded value, on which the adapters were trained.
         """
-        begin_pass(self.weights)
+        self.weights.begin_pass()
         seen: set[str] = set()
         for piece in self.pieces:
             self.before_fetch(piece.key)

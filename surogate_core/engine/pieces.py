@@ -87,6 +87,12 @@ class Piece:
         names = {f"{slot.name}.weight" for slot in self.experts}
         return tuple(spec for spec in self.specs if spec.name in names and not spec.trainable)
 
+    @property
+    def places_of_experts(self) -> tuple[int, ...]:
+        """The places of these weights among the piece's frozen tensors."""
+        frozen = [spec for spec in self.specs if not spec.trainable]
+        return tuple(place for place, spec in enumerate(frozen) if spec in self.frozen_experts)
+
     def spec(self, name: str) -> TensorSpec:
         """The tensor that the piece calls `name`."""
         return next(spec for spec in self.specs if spec.name == name)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, OffloaderSpec, Store, Stores, TensorKind
-from surogate_core.engine.stores import NO_OFFLOAD, DeviceGradients, DeviceStore, DeviceStores, ExpertsApart
-from surogate_core.errors import UserError
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceGradients, DeviceStore, DeviceStores
+from surogate_core.errors import PluginError, UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +50,27 @@ class Placement:
 
     def store(self, kind: TensorKind) -> Store:
         """The store of a kind."""
-        if kind not in self.offloader.kinds:
-            here = DeviceStore(kind)
-            if kind != "weights" or not self.experts_apart:
-                return here
-            assert self.stores is not None
-            return ExpertsApart(here, self.stores.store(kind))
+        return self.moved(kind) if kind in self.offloader.kinds else DeviceStore(kind)
+
+    def moved(self, kind: TensorKind) -> Store:
+        """The offloader's store of a kind."""
         assert self.stores is not None
-        return self.stores.store(kind)
+        store = self.stores.store(kind)
+        if not isinstance(store, Store):
+            raise PluginError(
+                f"offload={self.offloader.name}: its store of {kind} is no bundles.Store (docs/hooks.md). "
+                f"Fix: derive it from that class."
+            )
+        return store
 
     def gradients(self) -> GradientStore:
         """The store of gradient sums."""
         if not self.moves("gradients"):
             return DeviceGradients()
-        assert self.stores is not None
-        store = self.stores.store("gradients")
+        store = self.moved("gradients")
         if not isinstance(store, GradientStore):
             raise UserError(
-                f"offload={self.offloader.name}: it moves gradients, but its store of them is no GradientStore "
+                f"offload={self.offloader.name}: it moves gradients, but its store of them is no bundles.GradientStore "
                 f"(docs/hooks.md). Fix: set offload_grads=false, or choose an offloader that has one."
             )
         return store

@@ -36,7 +36,7 @@ class _Room:
     piece: str | None = None
 
 
-class ShardedGradients:
+class ShardedGradients(GradientStore):
     """Gradient sums of which each rank keeps its part; a micro-step's are added over the ranks when a piece releases
     them.
 
@@ -44,7 +44,7 @@ class ShardedGradients:
     the embedding and the head share one. A tensor that is tied to another piece is in the buffer of that piece, and is
     reduced with it.
 
-    With `written`, a layer's sums do not start from zeros: the backward writes them (`is_written`), which saves a pass
+    With `written`, a layer's sums do not start from zeros: the backward writes them, which saves a pass
     over the buffer, and one that the additions would read.
 
     With `later`, nothing is reduced at the end of a micro-step, where no computation is left to run beside it, unless
@@ -69,7 +69,7 @@ class ShardedGradients:
         """`allocate`: memory that the fabric writes to. `everywhere`: whether sums are over all replicas. `kernels`:
         those of the run.
         """
-        self._everywhere, self._written, self.later = everywhere, written, later
+        self._everywhere, self._writes, self.later = everywhere, written, later
         self.rows: EmbeddingRows | None = None
         """Set before the first micro-step; needs `later`."""
         self._kernels = kernels or KernelTable(device=device)
@@ -119,18 +119,14 @@ class ShardedGradients:
         """
         self._members[key] = tuple(tensors)
 
-    def is_written(self, key: str) -> list[bool]:
+    def written(self, key: str) -> list[bool]:
         """For each of the key's tensors, whether its contents do not count when the backward begins."""
-        written = self._written and _is_layer(key)
-        return [written and isinstance(member, Within) for member in self._members[key]]
+        writes = self._writes and _is_layer(key)
+        return [writes and isinstance(member, Within) for member in self._members[key]]
 
-    def ends(self, last: bool) -> None:
-        """Before `begin`: whether the micro-step is the last one of its optimizer step. Without this, each one is."""
-        self._last = last
-
-    def begin(self, *, first: bool) -> None:
+    def begin(self, *, first: bool, last: bool) -> None:
         """A micro-step begins. After the first one of an optimizer step a shard has its sums alone."""
-        self._first = first
+        self._first, self._last = first, last
         if self.staying is not None and (first or not self._continued):
             self._onto = not first
             self._leave(self.staying)
@@ -180,7 +176,7 @@ class ShardedGradients:
 
     def _zeros_of(self, key: str, elements: int) -> list[tuple[int, int]]:
         """The ranges of the key's sums that start from zeros: all of them, or the gaps between written tensors."""
-        if not any(self.is_written(key)):
+        if not any(self.written(key)):
             return [(0, elements)]
         members = [member for member in self._members[key] if isinstance(member, Within)]
         ends = sorted((member.offset, member.offset + math.prod(member.shape)) for member in members)
@@ -291,8 +287,3 @@ class ShardedGradients:
 
 def _is_layer(piece: str) -> bool:
     return piece not in (EMBED, HEAD)
-
-
-def is_written(gradients: GradientStore, key: str) -> list[bool]:
-    """As `ShardedGradients.is_written`; empty for other stores, whose tensors are all added to."""
-    return gradients.is_written(key) if isinstance(gradients, ShardedGradients) else []

@@ -72,15 +72,15 @@ class _Slot:
     views: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
-class ShardedWeights:
+class ShardedWeights(Store):
     """Weights of which each rank keeps a part, gathered piece by piece into one of two static buffers.
 
     `inner` keeps the shares elsewhere than on the device. `whole`: keys of which every rank keeps everything, in
     `inner` or on the device. A tied tensor belongs to them: sharded keys share nothing.
 
     A released piece stays gathered until its buffer is needed, so the turn from forward to backward gathers nothing
-    again. `forget` is called before each pass over the pieces: weights may have changed since, and a CUDA graph must
-    gather whatever it reads.
+    again. Each pass over the pieces gathers anew: weights may have changed since, and a CUDA graph must gather whatever
+    it reads.
     """
 
     def __init__(
@@ -145,8 +145,9 @@ class ShardedWeights:
             self._kept[key] = _Kept(shard, share, tuple(views))
         self._slots.clear()
 
-    def forget(self) -> None:
+    def begin_pass(self) -> None:
         """Gather every piece anew from here on. Nothing is in use, even if an error has ended the pass before."""
+        self._whole.begin_pass()
         self._waiting = None
         for slot in self._slots:
             slot.key, slot.held, slot.filled = None, False, None
@@ -241,9 +242,3 @@ class ShardedWeights:
         kept = sum(k.shard.nbytes for k in self._kept.values() if k.shard is not None)
         places = self._whole.nbytes()
         return {**places, "device": places["device"] + kept + sum(slot.buffer.nbytes for slot in self._slots)}
-
-
-def begin_pass(weights: Store) -> None:
-    """Before a pass over the pieces: a store of shares gathers them anew."""
-    if isinstance(weights, ShardedWeights):
-        weights.forget()

@@ -24,12 +24,12 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.schedule import EMBED, Action, counting_schedule, evaluation_schedule, training_schedule
-from surogate_core.engine.sharded_gradients import ShardedGradients, is_written
-from surogate_core.engine.sharded_weights import ShardedWeights, begin_pass
+from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.sharded_weights import ShardedWeights
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.sides import SideSums
+from surogate_core.engine.stores import ExpertsApart
 from surogate_core.engine.traffic import Traffic
-from surogate_core.kernels.registry import KernelTable
 
 PENDING_BYTES = 32 * 2**20
 """Gradients of several layers are collected up to this number of bytes, and are then added in one launch."""
@@ -46,44 +46,50 @@ class StoreSet:
     gradients: GradientStore
     streams_gradients: bool
     """Whether the gradient sums of a piece are on the device only while its backward runs."""
+    shared_weights: ShardedWeights | None = None
+    """`weights`, if ranks share them out."""
+    shared_gradients: ShardedGradients | None = None
+    """`gradients`, if ranks share them out."""
 
     @classmethod
-    def of(cls, placement: Placement, sharing: Sharing, kernels: KernelTable | None = None) -> StoreSet:
+    def of(cls, placement: Placement, sharing: Sharing, plan: EnginePlan) -> StoreSet:
         """The stores of a placement; those of the kinds that ranks share out keep this rank's part."""
-        weights, device = placement.store("weights"), placement.device
+        weights, device, allocate = placement.store("weights"), placement.device, sharing.mesh.zeros
+        shared_weights = shared_gradients = None
+        if placement.experts_apart:
+            places = {piece.key: piece.places_of_experts for piece in plan.pieces}
+            weights = ExpertsApart(weights, placement.moved("weights"), places)
         if sharing.shards_weights:
             inner = weights if placement.moves("weights") else None
-            weights = ShardedWeights(sharing.stages, device, inner=inner, allocate=sharing.mesh.zeros)
-        mesh = sharing.mesh
-        sums = (
-            ShardedGradients(
+            shared_weights = ShardedWeights(sharing.stages, device, inner=inner, allocate=allocate)
+        if sharing.shards_gradients:
+            shared_gradients = ShardedGradients(
                 sharing.stages,
                 device,
-                allocate=mesh.zeros,
+                allocate=allocate,
                 everywhere=not sharing.replicas_once,
                 written=not sharing.exact,
                 later=sharing.reduces_later,
-                kernels=kernels,
+                kernels=plan.assembly.kernels,
             )
-            if sharing.shards_gradients
-            else placement.gradients()
-        )
         return cls(
-            weights=weights,
+            weights=shared_weights or weights,
             residuals=placement.store("residuals"),
-            gradients=sums,
+            gradients=shared_gradients or placement.gradients(),
             streams_gradients=sharing.shards_gradients or placement.moves("gradients"),
+            shared_weights=shared_weights,
+            shared_gradients=shared_gradients,
         )
 
     @property
     def keeps_sums(self) -> bool:
         """Whether a micro-step that is not the last one of its optimizer step leaves sums that are not reduced."""
-        return isinstance(self.gradients, ShardedGradients) and self.gradients.later
+        return self.shared_gradients is not None and self.shared_gradients.later
 
     @property
     def embedding_rows(self) -> EmbeddingRows | None:
         """Takes the embedding's gradient, if ranks exchange its rows."""
-        return self.gradients.rows if isinstance(self.gradients, ShardedGradients) else None
+        return None if self.shared_gradients is None else self.shared_gradients.rows
 
     def of_kind(self, kind: TensorKind | None) -> Store:
         """The store of an action of the schedule."""
@@ -201,9 +207,7 @@ class MicroStep:
         of its optimizer step on this rank. `fresh`: whether the gradient sums count as zeros.
         """
         self.traffic.begin(first=first, last=last)
-        if isinstance(self.stores.gradients, ShardedGradients):
-            self.stores.gradients.ends(last)
-        self.stores.gradients.begin(first=fresh)
+        self.stores.gradients.begin(first=fresh, last=last)
         self._run(self.training, training=True)
         self.stores.gradients.finish()
         self.traffic.finish()
@@ -219,7 +223,7 @@ class MicroStep:
 
     def hidden(self) -> Tensor:
         """[N, D]: the last layer's output for the micro-batch in `inputs`, without dropout."""
-        begin_pass(self.stores.weights)
+        self.stores.weights.begin_pass()
         flow = _Flow(tables=self._tables())
         for piece in self.plan.pieces[:-1]:
             self._forward(piece.key, flow, training=False)
@@ -245,7 +249,7 @@ class MicroStep:
     # ------------------------------------------------------------------------- schedule
 
     def _run(self, schedule: Sequence[Action], *, training: bool, loss: Callable[[_Flow], None] | None = None) -> None:
-        begin_pass(self.stores.weights)
+        self.stores.weights.begin_pass()
         flow = _Flow()
         for action in schedule:
             match action.verb:
@@ -419,7 +423,7 @@ class MicroStep:
         if self.rows is not None and self.programs.reads_rows(piece):
             self.rows.observe(key, gradients.pop())
         pairs = list(zip(self.stores.gradients.fetch(key), gradients, strict=True))
-        written = is_written(self.stores.gradients, key) or [False] * len(pairs)
+        written = self.stores.gradients.written(key) or [False] * len(pairs)
         flow.gradients = list(compress(pairs, map(not_, written)))
         flow.written = list(compress(pairs, written))
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from surogate_core.bundles import OffloaderSpec, Store, Stores, TensorKind
+from surogate_core.bundles import GradientStore, OffloaderSpec, Store, Stores, TensorKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class DeviceStore:
+class DeviceStore(Store):
     """Tensors stay on the device; fetching costs nothing.
 
     Residuals are dropped when released, all other tensors stay.
@@ -45,24 +45,25 @@ class DeviceStore:
         return {"device": sum(storages.values()), "host": 0, "disk": 0}
 
 
-class ExpertsApart:
+class ExpertsApart(Store):
     """Weights of which the frozen experts are in another store than the rest."""
 
-    def __init__(self, rest: Store, experts: Store):
+    def __init__(self, rest: Store, experts: Store, places: Mapping[str, Sequence[int]]):
+        """`places`: key → the places of the experts' weights among its tensors, in order."""
         self._rest, self._experts = rest, experts
-        self._places: dict[str, tuple[int, ...]] = {}
-        """Key → the places of the experts' weights among its tensors; only keys that have some."""
+        self._places = {key: of for key, of in places.items() if of}
 
     def put(self, key: str, tensors: Sequence[Tensor]) -> None:
-        """Take over tensors of which none is an expert's."""
-        self.put_with_experts(key, tensors, ())
-
-    def put_with_experts(self, key: str, tensors: Sequence[Tensor], places: Collection[int]) -> None:
-        """Take the tensors over. `places`: those of the experts' weights."""
+        """Take the tensors over."""
+        places = self._places.get(key, ())
         self._rest.put(key, [t for i, t in enumerate(tensors) if i not in places])
         if places:
-            self._places[key] = tuple(sorted(places))
-            self._experts.put(key, [tensors[i] for i in self._places[key]])
+            self._experts.put(key, [tensors[i] for i in places])
+
+    def begin_pass(self) -> None:
+        """A pass over the pieces begins."""
+        self._rest.begin_pass()
+        self._experts.begin_pass()
 
     def prefetch(self, key: str) -> None:
         """Start the copies to the device."""
@@ -90,13 +91,13 @@ class ExpertsApart:
         return {place: sum(held[place] for held in both) for place in both[0]}
 
 
-class DeviceGradients(DeviceStore):
+class DeviceGradients(DeviceStore, GradientStore):
     """Sums that stay on the device; the engine clears all of them at once."""
 
     def __init__(self) -> None:
         super().__init__("gradients")
 
-    def begin(self, *, first: bool) -> None:
+    def begin(self, *, first: bool, last: bool) -> None:
         """Nothing to do: they are zeros in an optimizer step's first micro-step."""
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Optimizer, RangedState
+from surogate_core.bundles import Optimizer
 from surogate_core.dsl.sides import Role
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.figures import FigureSums
@@ -68,7 +68,7 @@ class StepResult:
         return self._own.named(values, label_tokens=self.label_tokens)
 
     def used_range(self, columns: int) -> Tensor:
-        """[P, K] fp32 on the host, of a recipe whose state is a `RangedState` with K `columns`."""
+        """[P, K] fp32 on the host, of a recipe whose state has `formats` of K `columns`."""
         self._wait()
         sides = sum(shape.numel() for _, shape in self._sides.values())
         first = 2 + len(self._own.names)
@@ -148,7 +148,7 @@ class Update:
         on_cpu = settings.update_on_cpu
         self._kernels = host_kernels(compiled=settings.compiler == "inductor") if on_cpu else assembly.kernels
         self._lr = torch.zeros((), dtype=torch.float32, device="cpu" if on_cpu else settings.device)
-        ranges = rows.state.rows.numel() if rows is not None and isinstance(rows.state, RangedState) else 0
+        ranges = rows.state.rows.numel() if rows is not None and rows.state.formats else 0
         self._ranges = ranges
         self._first = 2 + len(figures.names)
         size = self._first + ranges + sum(shape.numel() for _, shape in self._side_shapes.values())
@@ -184,7 +184,7 @@ class Update:
             self._figures[2 : self._first].copy_(self._own.take(self._traffic))
         if self.rows is not None:
             self._traffic.largest(self.rows.observed)
-            if isinstance(self.rows.state, RangedState):
+            if self._ranges:
                 self._figures[self._first : self._first + self._ranges].copy_(
                     self.rows.state.used_range(self.rows.observed).view(-1)
                 )

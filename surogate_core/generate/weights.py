@@ -18,7 +18,6 @@ from surogate_core.engine.pieces import Piece, Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
-from surogate_core.engine.sharded_weights import begin_pass
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.stages import Stages
 from surogate_core.engine.step import RecipeRows, StoreSet
@@ -63,7 +62,7 @@ class Weights:
         )
         mesh = Mesh()
         sharing = Sharing(mesh=mesh, stages=Stages(mesh), level=0)
-        store = StoreSet.of(placement, sharing).weights
+        store = StoreSet.of(placement, sharing, plan).weights
         parameters = Parameters(
             plan.pieces,
             plan=plan.weights,
@@ -92,7 +91,7 @@ class Weights:
 
         `function`: that of a layer, by default `ProgramBuilder.layer_function`.
         """
-        begin_pass(self.store)
+        self.store.begin_pass()
         for piece in self.plan.layers:
             yield self._layer(piece, function or self._function)
             self.store.release(piece.key)
@@ -122,7 +121,7 @@ class Weights:
 
     def not_finite(self) -> str | None:
         """The first weight, from the embedding to the head, that has NaN or infinity; None if all are finite."""
-        begin_pass(self.store)
+        self.store.begin_pass()
         for piece in (self.plan.embed, *self.plan.layers, self.plan.head):
             pairs = zip(piece.specs, self._inputs(piece), strict=True)
             wide = ((s.hf_name, t) for s, t in pairs if t.is_floating_point() and t.itemsize > 1)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import RangedState
 from surogate_core.engine.engine import Engine
 from surogate_core.events import PrecisionStats
 
@@ -25,7 +24,7 @@ class PrecisionWatch:
     """Counts tensors that saturated or underflowed since the last `take`."""
 
     def __init__(self, names: Sequence[str], formats: Mapping[str, float]):
-        """`names`: names of the slots, [P]; `formats`: see `RangedState`, [K]."""
+        """`names`: names of the slots, [P]; `formats`: see `RecipeState`, [K]."""
         self._names, self._roles = names, tuple(formats)
         self._floors_K = torch.tensor(list(formats.values()), dtype=torch.float32)
         self._clear()
@@ -34,7 +33,7 @@ class PrecisionWatch:
     def of(cls, engine: Engine) -> PrecisionWatch | None:
         """The watch of an engine; None if its recipe has no delayed scales."""
         state = engine.recipe_state
-        return cls(engine.slot_names(), state.formats) if isinstance(state, RangedState) else None
+        return cls(engine.slot_names(), state.formats) if state is not None and state.formats else None
 
     def _clear(self) -> None:
         self._steps = 0

@@ -17,7 +17,7 @@ from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key, training_schedule
-from surogate_core.engine.sharded_gradients import ShardedGradients, is_written
+from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharding import owners
 from surogate_core.engine.stages import Stages
 from surogate_core.kernels.sums import tree_sum
@@ -54,8 +54,7 @@ class _Sums:
 
     def micro_step(self, number: int, *, first: bool, last: bool = True) -> None:
         """Add the gradients of a micro-batch as the schedule does."""
-        self.store.ends(last)
-        self.store.begin(first=first)
+        self.store.begin(first=first, last=last)
         for action in training_schedule(LAYERS, train_embedding=True):
             if action.verb == "reduce":
                 sums = self.store.fetch(action.key)
@@ -64,7 +63,7 @@ class _Sums:
                     (table_VD,) = _gradients(number, EMBED, [torch.empty(SHAPES["embed"])])
                     self.store.rows.keep(torch.arange(len(table_VD)), table_VD)
                     continue
-                written = is_written(self.store, action.key)
+                written = self.store.written(action.key)
                 for total, gradient, replaces in zip(sums, _gradients(number, action.key, sums), written, strict=True):
                     total.copy_(gradient) if replaces else total.add_(gradient)
             elif action.kind == "gradients":
@@ -351,7 +350,7 @@ def test_pieces_that_share_a_buffer_are_reduced_in_each_micro_step() -> None:
 def test_only_the_shared_tensors_of_layers_are_written() -> None:
     def work(fabric: Fabric) -> list[list[bool]]:
         store = _Sums(fabric, tied=True, written=True).store
-        return [is_written(store, key) for key in (EMBED, layer_key(0), HEAD)]
+        return [store.written(key) for key in (EMBED, layer_key(0), HEAD)]
 
     assert in_threads(2, work) == [[[False], [True, False, True], [False, False]]] * 2
 
@@ -386,7 +385,7 @@ def test_two_buffers_of_the_largest_layer_and_one_of_the_embedding() -> None:
 def test_a_third_piece_finds_no_buffer() -> None:
     def work(fabric: Fabric) -> None:
         sums = _Sums(fabric, tied=True)
-        sums.store.begin(first=True)
+        sums.store.begin(first=True, last=True)
         sums.store.fetch("layer 0")
         sums.store.fetch("layer 1")
         with pytest.raises(AssertionError, match="no buffer is free for the gradient sums of layer 2"):

@@ -65,7 +65,7 @@ def _pass(store: ShardedWeights, expected: Callable[[str], Sequence[Tensor]], *,
     """Take a store through a schedule; between fetch and release the tensors are right."""
     held = {}
     actions = training_schedule(LAYERS, train_embedding=True) if training else evaluation_schedule(LAYERS)
-    store.forget()
+    store.begin_pass()
     for action in actions:
         if action.kind != "weights":
             continue
@@ -152,7 +152,7 @@ def test_three_pieces_do_not_fit() -> None:
         store.fetch("layer 1")
         with pytest.raises(AssertionError, match="two pieces are in use"):
             store.fetch("layer 2")
-        store.forget()  # the pass has ended by an error, such as one that a capture may raise
+        store.begin_pass()  # the pass has ended by an error, such as one that a capture may raise
         assert _same(store.fetch("layer 2"), _layer(2))
 
     in_threads(2, work)

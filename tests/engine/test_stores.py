@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from tiny_qwen3 import make_engine, strict_offloader
+from tiny_qwen3 import StrictStore, make_engine, strict_offloader
 
-from surogate_core.bundles import OffloaderSpec, Stores, TensorKind
+from surogate_core.bundles import GradientStore, OffloaderSpec, Stores, TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.stores import NO_OFFLOAD, DeviceStore
-from surogate_core.errors import UserError
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceStore, ExpertsApart
+from surogate_core.errors import PluginError, UserError
 from surogate_core.testing import tiny
 
 
@@ -92,3 +94,37 @@ def test_an_offloader_without_a_store_of_gradients_is_told_so() -> None:
     offloader = OffloaderSpec(name="old", kinds=kinds, place="host", build=lambda *a: Old(), allocates=True)
     with pytest.raises(UserError, match=r"offload=old: .*GradientStore.*Fix: set offload_grads=false"):
         Placement(offloader=offloader, stores=Old(), device=torch.device("cpu")).gradients()
+
+
+def test_a_store_of_another_class_is_the_plugins_fault() -> None:
+    class Bare(Stores):
+        def store(self, kind: TensorKind) -> Any:
+            return object()
+
+    kinds: frozenset[TensorKind] = frozenset({"weights"})
+    offloader = OffloaderSpec(name="bare", kinds=kinds, place="host", build=lambda *a: Bare())
+    with pytest.raises(PluginError, match=r"offload=bare: its store of weights is no bundles\.Store .*Fix: derive"):
+        Placement(offloader=offloader, stores=Bare(), device=torch.device("cpu")).store("weights")
+
+
+def test_experts_apart_are_among_their_keys_tensors_again_and_both_stores_begin_a_pass() -> None:
+    stores = StrictStore("weights"), StrictStore("weights")
+    passes: list[int] = []
+    for number, store in enumerate(stores):
+        store.begin_pass = lambda number=number: passes.append(number)  # type: ignore[method-assign]
+    apart = ExpertsApart(*stores, {"layer 0": (1, 2), "head": ()})
+    tensors = [torch.full((2,), float(i)) for i in range(4)]
+    apart.put("layer 0", tensors)
+    apart.put("head", tensors[:1])
+    apart.begin_pass()
+    assert passes == [0, 1]
+    assert [t[0].item() for t in apart.fetch("layer 0")] == [0, 1, 2, 3]
+    assert [len(store.held.get("layer 0", ())) for store in stores] == [2, 2]
+    assert [len(store.held.get("head", ())) for store in stores] == [1, 0]
+
+
+def test_only_sums_that_ranks_share_out_are_written() -> None:
+    store = NO_OFFLOAD.build(None, "", torch.device("cpu")).store("gradients")
+    assert isinstance(store, GradientStore)
+    store.put("layer 0", [torch.zeros(2)])
+    assert not any(store.written("layer 0"))

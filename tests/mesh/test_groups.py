@@ -63,7 +63,7 @@ def _stores(fabric: Fabric) -> list[Tensor]:
     sums.put_owned("layer 0", Owned(owners=owners, shard=shard))
     sums.put("layer 0", [Within("layer 0", 0, (20, 30))])
     for first in (True, False):
-        sums.begin(first=first)
+        sums.begin(first=first, last=True)
         sums.fetch("layer 0")[0].add_(torch.arange(600.0).view(20, 30) * (fabric.rank + 1))
         sums.release("layer 0")
     sums.finish()

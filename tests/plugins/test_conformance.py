@@ -234,7 +234,7 @@ def test_a_recipe_that_multiplies_experts_wrongly_is_caught() -> None:
         recipes.multiplies_experts(recipe_spec())
 
 
-class Rows:
+class Rows(bundles.RecipeState):
     """State of a recipe that does what it should, but for what `fault` names."""
 
     def __init__(self, fault: str, slots: int):
@@ -305,7 +305,7 @@ def test_an_offloader_that_allocates_wrongly_is_caught(make: Any, message: str) 
 class HostSums(DeviceGradients):
     """A right store of sums; on a CPU they are where they live."""
 
-    def begin(self, *, first: bool) -> None:
+    def begin(self, *, first: bool, last: bool) -> None:
         if first:
             for tensor in (t for held in self._held.values() for t in held):
                 tensor.zero_()
@@ -317,14 +317,14 @@ class HostSums(DeviceGradients):
 class ForgetfulSums(HostSums):
     """Has zeros in every micro-step."""
 
-    def begin(self, *, first: bool) -> None:
-        super().begin(first=True)
+    def begin(self, *, first: bool, last: bool) -> None:
+        super().begin(first=True, last=last)
 
 
 class StaleSums(HostSums):
     """Has in a step the sums of those before too."""
 
-    def begin(self, *, first: bool) -> None:
+    def begin(self, *, first: bool, last: bool) -> None:
         """Clears nothing."""
 
 

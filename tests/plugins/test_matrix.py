@@ -21,7 +21,7 @@ SUROGATE_API = ">=2,<3"
 from surogate_core import bundles, hookimpl
 
 
-class HostStore:
+class HostStore(bundles.Store):
     def __init__(self, kind):
         self.kind, self.held = kind, {}
 

@@ -15,7 +15,7 @@ from surogate_optimizer_adamw import surogate_optimizer
 from surogate_recipe_bf16 import gemm
 from torch import Tensor
 
-from surogate_core.bundles import Kernel, KernelPack, OffloaderSpec, Stores, TensorKind
+from surogate_core.bundles import Kernel, KernelPack, OffloaderSpec, Store, Stores, TensorKind
 from surogate_core.engine.engine import Engine
 from surogate_core.testing import tiny
 
@@ -57,7 +57,7 @@ def make_engine(config: Mapping[str, Any] | None = None, **changes: Any) -> Engi
 
 
 @dataclass
-class StrictStore:
+class StrictStore(Store):
     """A store as an offloader's would be: fetched tensors are copies, and are poisoned once released."""
 
     kind: TensorKind

@@ -105,7 +105,7 @@ def test_sums_are_added_to_and_begin_anew_in_a_first_micro_step(device: str, tmp
     for key, given in keys.items():
         store.put(key, given)
     for first, expected in ((True, (2.0, 1.0)), (False, (4.0, 2.0)), (True, (2.0, 1.0))):
-        store.begin(first=first)
+        store.begin(first=first, last=True)
         for key in keys:
             store.prefetch(key)
             for tensor in store.fetch(key):

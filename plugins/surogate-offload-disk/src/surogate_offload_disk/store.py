@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from surogate_core import bundles
 from surogate_core.bundles import Stores, TensorKind
 from surogate_offload_disk.files import mapped
 
@@ -90,7 +91,7 @@ class _Here:
     filled: Future[torch.cuda.Event] | None
 
 
-class WeightStore:
+class WeightStore(bundles.Store):
     """Keeps tensors in files. A tensor that is already in host memory, such as a view of such a file, stays there,
     live.
     """
@@ -153,7 +154,7 @@ class WeightStore:
         return {"device": on_device, "host": 2 * BUFFER if self._lane else 0, "disk": self._on_disk}
 
 
-class GradientStore(WeightStore):
+class GradientStore(WeightStore, bundles.GradientStore):
     """Gradient sums that are copied to the device for a piece's backward and back to their file after it.
 
     The first micro-step of an optimizer step reads none and starts from zeros.
@@ -166,7 +167,7 @@ class GradientStore(WeightStore):
         """Addresses of the tensors that were here in this micro-step."""
         self._leaving: list[Future[torch.cuda.Event]] = []
 
-    def begin(self, *, first: bool) -> None:
+    def begin(self, *, first: bool, last: bool) -> None:
         """A micro-step begins."""
         self._zeros = first
         self._begun.clear()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from surogate_core import bundles
 from surogate_core.bundles import FLAT_ALIGNMENT, Stores, TensorKind
 from surogate_core.engine.side_streams import SideStream, flat_bytes, is_dense
 from surogate_offload_host.memory import HostBlock
@@ -75,7 +76,7 @@ class _Copies:
     mark: torch.cuda.Event | None
 
 
-class WeightStore:
+class WeightStore(bundles.Store):
     """Keeps tensors in host memory, and copies them to the device for each use."""
 
     def __init__(self, device: torch.device):
@@ -222,7 +223,7 @@ class ResidualStore(WeightStore):
         return {**places, "device": places["device"] + leaving + staying}
 
 
-class GradientStore(WeightStore):
+class GradientStore(WeightStore, bundles.GradientStore):
     """Gradient sums that are copied to the device for a piece's backward and back after it; at most one key is being
     copied out.
 
@@ -238,7 +239,7 @@ class GradientStore(WeightStore):
         self._begun: set[int] = set()
         """Addresses of the tensors that were here in this micro-step."""
 
-    def begin(self, *, first: bool) -> None:
+    def begin(self, *, first: bool, last: bool) -> None:
         """A micro-step begins."""
         self._zeros = first
         self._begun.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surogate_core.bundles import RecipeState
 from surogate_core.formats.fp8 import E4M3_MAX, E5M2_MAX, scale_of
 
 ROLES = ("activation", "weight", "gradient")
@@ -19,7 +20,7 @@ NORMALS = (2.0**-6, 2.0**-6, 2.0**-14)
 """The smallest normal number of each role's format."""
 
 
-class DelayedScaling:
+class DelayedScaling(RecipeState):
     """A ring buffer (history) of the largest absolute values of each slot and role, and the scales computed from it.
 
     `rows`: [P, 3] fp32 scales, in the order of `ROLES`; 0 means none yet, and then a tensor's own largest value
@@ -35,7 +36,7 @@ class DelayedScaling:
         self.formats = {role: least / most for role, least, most in zip(ROLES, NORMALS, LIMITS, strict=True)}
 
     def used_range(self, observed: Tensor) -> Tensor:
-        """[P, 3]: the scaled largest values divided by those of the formats; 0 without a scale. See `RangedState`."""
+        """[P, 3]: the scaled largest values divided by those of the formats; 0 without a scale. See `RecipeState`."""
         return observed * self.rows / self.limits
 
     def update(self, observed: Tensor, skip: Tensor) -> None:
