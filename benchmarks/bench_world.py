@@ -23,6 +23,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.stages import Stages
+from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh
 
 
@@ -106,6 +107,18 @@ def model_of(training: Training) -> Model:
     return build({**PRESETS[training.preset], **changes})
 
 
+def axes_of(training: Training, world: int) -> Axes:
+    """The plan of the ranks."""
+    return Axes.of(
+        world,
+        context=training.context(world),
+        zero_level=training.zero_level,
+        shard_weights=training.shard_weights or training.zero_level == 3,
+        exact=training.is_exact,
+        micro_batches=training.total(world),
+    )
+
+
 def assembly_of(training: Training, world: int, device: torch.device, *, seed: int = 0) -> Assembly:
     """The parts of a rank's engine, and of the prediction of its memory."""
     gpu = device.type == "cuda"
@@ -115,18 +128,13 @@ def assembly_of(training: Training, world: int, device: torch.device, *, seed: i
         compiler="inductor" if gpu else "fx",
         cuda_graphs=gpu and training.graphs,
         tokens=training.rows * training.length // training.context(world),
-        context=training.context(world),
         borders=training.rows + 1,
         max_seqlen=training.length,
         head_chunks=training.head_chunks,
         recompute=Recompute(block=training.recompute),
         master_dtype=getattr(torch, training.master),
         seed=seed,
-        ranks=world,
-        zero_level=training.zero_level,
-        shard_weights=training.shard_weights or training.zero_level == 3,
-        exact=training.is_exact,
-        micro_batches=training.total(world),
+        axes=axes_of(training, world),
     )
     return bench.assemble(
         model_of(training),
@@ -155,13 +163,7 @@ def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[Micro
         borders=training.rows + 1,
     )
     total = training.total(mesh.world)
-    sharing = Sharing(
-        mesh=mesh,
-        stages=Stages(mesh),
-        level=training.zero_level,
-        exact=training.is_exact,
-        context=training.context(mesh.world),
-    )
+    sharing = Sharing(mesh=mesh, stages=Stages(mesh), axes=axes_of(training, mesh.world))
     own = sharing.share(total).numbers
     # All have equal counts: every token is a label.
     counts = batch(seed=0).counts()

@@ -41,6 +41,7 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.mesh.axes import Axes
 from surogate_core.train.flops import Work, gemm_flops_per_second
 
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
@@ -122,7 +123,7 @@ def make_assembly(options: argparse.Namespace, device: torch.device, borders: in
     form = options.router_losses
     settings = EngineSettings(
         router_losses=RouterLosses() if form is None else RouterLosses(aux=0.001, z=0.001, form=form),
-        micro_batches=MICRO_STEPS,
+        axes=Axes(micro_batches=MICRO_STEPS),
         device=device,
         dtype=torch.bfloat16,
         compiler="inductor" if device.type == "cuda" else "fx",

@@ -41,6 +41,7 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource
+from surogate_core.mesh.axes import Axes
 
 OURS = ("sft", "dpo", "ipo", "orpo", "simpo", "reference")
 PEERS = ("trl-dpo", "trl-dpo-precomputed", "trl-orpo")
@@ -145,7 +146,7 @@ def ours(case: str, work: list[list[Pair]], config: Mapping[str, Any], words: ar
         compiler="fx" if words.small else "inductor",
         cuda_graphs=device.type == "cuda",
         recompute=Recompute(block=words.recompute),
-        micro_batches=len(work),
+        axes=Axes(micro_batches=len(work)),
         head_chunks=words.head_chunks,
     )
     family, _, _ = words.model.partition("-")

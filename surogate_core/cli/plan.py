@@ -214,11 +214,12 @@ def _of_cluster(
     from surogate_core.cli.plan_speed import can_copy, update_seconds
     from surogate_core.config import sharing
 
+    axes = sharing.axes(config)
     work = plan_cluster.Work(
         tokens=sharing.tokens_of_rank(config) * config.gradient_accumulation_steps,
         micro_steps=config.gradient_accumulation_steps,
         update=0.0 if gpu is None else update_seconds(config, registry, prediction, gpu),
-        shared=1 - 1 / sharing.parts(config) if sharing.level(config) else 0.0,
+        shared=1 - 1 / axes.shard if axes.zero_level else 0.0,
     )
     cluster = replace(cluster, copies=sharing.copies(config) and can_copy(gpu))
     sent, fabric = prediction.sent, registry.get("fabric", config.fabric.name)

@@ -77,7 +77,7 @@ class Predictor:
 
     def counts(self, config: RunConfig) -> Counts:
         """The counts of a configuration, or of an earlier one with the same layers."""
-        gathered = config.gpus > 1 and config.lora and sharing.shards_weights(config)
+        gathered = config.lora and sharing.axes(config).shards_weights
         streams = config.cpu_training or config.offload_quants or gathered
         key = config.recompute, config.recompute_budget, streams
         if key not in self._traced:

@@ -85,7 +85,8 @@ def speed(
     ranks, micro_steps, computing = prediction.ranks, config.gradient_accumulation_steps, tokens * each + idle
     rates = WireRates.of(gpu, bus=gpu.bus, copies=sharing.copies(config) and can_copy(gpu))
     wire = wire_of(prediction.sent, rates, computing=computing / micro_steps, micro_steps=micro_steps)
-    own = update / sharing.parts(config) if sharing.level(config) else update
+    axes = sharing.axes(config)
+    own = update / axes.shard if axes.zero_level else update
     seconds = computing + own + more + wire.exposed
     return Speed(
         seconds=seconds,

@@ -1,4 +1,4 @@
-"""What the ranks of a run share out, from the keys."""
+"""The plan of a run's ranks, from the keys, and its contradictions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,42 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import OffloaderSpec, OptimizerSpec, TensorKind
 from surogate_core.config import offload
-from surogate_core.config.checks import EXACT_RANKS, SEVERAL, several
+from surogate_core.config.checks import EXACT_RANKS, SEVERAL, row_groups, several
 from surogate_core.config.schema import KEYS, RunConfig
 from surogate_core.errors import ConfigError, Problem
+from surogate_core.mesh.axes import Axes
+from surogate_core.mesh.sums import lanes_for
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 
-def level(config: RunConfig) -> int:
+def axes(config: RunConfig, *, moves_gradients: bool = False, varying: bool = False) -> Axes:
+    """The plan of the run's ranks; of one rank while their number is not known yet (``gpus=0``).
+
+    `moves_gradients`: whether the offloader keeps gradients off the device, where exact sums are not possible;
+    `off_the_device` refuses to ask for both. `varying`: whether the task, not the configuration, decides how many
+    micro-batches a step has.
+    """
+    ranks, size, level = max(config.gpus, 1), config.context_parallel_size, _level(config)
+    return Axes.of(
+        ranks,
+        shard=config.dp_shard_size if 0 < config.dp_shard_size < ranks else 0,
+        context=size,
+        zero_level=level,
+        shard_weights=config.shard_weights or 3 in (config.zero_level, level),
+        exact=_exact(config, moves_gradients=moves_gradients),
+        micro_batches=lanes_for(ranks) if varying else config.gradient_accumulation_steps * row_groups(ranks, size),
+        varying=varying,
+    )
+
+
+def _level(config: RunConfig) -> int:
     """The ZeRO level of the trained state; 0 with `lora`, whose trained state every rank keeps.
 
     It does not depend on the number of GPUs, because the order of an exact sum follows it. With `cpu_training` each
     process keeps its part of everything in host memory, and its CPU updates that part. Level 1 may share out the
-    weights too, which changes no sum: `shards_weights`.
+    weights too, which changes no sum.
     """
     if config.lora:
         return 0
@@ -30,24 +52,18 @@ def level(config: RunConfig) -> int:
     return 3 if asked == 2 and config.shard_weights else asked
 
 
-def shards_weights(config: RunConfig) -> bool:
-    """Whether each rank keeps only its part of the weights between their uses."""
-    return config.shard_weights or 3 in (config.zero_level, level(config))
-
-
-def replicates(config: RunConfig) -> bool:
-    """Whether groups of GPUs that share out the model are replicas of each other."""
-    return 0 < config.dp_shard_size < config.gpus
+def _exact(config: RunConfig, *, moves_gradients: bool) -> bool:
+    """Whether gradients are added in an order that does not depend on the number of ranks."""
+    if config.exact_reduction == "auto" and config.context_parallel_size > 1:
+        return False  # the sum over the tokens of a row has another order than on one GPU
+    if config.exact_reduction == "auto":
+        return config.lora and not moves_gradients and config.gpus in EXACT_RANKS
+    return config.exact_reduction
 
 
 def copies(config: RunConfig) -> bool:
     """Whether copy engines move what the GPUs of one machine send each other."""
     return config.fabric.name in ("auto", "copy_engines")
-
-
-def parts(config: RunConfig) -> int:
-    """GPUs among which the model is shared out."""
-    return config.dp_shard_size if replicates(config) else max(config.gpus, 1)
 
 
 def tokens_of_rank(config: RunConfig) -> int:
@@ -60,31 +76,19 @@ def shares_more(config: RunConfig, registry: Registry) -> list[dict[str, Any]]:
     if config.gpus == 1:
         return []
     optimizer: OptimizerSpec = registry.get("optimizer", config.optimizer.name)
+    now = axes(config)
     # A task that samples from the model needs whole weights.
     online = registry.get("task", config.task).online is not None
     if config.context_parallel_size > 1:
-        return [{"zero_level": 1}] if not config.lora and level(config) == 0 and not optimizer.whole_matrices else []
+        return [{"zero_level": 1}] if not config.lora and now.zero_level == 0 and not optimizer.whole_matrices else []
     if config.lora:
-        return [] if online or shards_weights(config) else [{"shard_weights": True}]
+        return [] if online or now.shard_weights else [{"shard_weights": True}]
     if optimizer.whole_matrices:
         return []
-    if shards_weights(config):
-        return [{"zero_level": 3}] if level(config) < 3 else []
+    if now.shard_weights:
+        return [{"zero_level": 3}] if now.zero_level < 3 else []
     # Level 2 needs less memory than level 1 with shared weights, which no measurement has shown to be faster.
-    return [{"zero_level": further} for further in ((1, 2) if online else (1, 2, 3)) if further > level(config)]
-
-
-def exact(config: RunConfig, *, moves_gradients: bool) -> bool:
-    """Whether gradients are added in an order that does not depend on the number of ranks.
-
-    `moves_gradients`: whether the offloader keeps gradients off the device, where such sums are not possible;
-    `off_the_device` refuses to ask for both.
-    """
-    if config.exact_reduction == "auto" and config.context_parallel_size > 1:
-        return False  # the sum over the tokens of a row has another order than on one GPU
-    if config.exact_reduction == "auto":
-        return config.lora and not moves_gradients and config.gpus in EXACT_RANKS
-    return config.exact_reduction
+    return [{"zero_level": further} for further in ((1, 2) if online else (1, 2, 3)) if further > now.zero_level]
 
 
 def whole_matrices(optimizer: OptimizerSpec, values: Mapping[str, Any]) -> Problem | None:
@@ -146,13 +150,14 @@ def misplaced(config: RunConfig, moves: Collection[TensorKind], *, online: bool 
 
     With ``gpus=0`` the number is not known yet, and the answer is None.
     """
-    shared = level(config)
-    if config.gpus < 2 or not shared:
+    plan = axes(config)
+    if not plan.shards:
         return None
+    shared = plan.zero_level
     acts = f" and acts as {shared}" if shared != config.zero_level else ""
     kinds: tuple[tuple[TensorKind, bool, int, str], ...] = (
-        ("weights", shards_weights(config), 3, "trained weights"),
-        ("gradients", shared >= 2, 2, "gradients"),
+        ("weights", plan.shards_weights, 3, "trained weights"),
+        ("gradients", plan.shards_gradients, 2, "gradients"),
     )
     for kind, parted, least, what in kinds:
         if kind in moves and not parted:
@@ -189,7 +194,8 @@ def notes(config: RunConfig) -> list[str]:
     elif config.lora:
         whole = [f"zero_level={config.zero_level}"] * (config.zero_level == 2)
         whole += ["shard_gradients"] * config.shard_gradients
-        whole += [f"dp_shard_size={config.dp_shard_size}"] * (config.dp_shard_size > 0 and not shards_weights(config))
+        no_groups = config.dp_shard_size > 0 and not axes(config).shard_weights
+        whole += [f"dp_shard_size={config.dp_shard_size}"] * no_groups
         if whole:
             found.append(
                 f"{', '.join(whole)}: no effect with lora, every GPU keeps the adapters and their optimizer state. "

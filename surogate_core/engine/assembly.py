@@ -19,9 +19,9 @@ from surogate_core.bundles import (
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.sides import RouterLosses
 from surogate_core.dsl.trace import Compiler, Recompute
-from surogate_core.engine.lanes import reduces_later
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.mesh.axes import Axes
 
 ROWS_OF_VOCABULARY = 2
 """Rows of the embedding's gradient are exchanged if this many times their number is at most the vocabulary: in 16 bits
@@ -34,7 +34,7 @@ class EngineSettings:
 
     device: torch.device
     tokens: int
-    """N, tokens of every micro-batch; with `context` ranks that share it, each rank's part of them."""
+    """N, tokens of every micro-batch; if ranks share it, each rank's part of them."""
     borders: int
     """S, document borders of every micro-batch."""
     max_seqlen: int
@@ -64,35 +64,10 @@ class EngineSettings:
     """float32, or bfloat16 written with stochastic rounding."""
     update_on_cpu: bool = False
     """Whether the CPU runs the optimizer step, on masters and gradients in its memory."""
-    ranks: int = 1
-    """N, ranks of the run; each has a GPU of its own."""
-    zero_level: int = 0
-    """Trained state that ranks share out: 1 masters and optimizer state, 2 also gradients, 3 also compute copies. With
-    one rank it decides only the order of exact sums.
-    """
-    shard_weights: bool = False
-    """Whether each rank keeps only its part of the weights between their uses, as at level 3: at level 1 of the trained
-    ones, with adapters of the frozen ones.
-    """
-    shard_ranks: int = 0
-    """P, neighbouring ranks that share them out; each group of P ranks is a replica of the others. 0 is all ranks."""
-    exact: bool = False
-    """Whether gradients are added in an order that does not depend on the number of ranks."""
+    axes: Axes = field(default_factory=Axes)
+    """What the ranks of the run divide, and how."""
     router_losses: RouterLosses = field(default_factory=RouterLosses)
     """The losses of routers that are part of the loss."""
-    context: int = 1
-    """C, neighbouring ranks that share each micro-batch: every one has 1/C of its positions."""
-    micro_batches: int = 1
-    """M, micro-batches of an optimizer step of all ranks together. Where their number varies, a number that exact sums
-    can divide.
-    """
-    varying: bool = False
-    """Whether the number of micro-batches differs from step to step."""
-
-    @property
-    def reduces_later(self) -> bool:
-        """Whether a micro-step leaves sums over ranks to the next one."""
-        return self.ranks > 1 and reduces_later(self.zero_level, exact=self.exact, varying=self.varying)
 
 
 def _keeps_none(name: str) -> bool:
@@ -129,21 +104,20 @@ class Assembly:
 
         Exact sums are over the ranks first, and no fabric sends sums that are in host memory.
         """
-        settings = self.settings
-        parted = 0 < settings.shard_ranks < settings.ranks and settings.zero_level >= 2
-        return parted and not settings.exact and not self.offloader.moves("gradients")
+        axes = self.settings.axes
+        return axes.replicate > 1 and axes.shards_gradients and not axes.exact and not self.offloader.moves("gradients")
 
     @property
     def sends_rows(self) -> bool:
         """Whether the ranks that share out a tensor exchange the rows of the embedding's gradient (`EmbeddingRows`),
         instead of its sums. Where ranks share rows, they communicate in the compute stream alone.
         """
-        settings = self.settings
-        ranks = settings.shard_ranks or settings.ranks  # replicas add their sums afterwards
-        apart = self.lora is None and not self.model.tied and settings.context == 1
+        settings, axes = self.settings, self.settings.axes
+        apart = self.lora is None and not self.model.tied and axes.context == 1
         here = not settings.update_on_cpu and not self.offloader.moves("gradients")
-        few = ROWS_OF_VOCABULARY * ranks * settings.tokens <= self.model.vocab_size
-        return settings.reduces_later and apart and here and few
+        # Replicas add their sums afterwards.
+        few = ROWS_OF_VOCABULARY * axes.shard * settings.tokens <= self.model.vocab_size
+        return axes.reduces_later and apart and here and few
 
     @property
     def experts_apart(self) -> bool:
@@ -153,5 +127,5 @@ class Assembly:
     @property
     def streams_frozen(self) -> bool:
         """Whether frozen weights come to the device piece by piece, from the offloader's place or from other ranks."""
-        shared = self.settings.shard_weights and self.settings.ranks > 1 and self.lora is not None
+        shared = self.settings.axes.shards_weights and self.lora is not None
         return shared or self.offloader.moves("weights")

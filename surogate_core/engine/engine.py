@@ -45,7 +45,7 @@ from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.kernels.ahead import wait_for_all
 from surogate_core.kernels.heads import SharedRows
-from surogate_core.mesh.mesh import Mesh, Rows
+from surogate_core.mesh.mesh import Along, Mesh
 
 if TYPE_CHECKING:
     from surogate_core.engine.graphs import Kind
@@ -68,21 +68,18 @@ class Engine:
         """
         self.assembly, self.settings, self.model = assembly, assembly.settings, assembly.model
         self.mesh = mesh or Mesh()
-        assert self.mesh.world == self.settings.ranks, f"{self.mesh.world} ranks, planned for {self.settings.ranks}"
+        self.axes = self.settings.axes
+        assert self.mesh.world == self.axes.ranks, f"{self.mesh.world} ranks, planned for {self.axes.ranks}"
         self.sharing = Sharing(
             mesh=self.mesh,
-            stages=Stages(self.mesh, shard=self.settings.shard_ranks),
-            level=self.settings.zero_level,
-            exact=self.settings.exact,
-            weights=self.settings.shard_weights,
-            context=self.settings.context,
-            varying=self.settings.varying,
+            stages=Stages(self.mesh, shard=self.axes.shard),
+            axes=self.axes,
             replicas_once=assembly.adds_replicas_once,
         )
         self._shared_rows: SharedRows | None = None
-        rows = Rows(self.mesh, self.settings.context)
+        rows = Along(self.mesh, self.axes.along("context"))
         with ExitStack() as on_error:
-            if self.settings.context > 1:
+            if self.axes.context > 1:
                 self._shared_rows = SharedRows.of(rows)
                 on_error.callback(self._shared_rows.close)
             self._build(source, rows, progress)
@@ -90,7 +87,7 @@ class Engine:
 
     # --------------------------------------------------------------------------- phases
 
-    def _build(self, source: Source, rows: Rows, progress: Progress) -> None:
+    def _build(self, source: Source, rows: Along, progress: Progress) -> None:
         """All phases. `rows`: the fabric of the ranks that share rows, which is connected here."""
         if self.settings.device.type == "cpu":
             keep_freed_pages()
@@ -123,7 +120,7 @@ class Engine:
         settings = self.settings
         self.stores = StoreSet.of(placement, self.sharing, self.plan)
         self.inputs = Inputs.allocate(
-            settings, len(self.plan.layers), reads_real=REAL in self.plan.tables, part=self.sharing.part
+            settings, len(self.plan.layers), reads_real=REAL in self.plan.tables, part=self.sharing.place("context")
         )
         state = self.assembly.recipe.state(self.plan.slots, settings.device)
         self.rows = None if state is None else RecipeRows(state, self.plan.rows)
@@ -158,15 +155,13 @@ class Engine:
 
     def _prepare_steps(self, placement: Placement, progress: Progress) -> None:
         """The optimizer, and the micro-step and optimizer step that run without graphs."""
-        settings, streams = self.settings, self.stores.streams_gradients
-        self.traffic = Traffic(
-            self.sharing, self.parameters, micro_batches=settings.micro_batches, device=settings.device
-        )
+        settings, axes, streams = self.settings, self.axes, self.stores.streams_gradients
+        self.traffic = Traffic(self.sharing, self.parameters, device=settings.device)
         norm = norm_of(
             self.parameters, self.assembly, sharing=self.sharing, traffic=self.traffic, streams_gradients=streams
         )
-        by_number = self.mesh.world > 1 or settings.exact
-        numbers = settings.micro_batches * settings.context if by_number else 0
+        by_number = axes.ranks > 1 or axes.exact
+        numbers = axes.micro_batches * axes.context if by_number else 0
         self.losses = LossSum(settings.device, numbers=numbers)
         self.figures = FigureSums(self.assembly.objective, settings.device, numbers=numbers)
         self._lanes = Lanes(self.parameters.flat.sums())
@@ -178,7 +173,7 @@ class Engine:
             losses=settings.router_losses,
             numbers=numbers,
         )
-        if 1 < self.mesh.world == settings.micro_batches and not (settings.varying or self.sharing.shards_weights):
+        if 1 < axes.ranks == axes.micro_batches and not (axes.varying or axes.shards_weights):
             self.sides.exchange_within(self.traffic)
         self.update = Update(
             self.assembly,
@@ -221,7 +216,7 @@ class Engine:
         """What rank 0 asks the others for when it writes a checkpoint or an export. The ranks are connected."""
         self.orders, self._sharded_state = Orders(self.mesh), None
         group = self.parameters.sharded
-        if self.sharing.shards_weights:
+        if self.axes.shards_weights:
             self.parameters.before_fetch = self._gather_order()
         if group is not None:
             self._sharded_state = ShardedState(
@@ -285,7 +280,7 @@ class Engine:
         from surogate_core.engine.graphs import capture, capture_evaluation
 
         progress("capturing CUDA graphs", 0, 1)
-        counts = self.sides.counts_first(settings.micro_batches)
+        counts = self.sides.counts_first(self.axes.micro_batches)
         self._micro_steps, self._update, self._captured = capture(
             self.step.train,
             self.update.run,
@@ -310,11 +305,11 @@ class Engine:
 
     def _kinds(self) -> list[Kind]:
         """The kinds of micro-step that a step has. Alone, a rank takes steps of any number of micro-batches."""
-        if self.mesh.world == 1 or self.settings.varying:
+        if self.axes.ranks == 1 or self.axes.varying:
             found = [self._kind(True, False, True), self._kind(False, False, False)]
         else:
-            share = self.sharing.share(self.settings.micro_batches)
-            steps, counted = len(share.numbers), self.sides.counts_first(self.settings.micro_batches)
+            share = self.sharing.share(self.axes.micro_batches)
+            steps, counted = len(share.numbers), self.sides.counts_first(self.axes.micro_batches)
             found = [self._kind(i == 0 and not counted, i == steps - 1, share.begins_leaf(i)) for i in range(steps)]
         return list(dict.fromkeys(found))
 
@@ -324,7 +319,7 @@ class Engine:
         The last kind, because the others may leave all that they add to the next micro-step.
         """
         adding = [kind for kind in self._kinds() if not kind[2]]
-        return adding[-1:] if self.sharing.shards_gradients else []
+        return adding[-1:] if self.axes.shards_gradients else []
 
     def _capture_evaluation(self) -> None:
         """After the first micro-batch, which compiles the evaluation's programs, replace it by its CUDA graph."""
@@ -354,7 +349,7 @@ class Engine:
         """[L, 8] int32: a micro-step's dropout seed and this rank's first token, which are keyed by the whole
         micro-batch; in column 4 a seed for everything else, which is this rank's own if others have a part of it.
         """
-        shared, part = [self.settings.seed, step, micro_step], self.sharing.part
+        shared, part = [self.settings.seed, step, micro_step], self.sharing.place("context")
 
         def drawn(*parts: int) -> Tensor:
             sequence = np.random.SeedSequence(shared, spawn_key=parts)
@@ -366,9 +361,8 @@ class Engine:
         return seeds_L8
 
     def _accumulate(self, batches: Sequence[MicroBatch | Counts], *, step: int, loss_weight: float) -> None:
-        settings = self.settings
-        planned = settings.micro_batches
-        if self.mesh.world > 1 and not settings.varying and len(batches) != planned:
+        planned, varying = self.axes.micro_batches, self.axes.varying
+        if self.axes.ranks > 1 and not varying and len(batches) != planned:
             raise UserError(
                 f"step {step} has {len(batches)} micro-batches, and several GPUs need {planned} in every step. "
                 f"Fix: gpus=1, or a task whose steps are equally long."
@@ -377,7 +371,7 @@ class Engine:
         together = max(1, LOSSES_IN_FP32 // len(self.programs.chunks()))
         counted = self.sides.counts_first(len(batches))
         self.sides.begin(counted=counted)
-        if settings.varying:
+        if varying:
             self.traffic.freshen()
         if counted:
             self._count_routes(batches, share.numbers, step=step)
@@ -397,8 +391,8 @@ class Engine:
             self._run_micro_step(first, last, not self._sums_hold)
             if number >= len(batches):
                 self._drop_figures()
-            elif settings.varying or len(batches) == planned:
-                place = self.sharing.place(number, len(batches), places=planned)
+            elif varying or len(batches) == planned:
+                place = self.sharing.place_of_figures(number, len(batches))
                 self.losses.keep(place)
                 self.figures.keep(place)
                 self.sides.keep(place)
@@ -433,7 +427,7 @@ class Engine:
         run: Callable[[], None] = partial(self.step.train, first, last, fresh)
         if self._micro_steps:
             run = self._micro_steps[self._kind(first, last, fresh)]
-        if self.mesh.world > 1 and not self.traffic.within(first=first, last=last) and not self.settings.shard_weights:
+        if self.axes.ranks > 1 and not self.traffic.within(first=first, last=last) and not self.axes.shards_weights:
             self.own_work.time(run)
         else:
             run()
@@ -474,7 +468,7 @@ class Engine:
         Every rank gives all batches, and runs those whose number is its own modulo the ranks, or its group's modulo the
         groups that share rows.
         """
-        rank, ranks = self.sharing.row_rank, self.sharing.row_ranks
+        rank, ranks, here = self.sharing.place("rows"), self.axes.along("rows").size, self.sharing.place("context")
         if self.mesh.world > 1 and not self._evaluates:
             with self.mesh.first("evaluation compiled"):
                 self._compile_evaluation()
@@ -485,20 +479,20 @@ class Engine:
         self.evaluated = {}
         sums: list[Tensor] = []
         losses: list[Tensor] = [torch.zeros_like(self.losses.take())]
-        seeds, waiting, parts = self.seeds(0, 0), None, range(self.sharing.context)
+        seeds, waiting, parts = self.seeds(0, 0), None, range(self.axes.context)
         for number, batch in enumerate(batches):
             label_tokens += batch.label_tokens
             loss_weight += batch.loss_weight
             waiting = batch if number % ranks == 0 else waiting
             if number % ranks == rank:
                 own = self._evaluate_one(batch, seeds)
-                losses += [own if part == self.sharing.part else torch.zeros_like(own) for part in parts]
+                losses += [own if part == here else torch.zeros_like(own) for part in parts]
                 waiting = None
             else:
                 losses += [torch.zeros_like(losses[0])] * len(parts)
             if self.figures.names:
                 found = self.figures.take_sums()
-                sums += [found if part == self.sharing.part else torch.zeros_like(found) for part in parts]
+                sums += [found if part == here else torch.zeros_like(found) for part in parts]
         if waiting is not None and rank:
             # The last round is not full, and a forward may need all ranks: its loss is not counted.
             self._evaluate_one(waiting, seeds)

@@ -83,14 +83,14 @@ class FlatGroups:
             shapes[spec.hf_name] = (size, spec.shape)
             size += -(-math.prod(spec.shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
             ranges[dtype] = (start, size)
-        if name == "decayed" and self._sharing is not None and self._sharing.shards:
+        if name == "decayed" and self._sharing is not None and self._sharing.axes.shards:
             self._add_sharded(name, members, shapes, size, weight_decay)
             return
         # The other groups are small. They stay on the device, unless the CPU updates them.
         here = self.sharded is not None and not self._placement.updates_on_cpu
         placement = Placement.on(self._placement.device) if here else self._placement
         master, host_master = placement.zeros("master", size, self._master_dtype)
-        ranks = 1 if self._sharing is None else self._sharing.mesh.world
+        ranks = 1 if self._sharing is None else self._sharing.axes.ranks
         parts, host_parts = placement.zeros("gradients", longest_part(size, ranks) * ranks, torch.float32)
         self.kept_by_all.append(parts.view(ranks, -1))
         grad, host_grad = parts[:size], host_parts[:size]
@@ -107,7 +107,7 @@ class FlatGroups:
         self.groups.append(group)
         self.host_groups.append(replace(group, master=host_master, grad=host_grad))
         # A store of shares has no live whole tensors: what blocks compute with is on the device.
-        apart = self._sharing is not None and self._sharing.shards_weights
+        apart = self._sharing is not None and self._sharing.axes.shards_weights
         copied = Placement.on(self._placement.device) if apart else placement
         for dtype, (start, stop) in ranges.items():
             compute, resting = master, host_master

@@ -50,7 +50,7 @@ class Inputs:
         n, device = settings.tokens, settings.device
         own = slice(part * n, (part + 1) * n)
         # Programs run on these before the first micro-batch: rows of one document, as an objective may expect.
-        whole = torch.arange(n * settings.context, dtype=torch.int32, device=device) % settings.max_seqlen
+        whole = torch.arange(n * settings.axes.context, dtype=torch.int32, device=device) % settings.max_seqlen
         return cls(
             input_ids=torch.zeros(n, dtype=torch.int64, device=device),
             labels=torch.zeros(n, dtype=torch.int64, device=device),

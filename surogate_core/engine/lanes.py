@@ -80,14 +80,6 @@ class Share:
         return [leaf for leaf, stop in enumerate(accumulate(self.sizes)) if stop == micro_steps]
 
 
-def reduces_later(level: int, *, exact: bool, varying: bool) -> bool:
-    """Whether a micro-step leaves sums over ranks to the next one, at a ZeRO `level` with several ranks.
-
-    An exact order has no room for that, and where the number of micro-steps varies, none is known to be the last one.
-    """
-    return level >= 2 and not exact and not varying
-
-
 class Lanes:
     """Adds flat gradient sums by binary trees."""
 

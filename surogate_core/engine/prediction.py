@@ -461,7 +461,7 @@ def programs_on_meta(assembly: Assembly) -> ProgramBuilder:
     plan = EnginePlan.of(assembly, device=tracing)
     state = assembly.recipe.state(plan.slots, torch.device("meta"))
     columns = 0 if state is None else state.rows.shape[1]
-    size = assembly.settings.context
+    size = assembly.settings.axes.context
     return ProgramBuilder(
         plan=plan,
         parameters=_parameters_on_meta(plan),

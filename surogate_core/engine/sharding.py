@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
-from surogate_core.engine.lanes import Share, reduces_later
+from surogate_core.engine.lanes import Share
 from surogate_core.engine.owned import Owned, Within
 from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.engine.stages import Stages
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.kernels.rounding import PERIOD
+from surogate_core.mesh.axes import Axes, AxisName
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.mesh.sums import LANES
 
@@ -73,87 +74,41 @@ def piece_ranges(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What the ranks of a run share out."""
+    """The plan of the ranks on one of them, and what it communicates with."""
 
     mesh: Mesh
     stages: Stages
     """Who owns which part, and the collectives."""
-    level: int = 0
-    """`EngineSettings.zero_level`: 0 nothing, 1 masters and optimizer state, 2 also gradients, 3 also weights."""
-    exact: bool = False
-    """Whether sums are in an order that does not depend on the number of ranks."""
-    weights: bool = False
-    """`EngineSettings.shard_weights`: whether weights are shared out below level 3 too."""
-    context: int = 1
-    """C, neighbouring ranks that share each micro-batch."""
-    varying: bool = False
-    """Whether steps have any number of micro-batches."""
+    axes: Axes
+    """What they divide, and how."""
     replicas_once: bool = False
     """`Assembly.adds_replicas_once`."""
 
-    def __post_init__(self) -> None:
-        unequal = self.varying and not self.reduces_each_micro_step
-        assert not (unequal and self.shards_weights), "ranks with unequally many micro-steps cannot gather together"
-
-    @property
-    def row_ranks(self) -> int:
-        """Groups of ranks that take different micro-batches."""
-        return self.mesh.world // self.context
-
-    @property
-    def row_rank(self) -> int:
-        """The group of this rank."""
-        return self.mesh.rank // self.context
-
-    @property
-    def part(self) -> int:
-        """Which part of its micro-batches' positions this rank has."""
-        return self.mesh.rank % self.context
-
-    @property
-    def shards(self) -> bool:
-        """Whether masters are sharded."""
-        return self.level >= 1 and self.mesh.world > 1
-
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether gradient sums are sharded."""
-        return self.level >= 2 and self.mesh.world > 1
-
-    @property
-    def shards_weights(self) -> bool:
-        """Whether weights are sharded between their uses, trained or frozen ones."""
-        return (self.level == 3 or self.weights) and self.mesh.world > 1
+    def place(self, axis: AxisName) -> int:
+        """The number of this rank in its group along an axis."""
+        return self.axes.along(axis).place(self.mesh.rank)
 
     def share(self, micro_batches: int) -> Share:
         """This rank's micro-batches of a step."""
-        share = Share.of_any if self.varying else Share.of
+        share, rows = Share.of_any if self.axes.varying else Share.of, self.axes.along("rows")
         return share(
             micro_batches,
-            rank=self.row_rank,
-            ranks=self.row_ranks,
-            exact=self.exact,
-            strided=self.reduces_each_micro_step,
+            rank=rows.place(self.mesh.rank),
+            ranks=rows.size,
+            exact=self.axes.exact,
+            strided=self.axes.reduces_each_micro_step,
         )
 
-    def place(self, number: int, micro_batches: int, *, places: int) -> int:
-        """The place, of `places` for each rank of a group, where the figures of a step's micro-batch are added up.
+    def place_of_figures(self, number: int, micro_batches: int) -> int:
+        """The place where the figures of a step's micro-batch are added up: there are M for each rank of a group that
+        shares rows.
 
-        Those of a place are of one rank, and of one lane if sums are exact. A step that has `places` micro-batches has
-        one in each.
+        Those of a place are of one rank, and of one lane if sums are exact. A step that has M micro-batches has one in
+        each.
         """
-        place = number % places if self.reduces_each_micro_step else number * places // micro_batches
-        return self.context * place + self.part
-
-    @property
-    def reduces_later(self) -> bool:
-        """Whether a micro-step leaves sums to the next one (`ShardedGradients`)."""
-        return reduces_later(self.level, exact=self.exact, varying=self.varying)
-
-    @property
-    def reduces_each_micro_step(self) -> bool:
-        """Whether sums over the ranks are made in every micro-step, before those over micro-steps."""
-        return self.level >= 2
+        places = self.axes.micro_batches
+        place = number % places if self.axes.reduces_each_micro_step else number * places // micro_batches
+        return self.axes.context * place + self.place("context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,10 +195,10 @@ class ShardedGroup:
             at += part.count
         self.parts = {part.key: part for part in parts}
         self.master, self._host_master = placement.zeros("master", at, master_dtype)
-        sums = self.elements if sharing.level == 1 else at
+        sums = self.elements if sharing.axes.zero_level == 1 else at
         self.sums, self._host_sums = placement.zeros("gradients", sums, torch.float32)
-        self._whole_sums = sharing.level == 1
-        self.whole_pieces = tuple(key for key in self.parts if not sharing.shards_weights or key in (EMBED, HEAD))
+        self._whole_sums = sharing.axes.zero_level == 1
+        self.whole_pieces = tuple(key for key in self.parts if not sharing.axes.shards_weights or key in (EMBED, HEAD))
         """Keys of the pieces whose copies are whole on every rank."""
         self._copies: dict[str, Tensor] = {}
         self._resting: dict[str, Tensor] = {}

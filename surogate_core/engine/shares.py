@@ -15,6 +15,7 @@ from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.lanes import Share
 from surogate_core.engine.reduce import staging_elements
 from surogate_core.engine.sharding import longest_part
+from surogate_core.mesh.axes import Axes
 
 GRADIENT = 4
 """Bytes of a gradient."""
@@ -59,34 +60,39 @@ class Shares:
     """Bytes of a rank's rows of the embedding's gradient; 0 if its sums are reduced (`Assembly.sends_rows`)."""
 
     @property
+    def axes(self) -> Axes:
+        """What the ranks divide."""
+        return self.settings.axes
+
+    @property
     def ranks(self) -> int:
         """N, the number of ranks."""
-        return self.settings.ranks
+        return self.axes.ranks
 
     @property
     def parts(self) -> int:
         """P, the number of ranks that share out a tensor."""
-        return self.settings.shard_ranks or self.ranks
+        return self.axes.shard
 
     @property
     def _among(self) -> int:
         """`Sent.ranks` of what they send each other."""
-        return self.parts if self.parts < self.ranks else 0
+        return self.parts if self.axes.replicate > 1 else 0
 
     @property
     def level(self) -> int:
         """The ZeRO level; 0 with one rank."""
-        return self.settings.zero_level if self.ranks > 1 else 0
+        return self.axes.zero_level if self.axes.shards else 0
 
     @property
     def shards_base(self) -> bool:
         """Whether frozen weights are shared out."""
-        return self.settings.shard_weights and self.ranks > 1 and any(self.frozen[1:-1])
+        return self.axes.shards_weights and any(self.frozen[1:-1])
 
     @property
     def shards_layers(self) -> bool:
         """Whether the trained weights of layers are shared out."""
-        return self.level == 3 or (self.level > 0 and self.settings.shard_weights)
+        return self.axes.shards and self.axes.shards_weights
 
     @property
     def _copied_whole(self) -> Sequence[int]:
@@ -135,9 +141,9 @@ class Shares:
     @property
     def partial_sums(self) -> int:
         """Elements of the further sums that the fixed order of an exact reduction needs."""
-        settings, strided = self.settings, self.settings.zero_level >= 2
-        groups = self.ranks // settings.context  # ranks that share rows run the same micro-batches
-        share = Share.of(settings.micro_batches, rank=0, ranks=groups, exact=settings.exact, strided=strided)
+        axes, groups = self.axes, self.axes.along("rows").size
+        strided = axes.reduces_each_micro_step
+        share = Share.of(axes.micro_batches, rank=0, ranks=groups, exact=axes.exact, strided=strided)
         if share.simple:
             return 0
         further = share.leaves < len(share.sizes)
@@ -229,7 +235,7 @@ class Shares:
         """What a rank sends in an optimizer step; nothing with one rank."""
         if self.ranks == 1:
             return ()
-        steps = self.settings.micro_batches * self.settings.context // self.ranks
+        steps = self.axes.micro_batches // self.axes.along("rows").size
         found = [*self._gradients(steps), *self._weights(steps), *self._base(steps), self._heads(steps)]
         return tuple(sent for sent in found if sent.nbytes)
 
@@ -240,7 +246,7 @@ class Shares:
 
     def _heads(self, steps: int) -> Sent:
         """Queries, keys, values and their gradients, of which a rank keeps one part; the computation waits for them."""
-        size = self.settings.context
+        size = self.axes.context
         return Sent(
             what="heads of shared rows",
             nbytes=steps * sum(nbytes * (size - 1) // size for nbytes in self.exchanged),
@@ -281,12 +287,12 @@ class Shares:
         if self.rows:
             return 0, 1  # the buffer that both would share has the head's alone
         times = 1 if self.level == 1 else steps
-        return 1 if self.settings.reduces_later and not self.decayed[-1] else times, times
+        return 1 if self.axes.reduces_later and not self.decayed[-1] else times, times
 
     def _embedding(self, times: int) -> Sequence[Sent]:
         """No backward is left beside the embedding's sums: the next micro-step's forward, or nothing."""
         nbytes = self._others(GRADIENT * self.decayed[0])
-        deferred = times - 1 if self.settings.reduces_later else 0
+        deferred = times - 1 if self.axes.reduces_later else 0
         return (
             Sent(
                 what="gradients of the embedding, in the next micro-step",
@@ -328,7 +334,7 @@ class Shares:
         `times`: how often in a step those of layers are reduced; `embedded`, `headed`: those of the embedding and of
         the head.
         """
-        replicas = self.ranks // self.parts
+        replicas = self.axes.replicate
         if replicas == 1:
             return ()
         times, embedded, headed = (1, 1, 1) if self.replicas_once else (times, embedded, headed)

@@ -59,24 +59,24 @@ class StoreSet:
         if placement.experts_apart:
             places = {piece.key: piece.places_of_experts for piece in plan.pieces}
             weights = ExpertsApart(weights, placement.moved("weights"), places)
-        if sharing.shards_weights:
+        if sharing.axes.shards_weights:
             inner = weights if placement.moves("weights") else None
             shared_weights = ShardedWeights(sharing.stages, device, inner=inner, allocate=allocate)
-        if sharing.shards_gradients:
+        if sharing.axes.shards_gradients:
             shared_gradients = ShardedGradients(
                 sharing.stages,
                 device,
                 allocate=allocate,
                 everywhere=not sharing.replicas_once,
-                written=not sharing.exact,
-                later=sharing.reduces_later,
+                written=not sharing.axes.exact,
+                later=sharing.axes.reduces_later,
                 kernels=plan.assembly.kernels,
             )
         return cls(
             weights=shared_weights or weights,
             residuals=placement.store("residuals"),
             gradients=shared_gradients or placement.gradients(),
-            streams_gradients=sharing.shards_gradients or placement.moves("gradients"),
+            streams_gradients=sharing.axes.shards_gradients or placement.moves("gradients"),
             shared_weights=shared_weights,
             shared_gradients=shared_gradients,
         )
@@ -120,7 +120,7 @@ class LossSum:
         self._recent.zero_()
 
     def keep(self, place: int) -> None:
-        """The losses since the last call are those of a micro-batch; `place`: `Sharing.place`."""
+        """The losses since the last call are those of a micro-batch; `place`: `Sharing.place_of_figures`."""
         if self.by_number is not None:
             self.by_number[place].add_(self.take())
 

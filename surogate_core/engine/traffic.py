@@ -19,17 +19,17 @@ from surogate_core.mesh.sums import lanes_of
 class Traffic:
     """The communication of one rank. With one rank, nothing."""
 
-    def __init__(self, sharing: Sharing, parameters: Parameters, *, micro_batches: int, device: torch.device):
-        """`micro_batches`: M, of a step of all ranks."""
-        ranks = sharing.mesh.world
+    def __init__(self, sharing: Sharing, parameters: Parameters, *, device: torch.device):
+        axes = sharing.axes
+        micro_batches = axes.micro_batches
         self._sharing, self._group = sharing, parameters.sharded
         self._replicated, self._everyone = parameters.flat.kept_by_all, sharing.stages.everyone()
         """The gradients of each replicated group, [N, K]: a part for each rank."""
-        self._alone = ranks == 1
-        self._in_order = lanes_of(micro_batches) % ranks == 0 and sharing.exact
+        self._alone = axes.ranks == 1
+        self._in_order = lanes_of(micro_batches) % axes.ranks == 0 and axes.exact
         # Where the number of micro-batches varies, a rank may have no micro-step at all.
-        beside = not self._alone and not sharing.varying
-        self.overlaps = beside and sharing.level == 1 and sharing.share(micro_batches).simple
+        beside = not self._alone and not axes.varying
+        self.overlaps = beside and axes.zero_level == 1 and sharing.share(micro_batches).simple
         """Whether the last micro-step of an optimizer step reduces gradients."""
         self.renews = not self._alone and self._group is not None
         """Whether an update changes copies of other ranks, which are gathered afterwards."""
@@ -44,7 +44,7 @@ class Traffic:
         self._coming: dict[str, torch.cuda.Event | None] = {}
         # Ranks that share rows exchange heads in the compute stream. Collectives of two groups on two streams could
         # wait for each other, so they are all in that stream then.
-        one_stream = sharing.context > 1
+        one_stream = axes.context > 1
         self._side = SideStream(torch.device("cpu") if one_stream else device, priority=FIRST)
         self._last: torch.cuda.Event | None = None
         """After the last work of this micro-step on the side stream."""
@@ -52,7 +52,7 @@ class Traffic:
 
     def _staging_size(self) -> int:
         found = self._everyone.staging_elements(max((parts_NK.shape[1] for parts_NK in self._replicated), default=0))
-        if self._group is not None and (self._sharing.level == 1 or self._sharing.replicas_once):
+        if self._group is not None and (self._sharing.axes.zero_level == 1 or self._sharing.replicas_once):
             longest = max(part.longest for part in self._group.parts.values())
             found = max(found, self._sharing.stages.staging_elements(longest))
         return found
@@ -67,8 +67,8 @@ class Traffic:
 
     def within(self, *, first: bool, last: bool) -> bool:
         """Whether a micro-step of training needs other ranks."""
-        own = (first and self.gathers) or (last and self.overlaps) or self._sharing.reduces_each_micro_step
-        return own or self.counts or self._sharing.context > 1
+        own = (first and self.gathers) or (last and self.overlaps) or self._sharing.axes.reduces_each_micro_step
+        return own or self.counts or self._sharing.axes.context > 1
 
     def begin(self, *, first: bool, last: bool) -> None:
         """A micro-step of training begins."""
@@ -98,7 +98,7 @@ class Traffic:
     @property
     def _sums_of_micro_steps(self) -> bool:
         """Whether all sums over the ranks are made in each micro-step, so that their order is that of level 2."""
-        return self._sharing.reduces_each_micro_step and self._in_order
+        return self._sharing.axes.reduces_each_micro_step and self._in_order
 
     def _gather_copies(self) -> None:
         assert self._group is not None
@@ -128,7 +128,7 @@ class Traffic:
         self._reduce_replicated()
         if self._group is not None and self._sharing.replicas_once:
             self._sharing.stages.add_replicas(self._group.sums, self._staging)
-        if self._group is not None and self._sharing.level == 1 and not self.overlaps:
+        if self._group is not None and self._sharing.axes.zero_level == 1 and not self.overlaps:
             for key in self._group.parts:
                 self._group.reduce(key, self._staging)
 

@@ -79,10 +79,10 @@ def norm_of(
     parameters: Parameters, assembly: Assembly, *, sharing: Sharing, traffic: Traffic, streams_gradients: bool
 ) -> FlatNorm:
     """Computes the norm of all gradients, in the place with the fastest access to them."""
-    settings = assembly.settings
-    if sharing.shards or (sharing.exact and sharing.level):
+    settings, axes = assembly.settings, sharing.axes
+    if axes.shards or (axes.exact and axes.zero_level):
         return _segment_norm(parameters, sharing, traffic)
-    if settings.update_on_cpu and settings.device.type == "cuda" and streams_gradients and sharing.mesh.world == 1:
+    if settings.update_on_cpu and settings.device.type == "cuda" and streams_gradients and axes.ranks == 1:
         trained = [spec.hf_name for spec in parameters.specs.values() if spec.trainable]
         return StreamedNorm(parameters.pieces, trained, settings.device)
     return FlatNorm(parameters.host_groups if settings.update_on_cpu else parameters.groups)

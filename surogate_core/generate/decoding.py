@@ -83,7 +83,7 @@ def why_eager(assembly: Assembly) -> str | None:
         return "use_cuda_graphs is off"
     if assembly.offloader.moves("weights") or assembly.experts_apart:
         return f"weights are offloaded to the {assembly.offloader.place}"
-    if settings.ranks > 1 and (settings.shard_weights or settings.zero_level >= 3):
+    if settings.axes.shards_weights:
         return "the GPUs share out the weights"
     return None
 

@@ -21,6 +21,7 @@ from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.stages import Stages
 from surogate_core.engine.step import RecipeRows, StoreSet
+from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh
 
 Layer = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -61,7 +62,7 @@ class Weights:
             offloader=assembly.offloader, stores=assembly.stores, device=settings.device, updates_on_cpu=False
         )
         mesh = Mesh()
-        sharing = Sharing(mesh=mesh, stages=Stages(mesh), level=0)
+        sharing = Sharing(mesh=mesh, stages=Stages(mesh), axes=Axes())
         store = StoreSet.of(placement, sharing, plan).weights
         parameters = Parameters(
             plan.pieces,

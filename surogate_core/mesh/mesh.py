@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
+    from surogate_core.mesh.axes import Axis
 
 
 _OVER = "the run is over"
@@ -33,19 +34,18 @@ class CalledOff(Exception):  # noqa: N818
     """Rank 0 has ended the run before its first step."""
 
 
-class Rows(Delegate):
-    """The fabric of the neighbouring ranks that share rows, of a mesh that will be connected before it is used."""
+class Along(Delegate):
+    """The fabric of this rank's group along an axis, of a mesh that will be connected before it is used."""
 
-    def __init__(self, mesh: Mesh, size: int):
-        """`size`: number of these ranks, which divides those of the mesh."""
-        self._mesh = mesh
-        self.rank, self.world = mesh.rank % size, size
+    def __init__(self, mesh: Mesh, axis: Axis):
+        self._mesh, self._axis = mesh, axis
+        self.rank, self.world = axis.place(mesh.rank), axis.size
         self._found: Fabric | None = None
 
     def connect(self) -> None:
         """Open it. All ranks of the mesh call it, after `Mesh.connect`."""
-        assert self._mesh.fabric is not None, "the ranks are connected before those that share rows"
-        self._found = self._mesh.fabric.within(self.world)
+        assert self._mesh.fabric is not None, "the ranks are connected before their groups"
+        self._found = self._axis.of(self._mesh.fabric)
 
     def _now(self) -> Fabric:
         assert self._found is not None, "the ranks are connected before the first collective"

@@ -42,9 +42,7 @@ from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir, config_in, locate
 from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.mesh.sums import lanes_for
 from surogate_core.run.own_head import own_head_note, read_head
-from surogate_core.run.ranks import micro_batches_of
 from surogate_core.run.router import router_losses
 from surogate_core.run.task_spec import objective_of, task_spec
 
@@ -362,14 +360,7 @@ def engine_settings(
         plain_last=config.skip_quant_last_layers,
         master_dtype=DTYPES[config.master_dtype or "fp32"],
         update_on_cpu=config.cpu_training,
-        ranks=max(config.gpus, 1),
-        zero_level=sharing.level(config),
-        shard_weights=sharing.shards_weights(config),
-        shard_ranks=config.dp_shard_size if sharing.replicates(config) else 0,
-        exact=sharing.exact(config, moves_gradients=moves_gradients),
-        context=config.context_parallel_size,
-        micro_batches=lanes_for(max(config.gpus, 1)) if varying else micro_batches_of(config),
-        varying=varying,
+        axes=sharing.axes(config, moves_gradients=moves_gradients, varying=varying),
     )
 
 

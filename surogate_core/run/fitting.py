@@ -66,7 +66,7 @@ def placed(config: RunConfig, registry: Registry, counts: Counts) -> Prediction:
         borders=counted.settings.borders,
         columns=counted.settings.columns,
         moves_gradients=offloader.moves("gradients"),
-        varying=counted.settings.varying,
+        varying=counted.settings.axes.varying,
     )
     return counts.placed(replace(counted, settings=settings, offloader=offloader, optimizer=optimizer))
 

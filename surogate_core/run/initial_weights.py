@@ -54,7 +54,7 @@ def _source(config: RunConfig, registry: Registry, resolved: ResolvedModel, asse
         dtype=settings.dtype,
         packed=plan_format(found, weight_format, assembly.keeps_as_it_is).keys(),
         adopt=adopt,
-        in_parts=settings.ranks > 1 and settings.zero_level > 0,
+        in_parts=settings.axes.shards,
     )
 
 

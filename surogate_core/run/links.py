@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from surogate_core.config.sharing import replicates
+from surogate_core.config.sharing import axes
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.run.assemble import resolve_device
 
@@ -40,10 +40,11 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
     specs = registry.all("fabric")
     spec: FabricSpec = specs[config.fabric.name]
     _check(config, spec, mesh.near, mesh.world)
+    plan = axes(config)
     offers = [
         other
         for other in specs.values()
-        if (other.groups or config.context_parallel_size == 1) and (other.across or not replicates(config))
+        if (other.groups or plan.context == 1) and (other.across or plan.replicate == 1)
     ]
     mesh.choose(partial(spec.build, config.fabric.options), resolve_device(config), offers)
 

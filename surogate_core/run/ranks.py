@@ -13,8 +13,10 @@ import torch
 from surogate_core import __version__
 from surogate_core.config.checks import EXACT_RANKS, row_groups
 from surogate_core.config.schema import RunConfig
+from surogate_core.config.sharing import axes
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.errors import ConfigError, Problem, UserError, printable
+from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.sums import lanes_of
 from surogate_core.run.changes import flat_values, recorded
 from surogate_core.train.checkpoint import Checkpoint
@@ -29,7 +31,7 @@ SHOWN = 8
 
 def micro_batches_of(config: RunConfig) -> int:
     """M, micro-batches of an optimizer step of all ranks together."""
-    return config.gradient_accumulation_steps * row_groups(config.gpus, config.context_parallel_size)
+    return axes(config).micro_batches
 
 
 def tokens_per_step(config: RunConfig) -> int:
@@ -144,23 +146,23 @@ SHARDED_ORDER = 2
 number: the embedding's and the head's gradients were reduced in every micro-step."""
 
 
-def reduction_of(settings: EngineSettings, stages: Sequence[int] = ()) -> dict[str, Any]:
+def reduction_of(plan: Axes, stages: Sequence[int] = ()) -> dict[str, Any]:
     """The order of the sums over gradients, as a checkpoint records it: runs of one order have equal bits.
 
     `stages`: `Stages.sizes`; those of powers of two have the order of one stage. At level 0 every rank sums all squares
     for the norm; above, the norm has one sum for each part of a layer.
     """
-    if not settings.exact:
+    if not plan.exact:
         return (
-            {"exact": False, "ranks": settings.ranks, "level": settings.zero_level if settings.ranks > 1 else 0}
-            | ({"context": settings.context} if settings.context > 1 else {})
-            | ({"shard": settings.shard_ranks} if settings.shard_ranks and settings.zero_level else {})
-            | ({"sharded": SHARDED_ORDER} if settings.reduces_later else {})
+            {"exact": False, "ranks": plan.ranks, "level": plan.zero_level if plan.shards else 0}
+            | ({"context": plan.context} if plan.context > 1 else {})
+            | ({"shard": plan.shard} if plan.replicate > 1 and plan.shards else {})
+            | ({"sharded": SHARDED_ORDER} if plan.reduces_later else {})
             | ({"stages": list(stages)} if any(size & (size - 1) for size in stages) and len(stages) > 1 else {})
         )
-    order = "interleaved" if settings.zero_level >= 2 else "neighbours"
-    norm = "parts" if settings.zero_level else "whole"
-    return {"exact": True, "lanes": lanes_of(settings.micro_batches), "order": order, "norm": norm}
+    order = "interleaved" if plan.reduces_each_micro_step else "neighbours"
+    norm = "parts" if plan.zero_level else "whole"
+    return {"exact": True, "lanes": lanes_of(plan.micro_batches), "order": order, "norm": norm}
 
 
 def reduction_notes(
@@ -170,17 +172,18 @@ def reduction_notes(
 
     `stages`: `Stages.sizes`.
     """
-    notes, now = [], reduction_of(settings, stages)
-    if settings.ranks > 1:
+    plan = settings.axes
+    notes, now = [], reduction_of(plan, stages)
+    if plan.ranks > 1:
         equal = [n for n in EXACT_RANKS if now["exact"] and n <= now["lanes"]]
         if not deterministic:
             notes.append("Two equal runs may differ in their last bits: deterministic=false.")
-        elif settings.ranks in equal:
+        elif plan.ranks in equal:
             others = " and ".join([", ".join(str(n) for n in equal[:-1]), str(equal[-1])])
             notes.append(f"Gradients are added in an order that gives equal bits on {others} equal GPUs.")
         else:
             notes.append(
-                f"Two equal runs on {settings.ranks} GPUs give equal bits; another number of GPUs rounds sums "
+                f"Two equal runs on {plan.ranks} GPUs give equal bits; another number of GPUs rounds sums "
                 f"differently{_how_to_be_exact(settings)}."
             )
     before = checkpoint.state.get("reduction") if checkpoint is not None else None
@@ -192,10 +195,7 @@ def reduction_notes(
 
 
 def _how_to_be_exact(settings: EngineSettings) -> str:
-    possible = (
-        settings.ranks in EXACT_RANKS
-        and settings.context == 1
-        and lanes_of(settings.micro_batches) % settings.ranks == 0
-    )
-    offered = possible and not (settings.exact or settings.update_on_cpu)
+    plan = settings.axes
+    possible = plan.ranks in EXACT_RANKS and plan.context == 1 and lanes_of(plan.micro_batches) % plan.ranks == 0
+    offered = possible and not (plan.exact or settings.update_on_cpu)
     return " (exact_reduction=true gives equal bits)" if offered else ""

@@ -96,7 +96,7 @@ def router_notes(config: RunConfig, model: Model) -> list[str]:
             f"num_experts_per_tok is 1 and norm_topk_prob true, so the expert of a token always has weight 1: "
             f"the router learns nothing from the loss{rest}."
         )
-    counted = config.gradient_accumulation_steps > 1 or (config.gpus != 1 and sharing.shards_weights(config))
+    counted = config.gradient_accumulation_steps > 1 or (config.gpus != 1 and sharing.axes(config).shard_weights)
     if losses.aux and losses.form == "step" and counted:
         notes.append(
             "router_aux_loss_form=step: every step first runs the forward of its micro-batches to count the tokens of "

@@ -184,8 +184,8 @@ class _Run:
             "settled": Choice.taken(engine.settings).record(),
             "base_files": base.files(self._show),
             "gpus": self.mesh.world,
-            "micro_batches": None if engine.settings.varying else engine.settings.micro_batches,
-            "reduction": reduction_of(engine.settings, engine.sharing.stages.sizes),
+            "micro_batches": None if engine.axes.varying else engine.axes.micro_batches,
+            "reduction": reduction_of(engine.axes, engine.sharing.stages.sizes),
             **record_of(self.config, material.tokenizer),
         }
         self.notes += adapter_notes(self.config, base.resolved, identity["base_files"])

@@ -37,6 +37,7 @@ from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels import ops
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.kernels.torch_pack import TORCH_PACK
+from surogate_core.mesh.axes import Axes
 from surogate_core.testing.check import ensure
 
 CPU = torch.device("cpu")
@@ -265,8 +266,8 @@ def engine(config: Mapping[str, Any] = CONFIG, *, source: Source | None = None, 
 def assembly(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Assembly:
     """What a run on the CPU, in fp32 with FX graphs, is made of.
 
-    `changes` are fields of `Parts` or of `EngineSettings`, whose `device` may be a name and `recompute` a bool: whether
-    whole blocks are computed again.
+    `changes` are fields of `Parts`, arguments of `axes`, or fields of `EngineSettings`, whose `device` may be a name
+    and `recompute` a bool: whether whole blocks are computed again.
     """
     parts = Parts(**{f.name: changes.pop(f.name) for f in fields(Parts) if f.name in changes})
     settings = _settings(**changes)
@@ -292,8 +293,20 @@ def _settings(
     *, device: str = "cpu", tokens: int = TOKENS, recompute: Recompute | bool = False, **others: Any
 ) -> EngineSettings:
     defaults: dict[str, Any] = {"borders": BORDERS, "max_seqlen": tokens}
+    plan = axes(**{name: others.pop(name) for name in list(others) if name in AXES})
     policy = Recompute(block=recompute) if isinstance(recompute, bool) else recompute
-    return EngineSettings(device=torch.device(device), tokens=tokens, recompute=policy, **{**defaults, **others})
+    return EngineSettings(
+        device=torch.device(device), tokens=tokens, recompute=policy, axes=plan, **{**defaults, **others}
+    )
+
+
+AXES = frozenset({"ranks", "shard_ranks", *(f.name for f in fields(Axes))})
+"""The arguments of `axes`."""
+
+
+def axes(*, ranks: int = 1, shard_ranks: int = 0, **others: Any) -> Axes:
+    """The plan of `ranks` ranks, of which groups of `shard_ranks` share out tensors; 0: all."""
+    return Axes.of(ranks, shard=shard_ranks, **others)
 
 
 def documents(lengths: Sequence[int] = LENGTHS, *, seed: int = 0, vocabulary: int = VOCABULARY) -> list[list[int]]:

@@ -41,8 +41,8 @@ class Batches:
     @staticmethod
     def of(engine: Engine, loader: Steps, work: Work) -> Batches:
         """For the share of the engine's rank."""
-        settings = engine.settings
-        own = None if settings.ranks == 1 or settings.varying else engine.sharing.share(settings.micro_batches).numbers
+        settings, axes = engine.settings, engine.settings.axes
+        own = None if axes.ranks == 1 or axes.varying else engine.sharing.share(axes.micro_batches).numbers
         kind = Batches if is_online(loader) else Prefetcher
         return kind(loader, work, settings.device, own=own)
 

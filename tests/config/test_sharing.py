@@ -39,19 +39,30 @@ Problems = Callable[..., list[Problem]]
 def test_levels(load: Load, keys: list[str], level: int, weights: bool) -> None:
     for gpus in ("gpus=1", "gpus=2"):
         config = load("model=qwen3-0.6b", "lora=false", gpus, *keys)
-        assert (sharing.level(config), sharing.shards_weights(config)) == (level, weights)
+        plan = sharing.axes(config)
+        assert (plan.zero_level, plan.shard_weights) == (level, weights)
 
 
 def test_replicas(load: Load) -> None:
-    found = [load("model=qwen3-0.6b", f"gpus={gpus}", "dp_shard_size=4") for gpus in (1, 4, 8)]
-    assert [sharing.replicates(config) for config in found] == [False, False, True]
-    assert [sharing.parts(config) for config in found] == [1, 4, 4]
-    assert sharing.parts(load("model=qwen3-0.6b", "gpus=6")) == 6
+    found = [sharing.axes(load("model=qwen3-0.6b", f"gpus={gpus}", "dp_shard_size=4")) for gpus in (1, 4, 8)]
+    assert [(plan.replicate, plan.shard, plan.ranks) for plan in found] == [(1, 1, 1), (1, 4, 4), (2, 4, 8)]
+    six = sharing.axes(load("model=qwen3-0.6b", "gpus=6"))
+    assert (six.replicate, six.shard) == (1, 6)
+
+
+def test_the_plan_has_the_micro_batches_of_all_ranks(load: Load) -> None:
+    keys = ("model=qwen3-0.6b", "gpus=4", "context_parallel_size=2", "gradient_accumulation_steps=3")
+    config = load(*keys)
+    plan = sharing.axes(config)
+    assert (plan.context, plan.along("rows").size, plan.micro_batches, plan.varying) == (2, 2, 6, False)
+    varying = sharing.axes(config, varying=True)
+    assert (varying.micro_batches, varying.varying) == (8, True), "exact sums of any number have eight lanes"
+    assert sharing.axes(replace(config, gpus=0, context_parallel_size=1)).ranks == 1, "not known yet"
 
 
 def test_exact_sums_are_for_lora_unless_they_are_asked_for(load: Load) -> None:
     def exact(*keys: str, moves: bool = False) -> bool:
-        return sharing.exact(load("model=qwen3-0.6b", *keys), moves_gradients=moves)
+        return sharing.axes(load("model=qwen3-0.6b", *keys), moves_gradients=moves).exact
 
     assert all(exact("lora=true", f"gpus={n}") for n in (1, 2, 4, 8))
     assert not exact("lora=true", "gpus=3")

@@ -10,17 +10,22 @@ import torch
 
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.shares import Shares
+from surogate_core.testing import tiny
 
 UNIT = 256
 P = (8 * UNIT, 16 * UNIT, 16 * UNIT, 8 * UNIT)
 """Elements of the embedding, two layers and the head."""
-SETTINGS = EngineSettings(
-    device=torch.device("cpu"), tokens=64, borders=2, max_seqlen=64, dtype=torch.bfloat16, micro_batches=8
-)
+SETTINGS = EngineSettings(device=torch.device("cpu"), tokens=64, borders=2, max_seqlen=64, dtype=torch.bfloat16)
 
 
-def shares(level: int = 0, ranks: int = 1, *, frozen: int = 0, **keys: object) -> Shares:
-    settings = replace(SETTINGS, zero_level=level, ranks=ranks, **keys)  # type: ignore[arg-type]
+def settings_of(level: int, ranks: int, **keys: Any) -> EngineSettings:
+    """`keys`: arguments of `tiny.axes`, or fields of the settings."""
+    plan = {"micro_batches": 8} | {name: keys.pop(name) for name in list(keys) if name in tiny.AXES}
+    return replace(SETTINGS, axes=tiny.axes(ranks=ranks, zero_level=level, **plan), **keys)
+
+
+def shares(level: int = 0, ranks: int = 1, *, frozen: int = 0, **keys: Any) -> Shares:
+    settings = settings_of(level, ranks, **keys)
     return Shares(settings=settings, decayed=P, undecayed=UNIT, frozen=(100, frozen, frozen, 100))
 
 
@@ -110,8 +115,8 @@ def test_bytes_on_the_wire(ranks: int) -> None:
 
 
 def test_one_piece_beside_the_layers_is_sent_once_unless_sums_are_exact() -> None:
-    def embedding(level: int, **keys: object) -> tuple[int, int]:
-        settings = replace(SETTINGS, zero_level=level, ranks=2, **keys)  # type: ignore[arg-type]
+    def embedding(level: int, **keys: Any) -> tuple[int, int]:
+        settings = settings_of(level, 2, **keys)
         tied = Shares(settings=settings, decayed=(*P[:-1], 0), undecayed=UNIT, frozen=(100, 0, 0, 100))
         (found,) = (s for s in tied.sent if s.what.startswith("gradients of the embedding"))
         return found.nbytes, found.calls
@@ -124,8 +129,8 @@ def test_one_piece_beside_the_layers_is_sent_once_unless_sums_are_exact() -> Non
 
 
 def test_of_two_pieces_beside_the_layers_the_embedding_waits_for_the_next_forward() -> None:
-    def embedding(**keys: object) -> list[tuple[str, int, int]]:
-        settings = replace(SETTINGS, zero_level=2, ranks=2, **keys)  # type: ignore[arg-type]
+    def embedding(**keys: Any) -> list[tuple[str, int, int]]:
+        settings = settings_of(2, 2, **keys)
         apart = Shares(settings=settings, decayed=P, undecayed=UNIT, frozen=(100, 0, 0, 100))
         found = [s for s in apart.sent if s.what.startswith("gradients of the embedding")]
         return [(s.beside, s.nbytes, s.calls) for s in found]
@@ -138,9 +143,9 @@ def test_of_two_pieces_beside_the_layers_the_embedding_waits_for_the_next_forwar
 
 def test_so_are_its_sums_to_other_replicas() -> None:
     """Where they are not added once in a step: gradients are offloaded."""
-    settings = replace(SETTINGS, zero_level=3, shard_weights=True, ranks=4, shard_ranks=2)
+    settings = settings_of(3, 4, shard_weights=True, shard_ranks=2)
     tied = Shares(settings=settings, decayed=(*P[:-1], 0), undecayed=UNIT, frozen=(100, 0, 0, 100))
-    steps = settings.micro_batches // 4
+    steps = settings.axes.micro_batches // 4
     assert steps > 1
     for what in ("sums of replicas, reduced", "sums of replicas, gathered"):
         (found,) = (s for s in tied.sent if s.what == what)
@@ -160,7 +165,7 @@ def test_replicas_keep_a_part_of_their_group_and_send_their_sums() -> None:
     assert sent["sums of replicas, gathered"].nbytes == sums.nbytes
     assert (sent["updated weights"].nbytes, sent["updated weights"].ranks) == (2 * 48 * UNIT // 2, 2)
     assert sent["gradients that all keep, reduced"].ranks == 0
-    settings = replace(SETTINGS, zero_level=2, ranks=4, shard_ranks=2, micro_batches=8)
+    settings = settings_of(2, 4, shard_ranks=2)
     keys: dict[str, Any] = {"settings": settings, "decayed": P, "undecayed": UNIT, "frozen": (0,)}
     each, once = ({s.what: s for s in Shares(**keys, replicas_once=way).sent} for way in (False, True))
     assert each["sums of replicas, reduced"].nbytes == 2 * once["sums of replicas, reduced"].nbytes

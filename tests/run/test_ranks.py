@@ -13,6 +13,7 @@ import torch
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.errors import ConfigError, UserError
+from surogate_core.mesh.axes import Axes
 from surogate_core.run.ranks import (
     check_equal,
     check_none_elsewhere,
@@ -22,6 +23,7 @@ from surogate_core.run.ranks import (
     unequal_devices,
     with_kept_steps,
 )
+from surogate_core.testing import tiny
 from surogate_core.train.checkpoint import Checkpoint
 
 
@@ -124,9 +126,13 @@ def test_unequal_devices_get_a_note() -> None:
 
 
 def settings(**values: Any) -> EngineSettings:
-    default = {"ranks": 2, "zero_level": 0, "exact": True, "micro_batches": 8, "update_on_cpu": False, "context": 1}
     place = {"device": torch.device("cpu"), "tokens": 1, "borders": 2, "max_seqlen": 1}
-    return EngineSettings(**{**place, **default, **values})
+    others = {name: values.pop(name) for name in list(values) if name not in tiny.AXES}
+    return EngineSettings(axes=plan(**values), **place, **others)
+
+
+def plan(**values: Any) -> Axes:
+    return tiny.axes(**{"ranks": 2, "exact": True, "micro_batches": 8, **values})
 
 
 @pytest.mark.parametrize(
@@ -153,29 +159,31 @@ def test_one_gpu_promises_nothing_new() -> None:
 
 
 def test_another_order_of_sums_gets_a_note() -> None:
-    exact = reduction_of(settings())
-    assert reduction_of(settings(ranks=4)) == reduction_of(settings(ranks=1)) == exact
-    assert reduction_of(settings(zero_level=2)) != reduction_of(settings(zero_level=1))
+    exact = reduction_of(plan())
+    assert reduction_of(plan(ranks=4)) == reduction_of(plan(ranks=1)) == exact
+    assert reduction_of(plan(zero_level=2)) != reduction_of(plan(zero_level=1))
     # The norm, by which gradients are clipped, has other sums at level 0.
-    assert reduction_of(settings(zero_level=1)) != exact
-    assert reduction_of(settings(zero_level=1, exact=False, ranks=1)) == reduction_of(settings(exact=False, ranks=1))
-    other = saved(reduction=reduction_of(settings(exact=False)))
-    flat = reduction_of(settings(exact=False, ranks=12))
-    assert reduction_of(settings(exact=False, ranks=8), (2, 4)) == reduction_of(settings(exact=False, ranks=8))
-    assert reduction_of(settings(exact=False, ranks=12), (4, 3)) != flat
-    assert reduction_of(settings(ranks=8), (2, 4)) == reduction_of(settings(ranks=8, shard_ranks=2)) == exact
-    second = [reduction_of(settings(exact=False, ranks=8, zero_level=2, shard_ranks=parts)) for parts in (0, 2, 4)]
+    assert reduction_of(plan(zero_level=1)) != exact
+    assert reduction_of(plan(zero_level=1, exact=False, ranks=1)) == reduction_of(plan(exact=False, ranks=1))
+    other = saved(reduction=reduction_of(plan(exact=False)))
+    flat = reduction_of(plan(exact=False, ranks=12))
+    assert reduction_of(plan(exact=False, ranks=8), (2, 4)) == reduction_of(plan(exact=False, ranks=8))
+    assert reduction_of(plan(exact=False, ranks=12), (4, 3)) != flat
+    assert reduction_of(plan(ranks=8), (2, 4)) == reduction_of(plan(ranks=8, shard_ranks=2)) == exact
+    second = [reduction_of(plan(exact=False, ranks=8, zero_level=2, shard_ranks=parts)) for parts in (0, 2, 4)]
     assert len({str(order) for order in second}) == 3
     for equal in (True, False):
-        first, weights = (settings(zero_level=1, exact=equal, shard_weights=shared) for shared in (False, True))
+        first, weights = (plan(zero_level=1, exact=equal, shard_weights=shared) for shared in (False, True))
         assert reduction_of(weights) == reduction_of(first), "weights that are shared out change no sum"
     sharded = settings(exact=False, zero_level=3)
-    before = {key: value for key, value in reduction_of(sharded).items() if key != "sharded"}
-    notes = [reduction_notes(sharded, saved(reduction=r), deterministic=True) for r in (before, reduction_of(sharded))]
+    before = {key: value for key, value in reduction_of(sharded.axes).items() if key != "sharded"}
+    notes = [
+        reduction_notes(sharded, saved(reduction=r), deterministic=True) for r in (before, reduction_of(sharded.axes))
+    ]
     assert ["another order than before" in " ".join(found) for found in notes] == [True, False], (
         "once in every micro-step"
     )
-    assert "sharded" not in reduction_of(settings(exact=False, zero_level=3, varying=True))
+    assert "sharded" not in reduction_of(plan(exact=False, zero_level=3, varying=True))
     assert reduction_notes(settings(ranks=1), saved(reduction=exact), deterministic=True) == []
     assert reduction_notes(settings(ranks=1), saved(), deterministic=True) == []
     assert "another order than before" in reduction_notes(settings(ranks=1), other, deterministic=True)[0]

@@ -16,6 +16,7 @@ from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Stopped
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import MachineError
+from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.lifeline import Lifeline
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.mesh.virtual import in_threads
@@ -36,7 +37,7 @@ class Engine:
     model = None
 
     def __init__(self, mesh: Mesh):
-        self.settings = SimpleNamespace(device=CPU, ranks=mesh.world, micro_batches=mesh.world, varying=False)
+        self.settings = SimpleNamespace(device=CPU, axes=Axes.of(mesh.world, micro_batches=mesh.world))
         self.sharing = SimpleNamespace(share=lambda count: SimpleNamespace(numbers=range(mesh.rank, mesh.rank + 1)))
         self.own_work = SimpleNamespace(mean=lambda: mesh.rank + 0.5)
         self.mesh, self.done = mesh, list[Any]()

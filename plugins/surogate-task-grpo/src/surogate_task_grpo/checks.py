@@ -52,7 +52,7 @@ def _of_several_gpus(config: RunConfig, options: GRPOOptions, registry: Registry
     if rollout in registry.names("rollout") and registry.get("rollout", rollout).apart:
         message = f"is {rollout}, an engine with weights of its own, which takes those of one GPU."
         yield Problem(key="rollout", message=message, fix="rollout=native, or gpus=1")
-    if options.beta > 0 and sharing.level(config):
+    if options.beta > 0 and sharing.axes(config).zero_level:
         message = f"is {options.beta:g}, and the reference needs the whole masters on every GPU."
         yield Problem(key="beta", message=message, fix="zero_level=0, lora=true, or beta=0")
 
