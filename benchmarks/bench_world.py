@@ -22,7 +22,6 @@ from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource
 from surogate_core.engine.sharding import Sharing
-from surogate_core.engine.stages import Stages
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh
 
@@ -163,7 +162,7 @@ def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[Micro
         borders=training.rows + 1,
     )
     total = training.total(mesh.world)
-    sharing = Sharing(mesh=mesh, stages=Stages(mesh), axes=axes_of(training, mesh.world))
+    sharing = Sharing.of(mesh, axes_of(training, mesh.world))
     own = sharing.share(total).numbers
     # All have equal counts: every token is a label.
     counts = batch(seed=0).counts()

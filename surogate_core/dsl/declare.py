@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from surogate_core.dsl.rope import longest_covered
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.kernels import ops
+
+if TYPE_CHECKING:
+    from surogate_core.mesh.axes import AxisName
 
 Role = Literal["weight", "norm", "bias", "embedding", "router", "scalar", "adapter"]
 UNDECAYED: frozenset[Role] = frozenset({"norm", "bias", "scalar"})
@@ -42,6 +45,8 @@ class TensorSpec:
     init: Init
     declared: str = ""
     """The class and the attribute that declare it, for messages."""
+    summed: AxisName = "ranks"
+    """The axis (`mesh.axes`) over whose ranks its gradient is summed."""
 
     @property
     def decayed(self) -> bool:

@@ -36,7 +36,6 @@ from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.sharded_state import ShardedState
 from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.sides import SideSums
-from surogate_core.engine.stages import Stages
 from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, StoreSet
 from surogate_core.engine.stopwatch import Stopwatch
 from surogate_core.engine.traffic import Traffic
@@ -45,7 +44,7 @@ from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.kernels.ahead import wait_for_all
 from surogate_core.kernels.heads import SharedRows
-from surogate_core.mesh.mesh import Along, Mesh
+from surogate_core.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from surogate_core.engine.graphs import Kind
@@ -69,26 +68,19 @@ class Engine:
         self.assembly, self.settings, self.model = assembly, assembly.settings, assembly.model
         self.mesh = mesh or Mesh()
         self.axes = self.settings.axes
-        assert self.mesh.world == self.axes.ranks, f"{self.mesh.world} ranks, planned for {self.axes.ranks}"
-        self.sharing = Sharing(
-            mesh=self.mesh,
-            stages=Stages(self.mesh, shard=self.axes.shard),
-            axes=self.axes,
-            replicas_once=assembly.adds_replicas_once,
-        )
+        self.sharing = Sharing.of(self.mesh, self.axes, replicas_once=assembly.adds_replicas_once)
         self._shared_rows: SharedRows | None = None
-        rows = Along(self.mesh, self.axes.along("context"))
         with ExitStack() as on_error:
             if self.axes.context > 1:
-                self._shared_rows = SharedRows.of(rows)
+                self._shared_rows = SharedRows.of(self.sharing.along["context"])
                 on_error.callback(self._shared_rows.close)
-            self._build(source, rows, progress)
+            self._build(source, progress)
             on_error.pop_all()
 
     # --------------------------------------------------------------------------- phases
 
-    def _build(self, source: Source, rows: Along, progress: Progress) -> None:
-        """All phases. `rows`: the fabric of the ranks that share rows, which is connected here."""
+    def _build(self, source: Source, progress: Progress) -> None:
+        """All phases."""
         if self.settings.device.type == "cpu":
             keep_freed_pages()
         else:
@@ -109,9 +101,7 @@ class Engine:
             if self.mesh.world > 1:
                 wait_for_all()  # the other ranks then compile no kernel again
         self.mesh.connect(self.settings.device)
-        self.sharing.stages.connect()
-        if self._shared_rows is not None:
-            rows.connect()
+        self.sharing.connect({"context", *self.parameters.flat.kept_over})
         self._prepare_orders()
         self._capture(progress)
 

@@ -18,6 +18,7 @@ from surogate_core.engine.pieces import Piece
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharding import ShardedGroup, Sharing, longest_part
+from surogate_core.mesh.axes import AxisName
 
 
 class FlatGroups:
@@ -48,9 +49,11 @@ class FlatGroups:
         self.master: dict[str, Tensor] = {}
         """HF name → live master, but for those that are sharded."""
         self.kept_by_all: list[Tensor] = []
-        """For each group that every rank keeps, [N, K]: its gradients in equal parts of the N ranks, so that one
-        all-gather fills them in place. Zeros follow the last gradient.
+        """For each group that every rank keeps, [N, K]: its gradients in equal parts of the N ranks of its axis, so
+        that one all-gather fills them in place. Zeros follow the last gradient.
         """
+        self.kept_over: list[AxisName] = []
+        """The axis of each of these groups, over which its gradients are summed."""
         self.grad: dict[str, Tensor] = {}
         """HF name → live fp32 gradient."""
         self.host_grad: dict[str, Tensor] = {}
@@ -64,10 +67,12 @@ class FlatGroups:
         self.host_copies: list[tuple[Tensor, Tensor]] = []
         """The same for the CPU, if both are in its memory."""
         trainable = [spec for spec in specs if spec.trainable]
-        self._add_group("decayed", [s for s in trainable if s.decayed], weight_decay)
-        self._add_group("undecayed", [s for s in trainable if not s.decayed], 0.0)
+        for axis in dict.fromkeys(["ranks", *(s.summed for s in trainable)]):
+            found, of_axis = [s for s in trainable if s.summed == axis], "" if axis == "ranks" else f" over {axis}"
+            self._add_group(f"decayed{of_axis}", [s for s in found if s.decayed], weight_decay, axis)
+            self._add_group(f"undecayed{of_axis}", [s for s in found if not s.decayed], 0.0, axis)
 
-    def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float) -> None:
+    def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float, axis: AxisName) -> None:
         if not members:
             return
         self._numbers[name] = len(self._numbers)
@@ -90,9 +95,10 @@ class FlatGroups:
         here = self.sharded is not None and not self._placement.updates_on_cpu
         placement = Placement.on(self._placement.device) if here else self._placement
         master, host_master = placement.zeros("master", size, self._master_dtype)
-        ranks = 1 if self._sharing is None else self._sharing.axes.ranks
+        ranks = 1 if self._sharing is None else self._sharing.axes.along(axis).size
         parts, host_parts = placement.zeros("gradients", longest_part(size, ranks) * ranks, torch.float32)
         self.kept_by_all.append(parts.view(ranks, -1))
+        self.kept_over.append(axis)
         grad, host_grad = parts[:size], host_parts[:size]
         group = ParamGroup(
             name=name,

@@ -7,8 +7,8 @@ range of it, and each rank owns a part of each range, so that a piece is reduced
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -23,8 +23,8 @@ from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.engine.stages import Stages
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.kernels.rounding import PERIOD
-from surogate_core.mesh.axes import Axes, AxisName
-from surogate_core.mesh.mesh import Mesh
+from surogate_core.mesh.axes import AXES, Axes, AxisName
+from surogate_core.mesh.mesh import Along, Mesh
 from surogate_core.mesh.sums import LANES
 
 if TYPE_CHECKING:
@@ -81,8 +81,31 @@ class Sharing:
     """Who owns which part, and the collectives."""
     axes: Axes
     """What they divide, and how."""
+    along: Mapping[AxisName, Along] = field(default_factory=dict)
+    """The fabric of this rank's group along each axis."""
     replicas_once: bool = False
     """`Assembly.adds_replicas_once`."""
+
+    @classmethod
+    def of(cls, mesh: Mesh, axes: Axes, *, replicas_once: bool = False) -> Sharing:
+        """The plan on one rank of a mesh, which need not be connected yet."""
+        assert mesh.world == axes.ranks, f"{mesh.world} ranks, planned for {axes.ranks}"
+        along = {name: Along(mesh, axes.along(name)) for name in AXES}
+        stages = Stages(mesh, shard=axes.shard)
+        return cls(mesh=mesh, stages=stages, axes=axes, along=along, replicas_once=replicas_once)
+
+    def connect(self, names: Collection[AxisName]) -> None:
+        """Open the groups of the stages, and of these axes. All ranks call it, after `Mesh.connect` and before a CUDA
+        graph is captured.
+        """
+        self.stages.connect()
+        for name in AXES:
+            if name in names and name != "ranks" and self.axes.along(name).size > 1:
+                self.along[name].connect()
+
+    def over(self, axis: AxisName) -> Stages:
+        """The stages of sums over the ranks of an axis."""
+        return self.stages.everyone() if axis == "ranks" else Stages.over(self.along[axis])
 
     def place(self, axis: AxisName) -> int:
         """The number of this rank in its group along an axis."""

@@ -23,8 +23,9 @@ class Traffic:
         axes = sharing.axes
         micro_batches = axes.micro_batches
         self._sharing, self._group = sharing, parameters.sharded
-        self._replicated, self._everyone = parameters.flat.kept_by_all, sharing.stages.everyone()
-        """The gradients of each replicated group, [N, K]: a part for each rank."""
+        kept = zip(parameters.flat.kept_by_all, parameters.flat.kept_over, strict=True)
+        self._replicated = [(sharing.over(axis), parts_NK) for parts_NK, axis in kept]
+        """(stages of its sum, its gradients [N, K], a part for each rank of its axis) of each replicated group."""
         self._alone = axes.ranks == 1
         self._in_order = lanes_of(micro_batches) % axes.ranks == 0 and axes.exact
         # Where the number of micro-batches varies, a rank may have no micro-step at all.
@@ -51,7 +52,7 @@ class Traffic:
         self._staging = sharing.mesh.zeros(0 if self._alone else self._staging_size(), torch.float32, device)
 
     def _staging_size(self) -> int:
-        found = self._everyone.staging_elements(max((parts_NK.shape[1] for parts_NK in self._replicated), default=0))
+        found = max((stages.staging_elements(parts_NK.shape[1]) for stages, parts_NK in self._replicated), default=0)
         if self._group is not None and (self._sharing.axes.zero_level == 1 or self._sharing.replicas_once):
             longest = max(part.longest for part in self._group.parts.values())
             found = max(found, self._sharing.stages.staging_elements(longest))
@@ -133,10 +134,10 @@ class Traffic:
                 self._group.reduce(key, self._staging)
 
     def _reduce_replicated(self) -> None:
-        for parts_NK in self._replicated:
+        for stages, parts_NK in self._replicated:
             values, each = parts_NK.view(-1), parts_NK.shape[1]
-            self._everyone.reduce(values, each, self._staging)
-            self._everyone.gather(values, each)
+            stages.reduce(values, each, self._staging)
+            stages.gather(values, each)
 
     def add(self, values: Tensor) -> None:
         """`Fabric.add`."""

@@ -19,7 +19,6 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.sharding import Sharing
-from surogate_core.engine.stages import Stages
 from surogate_core.engine.step import RecipeRows, StoreSet
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh
@@ -61,8 +60,7 @@ class Weights:
         placement = Placement(
             offloader=assembly.offloader, stores=assembly.stores, device=settings.device, updates_on_cpu=False
         )
-        mesh = Mesh()
-        sharing = Sharing(mesh=mesh, stages=Stages(mesh), axes=Axes())
+        sharing = Sharing.of(Mesh(), Axes())
         store = StoreSet.of(placement, sharing, plan).weights
         parameters = Parameters(
             plan.pieces,

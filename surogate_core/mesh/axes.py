@@ -8,7 +8,7 @@ follows from it is decided here alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from surogate_core.bundles.fabrics import Fabric
@@ -17,6 +17,7 @@ AxisName = Literal["ranks", "replicate", "shard", "context", "rows"]
 """The axes: `ranks` are all ranks; `shard` the neighbours that share out tensors, and `replicate` those that have the
 same part of them; `context` the neighbours that share rows, and `rows` those that have the same positions of different
 rows."""
+AXES: tuple[AxisName, ...] = get_args(AxisName)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
-from typing import get_args
 
 import pytest
 
 from surogate_core.bundles.fabrics import Fabric
+from surogate_core.mesh.axes import AXES as NAMES
 from surogate_core.mesh.axes import Axes, AxisName
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
-
-NAMES: tuple[AxisName, ...] = get_args(AxisName)
 
 
 def test_an_axis_divides_all_ranks_into_groups() -> None:
