@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from peak_bytes import PeakBytes
 from scan_rows import HEADS, KEYS, LENGTHS, VALUES, borders_of, make, states, with_gradients
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from surogate_core.kernels import scans
+from surogate_core.kernels.registry import workspaces
 from surogate_core.testing import op_cases
 from surogate_core.testing.op_cases import random, strided
 
@@ -225,3 +227,23 @@ def test_multiplications_are_counted(name: str) -> None:
     inside = 64 * (KEYS + VALUES) + (64 * (2 * KEYS + VALUES + 64) if name == "gated_delta" else 0)
     assert forward == 2 * 128 * (HEADS * inside + scans.scan_multiplications(SCANS[name], (HEADS, KEYS, VALUES)))
     assert counter.get_total_flops() == 4 * forward
+
+
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (128, 32, 64), (64, 64, 16)])
+@both
+def test_the_workspace_bounds_what_a_call_holds(name: str, sizes: tuple[int, int, int]) -> None:
+    keys, values, chunk = sizes
+    rows, delta = 256, name == "gated_delta"
+    narrow = [random(rows, 4, size, seed=size, dtype=torch.bfloat16) / 8 for size in (keys, keys, values, values)]
+    *tensors, dy = narrow
+    tensors += [-random(rows, 4, seed=3, dtype=torch.float32).abs(), random(rows, 4, dtype=torch.float32)]
+    tensors.append(borders_of((rows,)))
+    given = sum(x.nbytes for x in tensors[:-1])
+    for op, function, arguments, results in (
+        (torch.ops.surogate.chunked_scan, scans._forward, [*tensors, None, False, chunk, delta], dy.nbytes),
+        (torch.ops.surogate.chunked_scan_backward, scans._backward, [dy, None, *tensors, None, chunk, delta], given),
+    ):
+        # The function below the custom op: a mode sees none of the ops inside one.
+        with torch.no_grad(), PeakBytes(dy, *tensors) as counter:
+            function._init_fn(*arguments)
+        assert 1 <= workspaces[op](*arguments) / (counter.peak - results) < 1.6
