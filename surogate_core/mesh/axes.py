@@ -8,7 +8,7 @@ follows from it is decided here alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from surogate_core.bundles.fabrics import Fabric
@@ -75,7 +75,7 @@ class Axes:
         assert not (unequal and self.shards_weights), "ranks with unequally many micro-steps cannot gather together"
 
     @classmethod
-    def of(cls, ranks: int, *, shard: int = 0, **others: int) -> Axes:
+    def of(cls, ranks: int, *, shard: int = 0, **others: Any) -> Axes:
         """The plan of this number of ranks. `shard`: those that share out tensors, 0: all. `others`: fields."""
         shard = shard or ranks
         return cls(replicate=ranks // shard, shard=shard, **others)

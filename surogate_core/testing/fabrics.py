@@ -172,7 +172,7 @@ def _of_turns(
 
 def _of_all(fabric: Fabric, device: torch.device, zeros: Zeros, *, unequal: bool = True) -> dict[str, Any]:
     """What the collectives among all ranks give."""
-    of = {"drawn_by": fabric.rank, "unequal": unequal}
+    of: dict[str, Any] = {"drawn_by": fabric.rank, "unequal": unequal}
     sizes = {str(size): _of_turns(size, fabric, device, zeros, **of) for size in SIZES}
     place = [fabric.rank, fabric.world]
     return {"sizes": sizes, "place": place, "largest": _largest(fabric, fabric.rank)}
