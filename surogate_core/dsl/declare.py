@@ -47,6 +47,12 @@ class TensorSpec:
     """The class and the attribute that declare it, for messages."""
     summed: AxisName = "ranks"
     """The axis (`mesh.axes`) over whose ranks its gradient is summed."""
+    dtype: Literal["fp32"] | None = None
+    """"fp32": masters, compute copies and exports are in fp32 in every run; None: they have the run's dtypes."""
+
+    def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Its dtype where the other tensors have `dtype`."""
+        return torch.float32 if self.dtype == "fp32" else dtype
 
     @property
     def decayed(self) -> bool:
@@ -62,6 +68,8 @@ class Param:
     `role` "router": the matrix that chooses experts. It keeps the model's dtype under every recipe and weight format,
     and `train_router` trains it beside adapters. "weight": any other matrix. "scalar": numbers that are no matrix and
     do not decay, such as the decay rates of a recurrence or the sinks of attention heads.
+
+    `dtype` "fp32": it stays in fp32 in masters, programs, stores and exports, whatever dtype the model has.
     """
 
     def __init__(
@@ -70,10 +78,13 @@ class Param:
         *dims: Dim | int,
         init: Init | Setting = "ones",
         role: Literal["norm", "weight", "router", "scalar"] = "norm",
+        dtype: Literal["fp32"] | None = None,
     ):
         if isinstance(init, str) and init not in get_args(InitName):
             raise TypeError(f"Param({hf_name!r}): init={init!r} is none of {', '.join(get_args(InitName))}")
-        self.hf_name, self.dims, self.init, self.role = hf_name, dims, init, role
+        if dtype not in (None, "fp32"):
+            raise TypeError(f"Param({hf_name!r}): dtype={dtype!r} is neither None nor 'fp32'")
+        self.hf_name, self.dims, self.init, self.role, self.dtype = hf_name, dims, init, role, dtype
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -250,6 +261,7 @@ class Block:
                 role=p.role,
                 init=p.init.value(self.config) if isinstance(p.init, Setting) else p.init,
                 declared=p.declared,
+                dtype=p.dtype,
             )
             for p in self._params
         ]

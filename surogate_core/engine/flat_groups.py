@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,6 +20,14 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.sharded_gradients import ShardedGradients
 from surogate_core.engine.sharding import ShardedGroup, Sharing, longest_part
 from surogate_core.mesh.axes import AxisName
+
+WIDE = "_fp32"
+"""End of the names of groups of parameters that are always in fp32. Every rank keeps them, because they are small."""
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    """Whether it is a matrix, or one for each expert; the filters of a convolution, [channels, 1, width], are not."""
+    return len(shape) > 1 and min(shape[-2:]) > 1
 
 
 class FlatGroups:
@@ -67,10 +76,13 @@ class FlatGroups:
         self.host_copies: list[tuple[Tensor, Tensor]] = []
         """The same for the CPU, if both are in its memory."""
         trainable = [spec for spec in specs if spec.trainable]
-        for axis in dict.fromkeys(["ranks", *(s.summed for s in trainable)]):
-            found, of_axis = [s for s in trainable if s.summed == axis], "" if axis == "ranks" else f" over {axis}"
-            self._add_group(f"decayed{of_axis}", [s for s in found if s.decayed], weight_decay, axis)
-            self._add_group(f"undecayed{of_axis}", [s for s in found if not s.decayed], 0.0, axis)
+        # Parameters that are always in fp32 have groups of their own, so the layout of the others does not depend on
+        # the dtype of masters.
+        for wide, axis in product((False, True), dict.fromkeys(["ranks", *(s.summed for s in trainable)])):
+            found = [s for s in trainable if s.summed == axis and (s.dtype == "fp32") == wide]
+            kind = ("" if axis == "ranks" else f" over {axis}") + (WIDE if wide else "")
+            self._add_group(f"decayed{kind}", [s for s in found if s.decayed], weight_decay, axis)
+            self._add_group(f"undecayed{kind}", [s for s in found if not s.decayed], 0.0, axis)
 
     def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float, axis: AxisName) -> None:
         if not members:
@@ -91,10 +103,11 @@ class FlatGroups:
         if name == "decayed" and self._sharing is not None and self._sharing.axes.shards:
             self._add_sharded(name, members, shapes, size, weight_decay)
             return
+        master_dtype = members[0].dtype_in(self._master_dtype)
         # The other groups are small. They stay on the device, unless the CPU updates them.
         here = self.sharded is not None and not self._placement.updates_on_cpu
         placement = Placement.on(self._placement.device) if here else self._placement
-        master, host_master = placement.zeros("master", size, self._master_dtype)
+        master, host_master = placement.zeros("master", size, master_dtype)
         ranks = 1 if self._sharing is None else self._sharing.axes.along(axis).size
         parts, host_parts = placement.zeros("gradients", longest_part(size, ranks) * ranks, torch.float32)
         self.kept_by_all.append(parts.view(ranks, -1))
@@ -106,8 +119,8 @@ class FlatGroups:
             grad=grad,
             shapes=shapes,
             weight_decay=weight_decay,
-            hidden=frozenset(s.hf_name for s in members if s.role in ("weight", "router")),
-            seed=self._seed,
+            hidden=frozenset(s.hf_name for s in members if s.role in ("weight", "router") and _is_matrix(s.shape)),
+            seed=self._seed if master_dtype != torch.float32 else None,
             number=self._numbers[name],
         )
         self.groups.append(group)
@@ -117,7 +130,7 @@ class FlatGroups:
         copied = Placement.on(self._placement.device) if apart else placement
         for dtype, (start, stop) in ranges.items():
             compute, resting = master, host_master
-            if dtype != self._master_dtype or (apart and placement.moves("master")):
+            if dtype != master_dtype or (apart and placement.moves("master")):
                 compute, resting = copied.trained_weights(stop - start, dtype)
                 self.copies.append((compute, master[start:stop]))
                 self.host_copies.append((resting, host_master[start:stop]))
@@ -150,7 +163,7 @@ class FlatGroups:
             grad=nothing,
             shapes=shapes,
             weight_decay=weight_decay,
-            seed=self._seed,
+            seed=self._seed if self._master_dtype != torch.float32 else None,
             number=self._numbers[name],
         )
         group = self.sharded = ShardedGroup(

@@ -83,7 +83,7 @@ class Parameters:
             compute_dtype=self.compute_dtype,
             master_dtype=master_dtype,
             weight_decay=weight_decay,
-            seed=seed if master_dtype != torch.float32 else None,
+            seed=seed,
             placement=self.placement,
             sharing=sharing,
         )
@@ -98,7 +98,7 @@ class Parameters:
         packed = self.packed.get(spec.hf_name)
         if packed is not None and packed.unpack is None:
             return packed.dtype
-        return self.adapter_dtype if spec.role == "adapter" else self.dtype
+        return self.adapter_dtype if spec.role == "adapter" else spec.dtype_in(self.dtype)
 
     def compute_shape(self, spec: TensorSpec) -> tuple[int, ...]:
         """Shape in which a piece receives the tensor."""
@@ -143,7 +143,7 @@ class Parameters:
                 if how is not None and how.expert is not None:
                     place = self._of_experts(spec, value.__getitem__)
                 elif place is None:
-                    place = value.to(self.device, self.dtype).contiguous()
+                    place = value.to(self.device, spec.dtype_in(self.dtype)).contiguous()
                     place = place if how is None else how.pack(place)
                 else:
                     place.copy_(value)
@@ -257,7 +257,7 @@ class Parameters:
         return self.flat.grad
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor except adapters as (HF name, value in the model's dtype), one at a time; experts one by one.
+        """Every tensor except adapters as (HF name, value in the dtype of exports), one at a time; experts one by one.
 
         A weight in a weight format has its rounded value, on which the adapters were trained.
         """
@@ -279,7 +279,7 @@ class Parameters:
                     value = again
                 if spec.role != "adapter" and spec.hf_name not in seen:
                     seen.add(spec.hf_name)
-                    yield from split(spec.hf_name, value.to(self.dtype).contiguous())
+                    yield from split(spec.hf_name, value.to(spec.dtype_in(self.dtype)).contiguous())
             self.weights.release(piece.key)
 
     def _whole_master(self, name: str) -> Tensor:

@@ -12,6 +12,7 @@ from surogate_core.bundles import FLAT_ALIGNMENT, TensorKind
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.embedding_rows import EmbeddingRows
+from surogate_core.engine.flat_groups import WIDE
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.pieces import Piece
 from surogate_core.engine.placement import Placement
@@ -84,6 +85,8 @@ class Counts:
     """Elements of each piece in the flat group of what decays, which ranks may share out."""
     undecayed: int
     """Elements of the flat group of what does not decay."""
+    wide: tuple[int, ...]
+    """Elements of each flat group of what is always in fp32."""
     frozen: int
     """Bytes of frozen weights as stored."""
     kept_in: str | None
@@ -150,7 +153,8 @@ class Counts:
             parameters=total,
             trainable_parameters=trainable,
             decayed=_by_piece(plan, parameters),
-            undecayed=sum(g.master.numel() for g in parameters.groups if g.name != "decayed"),
+            undecayed=sum(g.master.numel() for g in parameters.groups if g.name == "undecayed"),
+            wide=tuple(g.master.numel() for g in parameters.groups if g.name.endswith(WIDE)),
             frozen=sum(nbytes(parameters, s) for s in parameters.specs.values() if not s.trainable),
             kept_in=kept_in if quantised else None,
             unpacked=sum(room.nbytes for room in parameters.shared),
@@ -197,6 +201,7 @@ class Counts:
             settings=assembly.settings,
             decayed=self.decayed,
             undecayed=self.undecayed,
+            wide=self.wide,
             frozen=frozen,
             exchanged=self.exchanged,
             replicas_once=assembly.adds_replicas_once,
@@ -233,11 +238,11 @@ class Counts:
         base = shares.base(self.frozen)
         layers = f", 1/{shares.parts} of each layer's" if shares.shards_base else ""
         of_layers = f", 1/{shares.parts} of each layer's" if shares.shards_layers else ""
-        masters = shares.masters * settings.master_dtype.itemsize
+        masters = shares.master_bytes(shares.masters)
         apart = shares.whole_copies if copies != "device" else 0
         # Beside a shared base, blocks do not compute with masters that are off the device.
         own = shares.shards_base and on.moves("master") and any(in_place for _, _, in_place in self.pieces)
-        more = shares.flat * settings.master_dtype.itemsize if own else 0
+        more = shares.master_bytes(shares.flat) if own else 0
         moved = shares.copies(self.copies) - apart + more
         experts = sum(self.experts) if assembly.experts_apart else 0
         form = self.kept_in or width
@@ -395,7 +400,7 @@ def _split(parameters: Parameters, piece: Piece) -> tuple[int, int, int]:
         size = nbytes(parameters, spec)
         if not spec.trainable:
             frozen += size
-        elif parameters.compute_dtype(spec) == parameters.master_dtype:
+        elif parameters.compute_dtype(spec) == spec.dtype_in(parameters.master_dtype):
             masters += size
         else:
             copies += size

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from surogate_core.bundles import FLAT_ALIGNMENT
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.lanes import Share
@@ -52,6 +54,8 @@ class Shares:
     """Elements of the flat group that every rank keeps whole."""
     frozen: tuple[int, ...]
     """Bytes of each piece's frozen weights as stored."""
+    wide: tuple[int, ...] = ()
+    """Elements of each flat group that is always in fp32, which every rank keeps whole."""
     exchanged: tuple[int, ...] = ()
     """Bytes of each tensor that ranks which share rows exchange in a micro-step."""
     replicas_once: bool = False
@@ -102,7 +106,12 @@ class Shares:
     @property
     def flat(self) -> int:
         """Trained elements of the model, with the padding of flat groups."""
-        return sum(self.decayed) + self.undecayed
+        return sum(self.decayed) + self._replicated
+
+    @property
+    def _replicated(self) -> int:
+        """Elements of the flat groups that every rank keeps whole at each level."""
+        return self.undecayed + sum(self.wide)
 
     def _own(self, elements: int) -> int:
         """The longest part of a piece."""
@@ -121,12 +130,17 @@ class Shares:
     @property
     def masters(self) -> int:
         """Elements of the masters of a rank, for which it has optimizer state."""
-        return self.flat if self.level == 0 else sum(map(self._own, self.decayed)) + self.undecayed
+        return self.flat if self.level == 0 else sum(map(self._own, self.decayed)) + self._replicated
+
+    def master_bytes(self, elements: int) -> int:
+        """Bytes of the masters of a rank, which has this number of elements."""
+        wide, narrow = sum(self.wide), self.settings.master_dtype.itemsize
+        return (elements - wide) * narrow + wide * torch.float32.itemsize
 
     @property
     def _kept_by_all(self) -> Sequence[int]:
         """Elements of each flat group whose gradients every rank keeps."""
-        return [n for n in (sum(self.decayed) if self.level == 0 else 0, self.undecayed) if n]
+        return [n for n in (sum(self.decayed) if self.level == 0 else 0, self.undecayed, *self.wide) if n]
 
     @property
     def _summed(self) -> int:
@@ -164,7 +178,8 @@ class Shares:
         # Shared masters are separate from the copies even in the model's dtype, others only if the CPU updates them.
         apart = self.settings.dtype != self.settings.master_dtype or self.settings.update_on_cpu
         replicated = self.undecayed if apart else 0
-        return (whole + replicated) * self.settings.dtype.itemsize
+        wide = sum(self.wide) * torch.float32.itemsize if self.settings.update_on_cpu else 0
+        return (whole + replicated) * self.settings.dtype.itemsize + wide
 
     @property
     def copies_of_parts(self) -> int:
@@ -215,7 +230,7 @@ class Shares:
         """Bytes of what a rank receives from the others before it adds it."""
         if self.ranks == 1:
             return 0
-        whole = self._received(self.undecayed, self.ranks)
+        whole = max(self._received(n, self.ranks) for n in (self.undecayed, *self.wide))
         pieces = max(self._received(n, self.parts) for n in self._summed_pieces)
         if self.level == 0:
             return max(whole, self._received(sum(self.decayed), self.ranks))

@@ -101,7 +101,7 @@ def _shared_inputs(assembly: Assembly, piece: Piece, tables: Mapping[str, Signat
     assert piece.block is not None
     dtype = assembly.settings.dtype
     with FakeTensorMode(), torch.no_grad():
-        tensors = {s.name: torch.empty(s.shape, dtype=dtype) for s in piece.specs}
+        tensors = {s.name: torch.empty(s.shape, dtype=s.dtype_in(dtype)) for s in piece.specs}
         values = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in tables.items()}
         x = torch.empty(assembly.settings.tokens, assembly.model.width, dtype=dtype)
         return piece.block.shared_inputs(piece.slots, tensors, x, values)

@@ -126,7 +126,7 @@ class _Files:
         if parts is not None and self.adopt is not None:
             return Kept(self.adopt({part: tensor.to(self.device) for part, tensor in parts.items()}))
         # Allocate the destination before the source. Otherwise the freed source leaves a hole in the host's memory.
-        weight = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
+        weight = torch.empty(spec.shape, dtype=spec.dtype_in(self.dtype), device=self.device)
         if folds:
             return weight.copy_(fold(name, self.weights.get(name), folded))
         self.weights.copy_into(name, weight)

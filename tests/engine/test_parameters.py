@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import decaying
 import pytest
 import torch
 from surogate_model_qwen3.model import build
 from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.bundles import FLAT_ALIGNMENT
+from surogate_core.dsl import Dim, Param, Stack
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.slots import Adapter
 from surogate_core.engine.parameters import Parameters
@@ -125,6 +127,73 @@ def test_adapters_have_a_dtype_of_their_own(adapter_dtype: torch.dtype) -> None:
         assert tensor.shape == spec.shape
         assert tensor.dtype == (adapter_dtype if spec.role == "adapter" else torch.bfloat16)
     assert {n: t.dtype for n, t in parameters.adapter_tensors()} == dict.fromkeys(parameters.masters(), torch.float32)
+
+
+@pytest.mark.parametrize("adapters", [None, tiny.lora()], ids=["full", "lora"])
+def test_a_parameter_in_fp32_stays_there(adapters: LoRA | None) -> None:
+    """Beside bf16 weights and bf16 masters, in programs and in exports, trained and frozen."""
+    source = RandomSource(seed=0, std=0.02, device=CPU)
+    made = tiny.engine(
+        tiny.SMALL_CONFIG,
+        build=decaying.Decaying,
+        lora=adapters,
+        source=source,
+        dtype=torch.bfloat16,
+        master_dtype=torch.bfloat16,
+        optimizer=tiny.ADAMW,
+    )
+    parameters = made.parameters
+    wide = [spec for spec in parameters.specs.values() if spec.hf_name.endswith(decaying.FP32)]
+    assert len(wide) == 4
+    tiny.train(made, 3)
+    programs = {
+        spec.hf_name: tensor
+        for piece in parameters.pieces
+        for spec, tensor in zip(piece.specs, parameters.inputs(piece), strict=True)
+    }
+    exported = dict(parameters.base_tensors())
+    for spec in wide:
+        value = exported[spec.hf_name]
+        assert value.dtype == programs[spec.hf_name].dtype == torch.float32
+        assert torch.equal(value, programs[spec.hf_name])
+        assert not torch.equal(value, value.bfloat16().float())
+        assert torch.equal(value, source(spec)) == (adapters is not None), "a frozen one has the values of its source"
+        if adapters is None:
+            assert parameters.masters()[spec.hf_name].dtype == torch.float32
+            assert torch.equal(value, parameters.masters()[spec.hf_name])
+    others = {t.dtype for name, t in exported.items() if not name.endswith(decaying.FP32)}
+    assert others == {torch.bfloat16}
+
+
+def test_parameters_in_fp32_have_groups_of_their_own() -> None:
+    made = tiny.engine(tiny.SMALL_CONFIG, build=decaying.Decaying, weight_decay=0.1)
+    groups = {group.name: group for group in made.parameters.groups}
+    assert [*groups] == ["decayed", "undecayed", "decayed_fp32", "undecayed_fp32"]
+    assert [group.weight_decay for group in groups.values()] == [0.1, 0.0, 0.1, 0.0]
+    assert [group.number for group in groups.values()] == [0, 1, 2, 3]
+    assert groups["undecayed_fp32"].shapes.keys() == {"layers.0.decay", "layers.1.decay"}
+    assert groups["decayed_fp32"].hidden == {"layers.0.mix.weight", "layers.1.mix.weight"}
+
+
+def test_filters_of_a_convolution_are_no_hidden_matrices() -> None:
+    class Filtered(tiny.SmallBlock):
+        filters = Param("conv.weight", Dim("hidden_size"), 1, 4, init="normal", role="weight")
+
+    class Model(tiny.SmallModel):
+        layers = Stack(Filtered, Dim("num_hidden_layers"), "layers.{i}.")
+
+    found = pieces(Model(tiny.SMALL_CONFIG), lora=None, max_seqlen=8)
+    parameters = Parameters(
+        found,
+        weights=DeviceStore("weights"),
+        device=CPU,
+        dtype=torch.float32,
+        adapter_dtype=torch.float32,
+        weight_decay=0.1,
+    )
+    (decayed, _) = parameters.groups
+    assert "layers.0.conv.weight" in decayed.shapes
+    assert decayed.hidden == {f"layers.{i}.{name}_proj.weight" for i in (0, 1) for name in ("up", "down")}
 
 
 def test_every_tensor_comes_out_as_it_went_in() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import decaying
 import pytest
 import surogate_offload_host as host
 import torch
@@ -119,6 +120,40 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "rows of the embedding": (False, 4, {"zero_level": 3, "config": MANY_ROWS, "dtype": torch.bfloat16}),
     "rows of the embedding, replicas": (False, 4, {"zero_level": 2, "config": MANY_ROWS, "shard_ranks": 2}),
     "rows of the embedding, score head": (False, 2, {"zero_level": 2, "config": SCORED, "objective": SCORES}),
+    "fp32 parameters": (
+        False,
+        2,
+        {"zero_level": 1, "build": decaying.Decaying, "dtype": torch.bfloat16, "master_dtype": torch.bfloat16},
+    ),
+    "fp32 parameters, level 3 on the host": (
+        False,
+        2,
+        {
+            "zero_level": 3,
+            "shard_weights": True,
+            "offloader": HOST,
+            "build": decaying.Decaying,
+            "dtype": torch.bfloat16,
+            "master_dtype": torch.bfloat16,
+        },
+    ),
+    "fp32 parameters, cpu_training": (
+        False,
+        2,
+        {
+            "zero_level": 3,
+            "shard_weights": True,
+            "offloader": ALL,
+            "update_on_cpu": True,
+            "build": decaying.Decaying,
+            "dtype": torch.bfloat16,
+        },
+    ),
+    "fp32 parameters, shared base": (
+        True,
+        2,
+        {"shard_weights": True, "build": decaying.Decaying, "dtype": torch.bfloat16},
+    ),
     "shared base of replicas": (True, 4, {"shard_weights": True, "shard_ranks": 2}),
     "shared base on the host": (True, 4, {"shard_weights": True, "offloader": HOST}),
 }
@@ -141,7 +176,7 @@ def _kept(weights: Any) -> int:
 
 @pytest.mark.slow_cases("lora", "level 0", "level 1 in bf16", "level 2", "shared base on the host")
 @pytest.mark.slow_cases("level 1, weights, exact", "level 1, weights on the host")
-@pytest.mark.slow_cases("cpu_training in bf16", "shared base, cpu_training")
+@pytest.mark.slow_cases("cpu_training in bf16", "shared base, cpu_training", "fp32 parameters, ")
 @pytest.mark.parametrize(("adapters", "ranks", "keys"), RANKS.values(), ids=list(RANKS))
 def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, keys: dict[str, Any]) -> None:
     micro_batches = 12 if ranks == 3 else 8

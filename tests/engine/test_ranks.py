@@ -30,6 +30,8 @@ QUICK = {
     ("level 3 in 8 bits, bf16 masters", 2),
     ("level 1, weights", 2),
     ("level 1, weights, in 8 bits, bf16 masters", 4),
+    ("fp32 parameters, level 3, bf16 masters", 2),
+    ("fp32 parameters, lora on a sharded base", 2),
 }
 IN_WORLDS = [
     pytest.param(case, world, marks=[] if (case, world) in QUICK else pytest.mark.slow)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import decaying
 import mixture
 import torch
 from surogate_quant_nf4 import NF4Options
@@ -86,6 +87,20 @@ CASES: dict[str, dict[str, Any]] = {
         "config": WIDE,
         "optimizer": EIGHT_BIT,
         "master_dtype": torch.bfloat16,
+        "dtype": torch.bfloat16,
+    },
+    "fp32 parameters, level 1": {"zero_level": 1, "build": decaying.Decaying, "dtype": torch.bfloat16},
+    "fp32 parameters, level 3, bf16 masters": {
+        "zero_level": 3,
+        "build": decaying.Decaying,
+        "optimizer": EIGHT_BIT,
+        "master_dtype": torch.bfloat16,
+        "dtype": torch.bfloat16,
+    },
+    "fp32 parameters, lora on a sharded base": {
+        "lora": tiny.lora(dropout=0.1),
+        "shard_weights": True,
+        "build": decaying.Decaying,
         "dtype": torch.bfloat16,
     },
     "experts, level 1": {
