@@ -23,9 +23,9 @@ has two parameters.
 class ParamGroup:
     """Trainable parameters that share hyper-parameters, as flat tensors.
 
-    `master` (fp32, or bf16 with `master_dtype=bf16`) and `grad` (fp32) are 1-D of equal length; `shapes` maps each
-    parameter's name to its (offset in elements, shape) in them, in order. Offsets and the length are multiples of
-    `FLAT_ALIGNMENT`. The padding between parameters is zero, and an update must not change that.
+    `master` (fp32, or bf16 with `master_dtype=bf16`; parameters that a family declares in fp32 stay there) and `grad`
+    (fp32) are 1-D of equal length; `shapes` maps each parameter's name to its (offset in elements, shape) in them, in
+    order. Offsets and the length are multiples of `FLAT_ALIGNMENT`. The padding between parameters is zero, and an update must not change that.
     """
 
     name: str
@@ -39,8 +39,8 @@ class ParamGroup:
     weight_decay: float
     """Decay of every parameter of the group."""
     hidden: frozenset[str] = frozenset()
-    """Names of the matrices [outputs, inputs] within blocks: no embedding, no LM head, no adapter. Those of all experts
-    of a layer are one parameter [experts, outputs, inputs].
+    """Names of the matrices [outputs, inputs] within blocks: no embedding, no LM head, no adapter, no filters of a
+    convolution. Those of all experts of a layer are one parameter [experts, outputs, inputs].
     """
     seed: Tensor | None = None
     """Rounding seed of bf16 masters: 0-d int32, different in every optimizer step; `kernels.rounding.write_master` uses

@@ -7,8 +7,11 @@ from typing import Any
 
 import decaying
 import pytest
+import surogate_recipe_fp8
 import torch
 from surogate_model_qwen3.model import build
+from surogate_quant_nf4 import NF4Options
+from surogate_quant_nf4.nf4 import NF4
 from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.bundles import FLAT_ALIGNMENT
@@ -19,8 +22,10 @@ from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.pieces import RandomSource, distinct, pieces
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.testing import tiny
+from surogate_core.testing.recipes import built
 
 CPU = torch.device("cpu")
+FP8, QUANT = built(surogate_recipe_fp8.surogate_recipe(), CPU), NF4(NF4Options())
 
 
 def make_parameters(
@@ -163,6 +168,12 @@ def test_a_parameter_in_fp32_stays_there(adapters: LoRA | None) -> None:
             assert torch.equal(value, parameters.masters()[spec.hf_name])
     others = {t.dtype for name, t in exported.items() if not name.endswith(decaying.FP32)}
     assert others == {torch.bfloat16}
+
+
+def test_parameters_in_fp32_stay_beside_packed_weights_and_come_back_from_a_checkpoint() -> None:
+    keys: dict[str, Any] = {"build": decaying.Decaying, "dtype": torch.bfloat16, "optimizer": tiny.ADAMW}
+    for more in ({"recipe": FP8}, {"lora": tiny.lora(), "weight_format": QUANT}):
+        tiny.ensure_resumes(lambda more=more: tiny.engine(tiny.SMALL_CONFIG, **keys, **more))  # type: ignore[misc]
 
 
 def test_parameters_in_fp32_have_groups_of_their_own() -> None:
