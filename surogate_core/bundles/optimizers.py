@@ -25,7 +25,8 @@ class ParamGroup:
 
     `master` (fp32, or bf16 with `master_dtype=bf16`; parameters that a family declares in fp32 stay there) and `grad`
     (fp32) are 1-D of equal length; `shapes` maps each parameter's name to its (offset in elements, shape) in them, in
-    order. Offsets and the length are multiples of `FLAT_ALIGNMENT`. The padding between parameters is zero, and an update must not change that.
+    order. Offsets and the length are multiples of `FLAT_ALIGNMENT`. The padding between parameters is zero, and an
+    update must not change that.
     """
 
     name: str

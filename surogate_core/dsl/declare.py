@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from surogate_core.dsl.dims import Dim, Setting, size_of
+from surogate_core.dsl.dims import Dim, Number, Setting, number_of, size_of
 from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
 from surogate_core.dsl.inits import Init, InitName
 from surogate_core.dsl.mixers import Calls, Mixer, Spec, begin, declared_in
@@ -158,7 +158,8 @@ class Block:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        declared = [v for base in reversed(cls.__mro__) for v in vars(base).values()]
+        # By name: a declaration of a subclass takes the place of the one that it overrides.
+        declared = {name: v for base in reversed(cls.__mro__) for name, v in vars(base).items()}.values()
         cls._params = tuple(v for v in declared if isinstance(v, Param))
         cls._linears = tuple(v for v in declared if isinstance(v, Linear))
         cls._sides = tuple(v for v in declared if isinstance(v, Side))
@@ -416,6 +417,10 @@ class Embedding:
     hf_name: str
     vocab: Dim
     width: Dim
+    scale: Number = 1.0
+    """Factor of the rows that the first layer reads; a tied head has the weight without it."""
+    rounded: bool = False
+    """Whether the factor is rounded to the weight's dtype first, as Gemma's is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +440,12 @@ class LMHead:
     norm_hf_name: str
     eps: Setting
     tied: Setting
+    offset: float = 0.0
+    """Number that is added to the weight of the norm, as in `ops.rms_norm`."""
+    scale: Number = 1.0
+    """Factor of the logits."""
+    softcap: Number = 0.0
+    """c: the logits become c·tanh(logits/c), after the factor; 0 leaves them."""
 
 
 SCORE = "score.weight"
@@ -514,8 +525,26 @@ class Model:
         """[N, V] in the dtype of x: the head; [N, 1] of a reward model. `head`: the tensors of `head_specs` by name.
         Traced with its backward.
         """
-        h_ND = ops.rms_norm(x_ND, head["norm"], float(self.head.eps.value(self.config)))
-        return h_ND @ head["weight"].t()
+        h_ND = ops.rms_norm(x_ND, head["norm"], float(self.head.eps.value(self.config)), offset=self.head.offset)
+        logits_NV = h_ND @ head["weight"].t()
+        if self.scored:
+            return logits_NV
+        scale = number_of(self.head.scale, self.config, "the factor of the logits")
+        softcap = number_of(self.head.softcap, self.config, "the soft cap of the logits")
+        if scale != 1:
+            logits_NV = logits_NV * scale
+        return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV
+
+    def embed_scale(self, dtype: torch.dtype) -> float:
+        """The factor of the embedding's rows, whose weight has this dtype."""
+        scale = number_of(self.embed.scale, self.config, "the factor of the embedding")
+        return torch.tensor(scale, dtype=dtype).item() if self.embed.rounded else scale
+
+    def embedded(self, ids_N: Tensor, weight_VD: Tensor) -> Tensor:
+        """[N, D] in the weight's dtype: what the first layer reads."""
+        x_ND = torch.nn.functional.embedding(ids_N, weight_VD)
+        scale = self.embed_scale(weight_VD.dtype)
+        return x_ND if scale == 1 else x_ND.mul_(scale)
 
     def layer_config(self, number: int) -> Mapping[str, Any]:
         """The configuration of a layer's block, by default the model's own. A family whose layers of one class differ
@@ -573,7 +602,7 @@ class Model:
             shape=(self.width,),
             trainable=train_base,
             role="norm",
-            init="ones",
+            init="zeros" if self.head.offset else "ones",
         )
         weight = TensorSpec(
             name="weight",

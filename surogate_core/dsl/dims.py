@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,3 +94,18 @@ class Setting:
 
     def __get__(self, bound: Any, owner: type) -> Any:
         return self if bound is None else self.value(bound.config)
+
+
+Number = float | Setting | Callable[[Mapping[str, Any]], float]
+"""A number, or how it is found in a ``config.json``."""
+
+
+def number_of(value: Any, config: Mapping[str, Any], what: str) -> float:
+    """The number under a ``config.json`` mapping; `UserError` naming `what` for anything else."""
+    if isinstance(value, Setting):
+        what, value = f"`{value.key}`", value.value(config)
+    elif callable(value):
+        value = value(config)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise UserError(f"config.json: {what} must be a finite number, not {value!r}.")
+    return float(value)

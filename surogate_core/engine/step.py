@@ -304,7 +304,7 @@ class MicroStep:
     def _forward(self, key: str, flow: _Flow, *, training: bool) -> None:
         if key == EMBED:
             (weight,) = self.parameters.inputs(self.plan.embed)
-            flow.x = torch.nn.functional.embedding(self.inputs.input_ids, weight)
+            flow.x = self.plan.assembly.model.embedded(self.inputs.input_ids, weight)
             return
         x = flow.x
         assert x is not None
@@ -431,6 +431,9 @@ class MicroStep:
         if key == EMBED:
             assert flow.dx is not None
             flow.add_pending()  # the gradient of a tied head is added first
+            scale = self.plan.assembly.model.embed_scale(flow.dx.dtype)
+            if scale != 1:
+                flow.dx.mul_(scale)
             if self.stores.embedding_rows is not None:
                 self.stores.embedding_rows.keep(self.inputs.input_ids, flow.dx)
             else:

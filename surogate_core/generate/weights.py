@@ -133,7 +133,7 @@ class Weights:
     def embedded(self, ids_N: Tensor) -> Tensor:
         """[N, D]: the rows of the embedding."""
         (weight,) = self._inputs(self.plan.embed)
-        x_ND = torch.nn.functional.embedding(ids_N, weight)
+        x_ND = self.plan.assembly.model.embedded(ids_N, weight)
         self.store.release(self.plan.embed.key)
         return x_ND
 

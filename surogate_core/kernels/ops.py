@@ -30,10 +30,13 @@ def wide(x: Tensor) -> Tensor:
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
         wide_ND = wide(x_ND)
         inverse_N1 = torch.rsqrt(wide_ND.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x_ND, weight_D, inverse_N1)
+        ctx.offset = offset
+        if offset:
+            return (wide_ND * inverse_N1 * (offset + wide(weight_D))).to(x_ND.dtype)
         return weight_D * (wide_ND * inverse_N1).to(x_ND.dtype)
 
     @staticmethod
@@ -42,22 +45,23 @@ class _RMSNorm(Function):
         x_ND, weight_D, inverse_N1 = ctx.saved_tensors
         xhat = wide(x_ND) * inverse_N1
         dy = wide(dy_ND)
-        dxhat = dy * wide(weight_D)
+        dxhat = dy * (ctx.offset + wide(weight_D) if ctx.offset else wide(weight_D))
         dx = (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True)) * inverse_N1
         dweight = None
         if ctx.needs_input_grad[1]:
             dweight = (dy * xhat).flatten(0, -2).sum(0).to(weight_D.dtype)
-        return dx.to(x_ND.dtype), dweight, None
+        return dx.to(x_ND.dtype), dweight, None, None
 
 
 @op
-def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """Root-mean-square norm over the last dim (arXiv 1910.07467); statistics in fp32.
 
-    The normalised value is rounded to x's dtype before it is scaled, as transformers does.
+    The normalised value is rounded to x's dtype before it is scaled, as transformers does. With an `offset` it is
+    scaled by offset + weight, in fp32, and rounded once, as transformers does for Gemma and Qwen3-Next.
     """
     with region("rmsnorm"):
-        return _RMSNorm.apply(x_ND, weight_D, eps)
+        return _RMSNorm.apply(x_ND, weight_D, eps, offset)
 
 
 class _SwiGLU(Function):

@@ -174,7 +174,7 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
     }
     (embedding,) = engine.parameters.inputs(engine.plan.embed)
     with torch.enable_grad():
-        x_ND = torch.nn.functional.embedding(engine.inputs.input_ids, embedding).detach().requires_grad_()
+        x_ND = engine.model.embedded(engine.inputs.input_ids, embedding).detach().requires_grad_()
         for piece in engine.plan.layers:
             assert piece.block is not None
             tensors = {s.name: t for s, t in zip(piece.specs, engine.parameters.inputs(piece), strict=True)}

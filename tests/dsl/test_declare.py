@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
 from surogate_core.dsl.declare import LoRA
+from surogate_core.dsl.dims import number_of
 from surogate_core.dsl.inits import constant, uniform
 from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.engine.pieces import distinct, pieces
@@ -73,6 +75,59 @@ def test_defaults_are_values_or_read_other_keys() -> None:
         Setting("eps").value({})
 
 
+def test_a_number_is_given_read_or_computed() -> None:
+    config = {"scale": 12, "width": 16}
+    assert number_of(2, config, "it") == 2.0
+    assert number_of(Setting("scale", default=1.0), config, "it") == 12.0
+    assert number_of(lambda c: c["width"] ** 0.5, config, "it") == 4.0
+    with pytest.raises(UserError, match=r"`scale` must be a finite number, not 'big'"):
+        number_of(Setting("scale"), {"scale": "big"}, "it")
+    with pytest.raises(UserError, match=r"the factor must be a finite number, not nan"):
+        number_of(lambda c: float("nan"), config, "the factor")
+
+
+# ------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scaled_embedding_is_transformers(dtype: torch.dtype) -> None:
+    class Scaled(Toy):
+        embed = Embedding("embed.weight", V, D, scale=lambda config: config["width"] ** 0.5, rounded=True)
+
+    config = {**CONFIG, "width": 6}
+    weight_VD = torch.randn(10, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    theirs = Gemma3TextScaledWordEmbedding(10, 6, 0, embed_scale=6**0.5).to(dtype)
+    theirs.weight.data = weight_VD
+    ids_N = torch.tensor([0, 3, 9, 3])
+    kept = weight_VD.clone()
+    assert torch.equal(Scaled(config).embedded(ids_N, weight_VD), theirs(ids_N))
+    assert torch.equal(weight_VD, kept)
+    assert torch.equal(Toy(config).embedded(ids_N, weight_VD), weight_VD[ids_N])
+
+
+def test_the_head_scales_and_caps_its_logits() -> None:
+    class Capped(Toy):
+        head = LMHead(
+            "head.weight",
+            "norm.weight",
+            Setting("eps"),
+            tied=Setting("tied", default=False),
+            offset=1.0,
+            scale=lambda config: 1 / config["logits_scaling"],
+            softcap=Setting("cap", default=0.0),
+        )
+
+    config = {**CONFIG, "logits_scaling": 4.0, "cap": 0.5}
+    norm, weight = Capped(config).head_specs(train_base=True)
+    assert (norm.init, Toy(CONFIG).head_specs(train_base=True)[0].init) == ("zeros", "ones")
+    generator = torch.Generator().manual_seed(0)
+    head = {s.name: torch.randn(s.shape, generator=generator) for s in (norm, weight)}
+    x_ND = torch.randn(3, 4, generator=generator)
+    plain = Toy(CONFIG).logits(x_ND, {**head, "norm": 1 + head["norm"]})
+    torch.testing.assert_close(Capped(config).logits(x_ND, head), 0.5 * torch.tanh(plain / 4 / 0.5))
+    torch.testing.assert_close(Capped({**config, "cap": None}).logits(x_ND, head), plain / 4)
+
+
 # ------------------------------------------------------------------------------- blocks
 
 
@@ -95,6 +150,17 @@ def test_declarations_keep_their_order_over_inheritance() -> None:
         ("out.bias", "b.0.out.bias", (10,), "bias", "zeros", False),
     ]
     assert all(s.trainable for s in specs)
+
+
+def test_a_subclass_may_declare_a_parameter_otherwise() -> None:
+    class Other(Wider):
+        norm = Param("other.weight", D, init="zeros")
+
+    specs = Other(CONFIG).tensor_specs("b.0.", (), train_base=True)
+    assert [(s.name, s.hf_name, s.init) for s in specs] == [
+        ("norm", "b.0.other.weight", "zeros"),
+        ("gain", "b.0.gain", "zeros"),
+    ]
 
 
 def test_a_parameter_says_its_role_and_its_initial_values() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -485,6 +485,34 @@ def test_the_loss_of_a_step_is_the_loss_of_evaluation_before_it() -> None:
     engine = make_engine(lora=tiny.lora())
     expected, _ = engine.evaluate(ragged())
     assert engine.train_step(ragged(), step=0, lr=1e-2).read()[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_scaled_embedding_has_the_gradient_of_its_rows() -> None:
+    """Rows that are four times as large, without a factor, are the same model; a tied head has them without it."""
+
+    class Scaled(tiny.SmallModel):
+        embed = dataclasses.replace(tiny.SmallModel.embed, scale=4.0)
+
+    embedding, head, drawn = "embed.weight", "head.weight", tiny.random_source()
+    config, batches = {**tiny.SMALL_CONFIG, "tie_word_embeddings": False}, tiny.batches(0, 2)
+
+    def source(factors: Mapping[str, float]) -> Callable[[TensorSpec], Tensor]:
+        def value(spec: TensorSpec) -> Tensor:
+            found = drawn(dataclasses.replace(spec, hf_name=embedding) if spec.hf_name == head else spec)
+            assert isinstance(found, Tensor)
+            return found * factors.get(spec.hf_name, 1.0)
+
+        return value
+
+    def gradients(build: type[tiny.TinyModel], *, tied: bool = False, **factors: float) -> dict[str, Tensor]:
+        keys = {**config, "tie_word_embeddings": tied}
+        return tiny.gradients(tiny.engine(keys, build=build, source=source(factors)), batches)
+
+    plain, scaled = gradients(tiny.SmallModel, **{embedding: 4.0}), gradients(Scaled)
+    tied = gradients(Scaled, tied=True)
+    torch.testing.assert_close(tied[embedding], scaled[embedding] + scaled[head])
+    assert torch.equal(scaled.pop(embedding), plain.pop(embedding) * 4)
+    tiny.ensure_same_bits(scaled, plain, "the other gradients")
 
 
 def test_frozen_weights_stay() -> None:

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from surogate_core.kernels import cpu, ops
 from surogate_core.kernels.panels import PanelShape
@@ -68,6 +69,19 @@ def test_rms_norm(kernel: str, dtype: torch.dtype) -> None:
             # With one feature y is ±weight and dx is the rest of a difference that cancels.
             sizes = [0.0, float(weight.abs().max() / x.abs().max().clamp(min=EPS**0.5))] if shape[-1] == 1 else []
             assert compared.error(at_least=sizes) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rms_norm_with_an_offset(dtype: torch.dtype) -> None:
+    for shape in ((5, 64), (4, 3, 16)):
+        x, weight = random(*shape, dtype=dtype), random(shape[-1], seed=1, dtype=dtype)
+        compared = compare(partial(ops.rms_norm, offset=1.0), partial(op_cases.rms_norm, offset=1.0), [x, weight], EPS)
+        assert compared.values[0].dtype == dtype
+        assert compared.error() <= BOUNDS[dtype]
+    theirs = Gemma3RMSNorm(64, EPS).to(dtype)
+    x, theirs.weight.data = random(5, 64, dtype=dtype), random(64, seed=1, dtype=dtype)
+    if dtype != torch.float64:  # theirs is in fp32
+        assert torch.equal(ops.rms_norm(x, theirs.weight, EPS, offset=1.0), theirs(x))
 
 
 @implementations
