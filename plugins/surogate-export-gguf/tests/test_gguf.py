@@ -54,6 +54,18 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+DESCRIBED: dict[str, dict[str, Any]] = {
+    "llama": {"arch": "llama", "biases": BIASES, "interleaved": True, "has_frequency_factors": True},
+    "qwen2": {"arch": "qwen2", "biases": BIASES[:3]},
+    "qwen3": {"arch": "qwen3"},
+    "qwen3_moe": {
+        "arch": "qwen3moe",
+        "figures": {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32},
+    },
+}
+"""How the plugins of these families describe such models."""
+
 Make = Callable[..., tuple[ExportJob, Any]]
 SPEC = surogate_export_format()
 
@@ -110,6 +122,7 @@ def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Make:
             tokenizer=like,
             stop_ids=frozenset({0, 2}),
             sampling=Sampling(temperature=0.7, top_k=20),
+            family=DESCRIBED[family],
             file=tmp_path / "tiny.gguf",
             place=tmp_path / "tiny.gguf",
         )
@@ -375,9 +388,8 @@ def test_unknown_tokenizers_are_refused(tokenizer: Callable[[], Any], reason: st
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gpt2", {}, "'gpt2' are not available"),
+        ("gpt2", {}, "'gpt2' are not available: the plugin of their family does not describe them"),
         ("qwen3", {"attention_bias": True}, "bias has no place in a qwen3 file"),
-        ("qwen3_moe", {"norm_topk_prob": False}, "`norm_topk_prob` is false"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "layers.0.mlp.gate_proj.weight has no place in a qwen3moe file"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}, "is dynamic"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e4, **SCALINGS[3][1]}}, "llama3, which qwen3 lacks"),
@@ -386,7 +398,7 @@ def test_unknown_tokenizers_are_refused(tokenizer: Callable[[], Any], reason: st
 def test_models_that_llama_cpp_lacks(family: str, changes: dict[str, Any], reason: str, make: Make) -> None:
     job, _ = make("qwen3" if family == "gpt2" else family, **changes)
     if family == "gpt2":
-        object.__setattr__(job, "config", {**job.config, "model_type": "gpt2"})
+        changed(job, config={**job.config, "model_type": "gpt2"}, family={})
     with pytest.raises(UserError, match=reason):
         SPEC.write(job, GgufOptions())
     assert not job.file.exists()
@@ -453,15 +465,9 @@ def test_several_end_tokens(make: Make, tokenizer: PreTrainedTokenizerFast) -> N
 
 
 def test_a_family_describes_itself(make: Make) -> None:
+    """With names, figures and other weights of its own."""
     job, _ = make("llama", attention_bias=True)
-    SPEC.write(job, GgufOptions())
-    expected = job.place.read_bytes()
-    family: dict[str, Any] = {"arch": "llama", "interleaved": True, "has_frequency_factors": True}
-    family["biases"] = ("attn_q", "attn_k", "attn_v", "attn_output")
-    changed(job, config={**job.config, "model_type": "acme"}, family=family)
-    SPEC.write(job, GgufOptions())
-    assert job.place.read_bytes() == expected
-    # Names, figures and other weights of its own.
+    family = DESCRIBED["llama"]
     renamed = {name.replace("self_attn.q_proj", "mix.queries"): shape for name, shape in job.shapes.items()}
     get = job.get
     changed(
@@ -469,10 +475,11 @@ def test_a_family_describes_itself(make: Make) -> None:
         shapes=renamed,
         dtypes=dict.fromkeys(renamed, torch.float32),
         get=lambda name: get(name.replace("mix.queries", "self_attn.q_proj")),
+        config={**job.config, "model_type": "acme"},
         family={
             **family,
             "tensors": {"model.layers.{}.mix.queries": "blk.{}.attn_q"},
-            "figures": {"attention.sliding_window": 128, "context_length": 99},
+            "figures": {"attention.sliding_window": 128, "context_length": 99, "attn_logit_softcapping": 50.0},
             "convert": lambda name, weight: weight + 1 if name == "model.norm.weight" else weight,
         },
     )
@@ -480,6 +487,9 @@ def test_a_family_describes_itself(make: Make) -> None:
     reader = gguf.GGUFReader(job.place)
     assert reader.fields["llama.attention.sliding_window"].contents() == 128
     assert reader.fields["llama.context_length"].contents() == 99
+    kinds = {reader.fields[f"llama.{key}"].types[0] for key in ("attention.sliding_window", "context_length")}
+    assert kinds == {gguf.GGUFValueType.UINT32}, "llama.cpp reads no signed ones"
+    assert reader.fields["llama.attn_logit_softcapping"].types == [gguf.GGUFValueType.FLOAT32]
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     assert {"blk.0.attn_q.weight", "blk.1.attn_q.bias"} <= tensors.keys()
     assert np.array_equal(tensors["output_norm.weight"], get("model.norm.weight").numpy() + 1)

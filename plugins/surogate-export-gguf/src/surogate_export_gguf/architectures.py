@@ -1,4 +1,4 @@
-"""The families of models that the format has: their names and figures in a GGUF file, and what they lack there."""
+"""How a model is named and described in a GGUF file, from what its family says about itself."""
 
 from __future__ import annotations
 
@@ -47,15 +47,12 @@ class Family:
 
     @classmethod
     def of(cls, job: ExportJob) -> Family:
-        """The family of a job: as its own plugin describes it, otherwise one of `FAMILIES`."""
+        """The family of a job, as its plugin describes it."""
         kind = str(job.config.get("model_type"))
         if not job.family:
-            if kind in FAMILIES:
-                return FAMILIES[kind]
             raise UserError(
-                f"--format gguf: models of type {kind!r} are not available; {', '.join(FAMILIES)} are. "
-                f"Fix: `surogate merge`, then a converter that knows this type. The plugin of a model family can "
-                f"describe it: `ModelFamily.exports`."
+                f"--format gguf: models of type {kind!r} are not available: the plugin of their family does not "
+                f"describe them (`ModelFamily.exports`). Fix: `surogate merge`, then a converter that knows this type."
             )
         known = [one.name for one in fields(cls)]
         if unknown := sorted(set(job.family) - set(known)):
@@ -66,20 +63,6 @@ class Family:
             near = get_close_matches(str(name), names, n=3) or ["a name of gguf.MODEL_ARCH_NAMES"]
             raise _wrong(kind, f"`arch` {name!r}", " or ".join(near))
         return cls(**{**job.family, "arch": names[name], "biases": frozenset(job.family.get("biases", ()))})
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        arch=gguf.MODEL_ARCH.LLAMA,
-        biases=frozenset(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")),
-        interleaved=True,
-        has_frequency_factors=True,
-    ),
-    "qwen2": Family(arch=gguf.MODEL_ARCH.QWEN2, biases=frozenset(("attn_q", "attn_k", "attn_v"))),
-    "qwen3": Family(arch=gguf.MODEL_ARCH.QWEN3),
-    "qwen3_moe": Family(arch=gguf.MODEL_ARCH.QWEN3MOE),
-}
-"""``model_type`` of a ``config.json`` → family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +103,7 @@ class Architecture:
         return Rope(self.config, self.head_dim)
 
     def _check(self) -> None:
-        config, kind = self.config, self.rope.kind
-        if self.name == "qwen2" and self.heads * self.head_dim != config["hidden_size"]:
-            raise _not_there("head_dim", "another width of attention than hidden_size, which qwen2 lacks")
-        if self.name == "qwen3moe" and not config.get("norm_topk_prob"):
-            raise _not_there("norm_topk_prob", "false; qwen3moe always divides the experts' weights by their sum")
+        kind = self.rope.kind
         if kind not in ("default", "linear", "yarn", "llama3"):
             raise _not_there("rope_scaling", f"{kind}, which llama.cpp lacks")
         if kind == "llama3" and not self.family.has_frequency_factors:
@@ -183,15 +162,10 @@ class Architecture:
         writer.add_key_length(self.head_dim)
         writer.add_value_length(self.head_dim)
         writer.add_layer_norm_rms_eps(float(config.get("rms_norm_eps") or 1e-6))
-        if self.name == "qwen3moe":
-            experts = config.get("num_local_experts") or config["num_experts"]
-            writer.add_expert_count(int(experts))
-            writer.add_expert_used_count(int(config["num_experts_per_tok"]))
-            writer.add_expert_feed_forward_length(int(config["moe_intermediate_size"]))
         self._add_rope(writer)
         for key, value in self.family.figures.items():
             writer.kv_data[0].pop(f"{self.name}.{key}", None)
-            writer.add_key_value(f"{self.name}.{key}", value, gguf.GGUFValueType.get_type(value))
+            writer.add_key_value(f"{self.name}.{key}", value, _type_of(value))
 
     def _context(self) -> int:
         """Tokens of the longest sequence. Some models with yarn state the positions before it."""
@@ -226,6 +200,12 @@ class Architecture:
         plain = {k: v for k, v in self.config.items() if k not in ("rope_scaling", "rope_parameters")}
         unscaled = Rope({**plain, "rope_theta": self.rope.theta}, self.head_dim).frequencies()
         return (unscaled / self.rope.frequencies()).numpy()
+
+
+def _type_of(value: bool | int | float | str) -> gguf.GGUFValueType:
+    """The type in which llama.cpp reads a figure: sizes and counts are unsigned."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return gguf.GGUFValueType.UINT32 if is_count else gguf.GGUFValueType.get_type(value)
 
 
 def _wrong(kind: str, what: str, fix: str) -> UserError:

@@ -24,7 +24,9 @@ def surogate_model_family() -> bundles.ModelFamily:
     """Llama 3, 3.1, 3.2, 3.3."""
     from surogate_model_llama.presets import PRESETS
 
-    return bundles.ModelFamily(name="llama", hf_model_types=("llama",), build=_build, presets=PRESETS)
+    return bundles.ModelFamily(
+        name="llama", hf_model_types=("llama",), build=_build, presets=PRESETS, exports={"gguf": _gguf}
+    )
 
 
 def _build(config: Mapping[str, Any]) -> Model:
@@ -32,3 +34,9 @@ def _build(config: Mapping[str, Any]) -> Model:
     from surogate_model_llama.model import build
 
     return build(config)
+
+
+def _gguf(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a GGUF file needs to know."""
+    biases = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    return {"arch": "llama", "biases": biases, "interleaved": True, "has_frequency_factors": True}

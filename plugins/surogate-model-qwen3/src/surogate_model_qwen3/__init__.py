@@ -24,7 +24,9 @@ def surogate_model_family() -> bundles.ModelFamily:
     """Qwen3, dense."""
     from surogate_model_qwen3.presets import PRESETS
 
-    return bundles.ModelFamily(name="qwen3", hf_model_types=("qwen3",), build=_build, presets=PRESETS)
+    return bundles.ModelFamily(
+        name="qwen3", hf_model_types=("qwen3",), build=_build, presets=PRESETS, exports={"gguf": _gguf}
+    )
 
 
 def _build(config: Mapping[str, Any]) -> Model:
@@ -32,3 +34,8 @@ def _build(config: Mapping[str, Any]) -> Model:
     from surogate_model_qwen3.model import build
 
     return build(config)
+
+
+def _gguf(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a GGUF file needs to know."""
+    return {"arch": "qwen3"}
