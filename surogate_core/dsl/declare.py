@@ -18,7 +18,7 @@ from surogate_core.dsl.dims import Dim, Number, Setting, number_of, size_of
 from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
 from surogate_core.dsl.inits import Init, InitName
 from surogate_core.dsl.mixers import Calls, Mixer, Spec, begin, declared_in
-from surogate_core.dsl.rope import longest_covered
+from surogate_core.dsl.rope import covering, longest_covered, longest_fixed, scaled_config
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.kernels import ops
@@ -492,9 +492,26 @@ class Model:
     @property
     def positions(self) -> float:
         """Tokens of the longest document that the model knows; infinite if it has no end. A family whose positions end
-        elsewhere than ``max_position_embeddings`` and RoPE's scaling say overrides it.
+        elsewhere than ``max_position_embeddings`` and RoPE's scaling say overrides it, and the three that follow.
         """
         return longest_covered(self.config)
+
+    @property
+    def fixed_positions(self) -> float:
+        """Tokens of the longest document whose first angles are those of its beginning alone; mostly infinite."""
+        return longest_fixed(self.config)
+
+    def covering(self, length: int) -> dict[str, Any]:
+        """The ``config.json`` of a model from scratch, with positions for documents of `length` tokens if that changes
+        no angle.
+        """
+        return covering(self.config, length)
+
+    def stretched(self, scaling: str | Mapping[str, Any] | None, positions: int | None) -> dict[str, Any]:
+        """The ``config.json`` with the RoPE scaling and the number of positions that a run sets (`rope_scaling`,
+        `max_model_len`). `UserError` for what the family lacks.
+        """
+        return scaled_config(self.config, scaling, positions)
 
     @property
     def scored(self) -> bool:

@@ -29,7 +29,6 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.dsl import Model
 from surogate_core.dsl.declare import GROUPS, SCORE, LoRA, is_scored, scored_config, target_names
 from surogate_core.dsl.experts import expanded
-from surogate_core.dsl.rope import covering, scaled_config
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.assembly import Assembly, EngineSettings
@@ -147,12 +146,10 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
     if unknown := unknown_model_keys(chosen.config, values, [str(values.get("model_type"))]):
         raise ConfigError(unknown)
     values.update(chosen.config)
-    if config.rope_scaling is not None or config.max_model_len is not None:
-        values = scaled_config(values, config.rope_scaling, config.max_model_len)
-    elif (chosen.path is None or config.from_scratch) and "max_position_embeddings" not in chosen.config:
-        values = covering(values, config.sequence_len)
-    family = _family(chosen.name, values, families, title)
-    values, model = _built(family, values, registry.all("task").get(config.task))
+    family, task = _family(chosen.name, values, families, title), registry.all("task").get(config.task)
+    values, model = _built(family, values, task)
+    if (other := _with_positions(config, model)) != model.config:
+        values, model = _built(family, other, task)
     tied = model.tied
     model, weights = read_head(family, model, weights, None if config.from_scratch else place)
     if is_own := tied and not model.tied:
@@ -205,6 +202,16 @@ def _built(family: ModelFamily, values: dict[str, Any], task: TaskSpec | None) -
         return values, model
     values = scored_config(values, model.architecture)
     return values, family.build(values)
+
+
+def _with_positions(config: RunConfig, model: Model) -> dict[str, Any]:
+    """The ``config.json`` with the positions that the run asks for."""
+    chosen = config.model
+    if config.rope_scaling is not None or config.max_model_len is not None:
+        return model.stretched(config.rope_scaling, config.max_model_len)
+    if (chosen.path is None or config.from_scratch) and "max_position_embeddings" not in chosen.config:
+        return model.covering(config.sequence_len)
+    return model.config
 
 
 def check_head(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> None:

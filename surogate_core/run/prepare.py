@@ -20,7 +20,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data import clock
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.preview import suspicious_examples
-from surogate_core.dsl.rope import check_covers, longest_fixed
+from surogate_core.dsl.rope import check_covers
 from surogate_core.engine.device_memory import give_back
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
@@ -185,7 +185,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
 
 def check_sampled_positions(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> None:
     """Raise `ConfigError` if a task samples from a model whose training computes other angles than sampling does."""
-    fixed = longest_fixed(resolved.model.config)
+    fixed = resolved.model.fixed_positions
     if task_spec(config, registry).online is None or config.sequence_len <= fixed:
         return
     message = (

@@ -302,6 +302,8 @@ def test_a_rope_for_each_layer_type_is_the_familys_to_read() -> None:
         positions = float("inf")
 
     assert Layered(config).positions == 8 * 4096
+    assert Layered(config).fixed_positions == float("inf")
+    assert Layered(config).covering(1 << 20) == config
     assert Endless(config).positions == float("inf")
     with pytest.raises(
         UserError, match=r"RoPE by layer type \(sliding_attention, full_attention\) is not available here"
