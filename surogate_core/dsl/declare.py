@@ -9,89 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Number, Setting, number_of, size_of
 from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
-from surogate_core.dsl.inits import Init, InitName
 from surogate_core.dsl.mixers import Calls, Mixer, Spec, begin, declared_in
 from surogate_core.dsl.rope import covering, longest_covered, longest_fixed, scaled_config
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
+from surogate_core.dsl.tensors import Param as Param
+from surogate_core.dsl.tensors import TensorSpec as TensorSpec
+from surogate_core.dsl.tensors import adapter_specs, weight_spec
 from surogate_core.kernels import ops
-
-if TYPE_CHECKING:
-    from surogate_core.mesh.axes import AxisName
-
-Role = Literal["weight", "norm", "bias", "embedding", "router", "scalar", "adapter"]
-UNDECAYED: frozenset[Role] = frozenset({"norm", "bias", "scalar"})
-"""Roles of parameters that weight decay leaves alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """One tensor that a piece of the model needs."""
-
-    name: str
-    """Name within its piece, e.g. ``q.weight``."""
-    hf_name: str
-    """Name in a safetensors file; for adapters PEFT's, without its ``base_model.model.`` prefix."""
-    shape: tuple[int, ...]
-    trainable: bool
-    role: Role
-    init: Init
-    declared: str = ""
-    """The class and the attribute that declare it, for messages."""
-    summed: AxisName = "ranks"
-    """The axis (`mesh.axes`) over whose ranks its gradient is summed."""
-    dtype: Literal["fp32"] | None = None
-    """"fp32": masters, compute copies and exports are in fp32 in every run; None: they have the run's dtypes."""
-
-    def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Its dtype where the other tensors have `dtype`."""
-        return torch.float32 if self.dtype == "fp32" else dtype
-
-    @property
-    def decayed(self) -> bool:
-        """Whether weight decay applies: matrices yes; norms, biases and scalars no."""
-        return self.role not in UNDECAYED
-
-
-class Param:
-    """A parameter that `forward` uses directly, such as a norm's weight.
-
-    `init`: the values that it has in a model from random weights (`surogate_core.dsl.inits`), or a `Setting` of them.
-
-    `role` "router": the matrix that chooses experts. It keeps the model's dtype under every recipe and weight format,
-    and `train_router` trains it beside adapters. "weight": any other matrix. "scalar": numbers that are no matrix and
-    do not decay, such as the decay rates of a recurrence or the sinks of attention heads.
-
-    `dtype` "fp32": it stays in fp32 in masters, programs, stores and exports, whatever dtype the model has.
-    """
-
-    def __init__(
-        self,
-        hf_name: str,
-        *dims: Dim | int,
-        init: Init | Setting = "ones",
-        role: Literal["norm", "weight", "router", "scalar"] = "norm",
-        dtype: Literal["fp32"] | None = None,
-    ):
-        if isinstance(init, str) and init not in get_args(InitName):
-            raise TypeError(f"Param({hf_name!r}): init={init!r} is none of {', '.join(get_args(InitName))}")
-        if dtype not in (None, "fp32"):
-            raise TypeError(f"Param({hf_name!r}): dtype={dtype!r} is neither None nor 'fp32'")
-        self.hf_name, self.dims, self.init, self.role, self.dtype = hf_name, dims, init, role, dtype
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-        self.declared = f"{owner.__module__}.{owner.__qualname__}.{name}"
-
-    def __get__(self, bound: Any, owner: type) -> Any:
-        return self if bound is None else bound.tensors[self.name]
 
 
 class Linear:
@@ -268,7 +200,7 @@ class Block:
         ]
         for s in slots:
             module = prefix + s.module
-            weight = _weight_spec(s, module, (s.outputs, s.inputs), trainable=train_base)
+            weight = weight_spec(s, module, (s.outputs, s.inputs), trainable=train_base)
             specs.append(weight)
             if s.bias:
                 bias_name = f"{s.name}.bias"
@@ -282,11 +214,11 @@ class Block:
                         init="zeros",
                     )
                 )
-            specs += _adapter_specs(s, module)
+            specs += adapter_specs(s, module)
         for e in experts:
             module = prefix + e.module
-            specs += [_weight_spec(e, module, (e.count, e.outputs, e.inputs), trainable=train_base)]
-            specs += _adapter_specs(e, module)
+            specs += [weight_spec(e, module, (e.count, e.outputs, e.inputs), trainable=train_base)]
+            specs += adapter_specs(e, module)
         return tuple(specs)
 
     def bind(
@@ -374,40 +306,6 @@ def _canonical(config: Mapping[str, Any]) -> str:
 def _of_slot(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a slot by their names within it."""
     return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
-
-
-def _weight_spec(slot: LinearSlot | ExpertSlot, module: str, shape: tuple[int, ...], *, trainable: bool) -> TensorSpec:
-    """The weight of a slot."""
-    return TensorSpec(
-        name=f"{slot.name}.weight",
-        hf_name=f"{module}.weight",
-        shape=shape,
-        trainable=trainable,
-        role="weight",
-        init="normal",
-    )
-
-
-def _adapter_specs(slot: LinearSlot | ExpertSlot, module: str) -> list[TensorSpec]:
-    """The tensors of a slot's adapter; of experts, one A and one B for each."""
-    if slot.adapter is None:
-        return []
-    experts = (slot.count,) if isinstance(slot, ExpertSlot) else ()
-    sides: tuple[tuple[str, tuple[int, int], Init], ...] = (
-        ("lora_A", (slot.adapter.rank, slot.inputs), "lora_a"),
-        ("lora_B", (slot.outputs, slot.adapter.rank), "zeros"),
-    )
-    return [
-        TensorSpec(
-            name=f"{slot.name}.{which}",
-            hf_name=f"{module}.{which}.weight",
-            shape=(*experts, *shape),
-            trainable=True,
-            role="adapter",
-            init=init,
-        )
-        for which, shape, init in sides
-    ]
 
 
 @dataclass(frozen=True, slots=True)

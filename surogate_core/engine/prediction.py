@@ -146,6 +146,7 @@ class Counts:
         activation = settings.tokens * model.width * settings.dtype.itemsize
         total, trainable = parameters.counts()
         kept_in = recipe.name if assembly.weight_format is None else assembly.weight_format.name
+        wide = tuple(g.master.numel() for g in parameters.groups if g.name.endswith(WIDE))
         quantised = any(packed.rounded for packed in parameters.packed.values())
         return cls(
             assembly=assembly,
@@ -153,8 +154,8 @@ class Counts:
             parameters=total,
             trainable_parameters=trainable,
             decayed=_by_piece(plan, parameters),
-            undecayed=sum(g.master.numel() for g in parameters.groups if g.name == "undecayed"),
-            wide=tuple(g.master.numel() for g in parameters.groups if g.name.endswith(WIDE)),
+            undecayed=sum(g.master.numel() for g in parameters.groups if g.name != "decayed") - sum(wide),
+            wide=wide,
             frozen=sum(nbytes(parameters, s) for s in parameters.specs.values() if not s.trainable),
             kept_in=kept_in if quantised else None,
             unpacked=sum(room.nbytes for room in parameters.shared),
