@@ -93,14 +93,14 @@ class Delta(Mixed):
     beta = Linear("b_proj", D, H, region="qkv")
     decay = Linear("a_proj", D, H, region="qkv")
     kernel = Param("conv1d.weight", C, 4, init="normal", role="weight")
-    rate = Param("A_log", H, init="zeros", role="scalar")
+    rate = Param("A_log", H, init="zeros", role="scalar", dtype="fp32")
     conv = Convolution(C, 4)
     scan = Recurrence(gated_delta_scan, (H, E, E))
 
     def mixed(self, h: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         smooth = silu(self.conv(self.qkv(h), weight_CW=self.kernel))
         q, k, v = smooth.unflatten(1, (3, self.heads, -1)).unbind(1)
-        decay = logsigmoid(self.decay(h).float()) * self.rate.float().exp()
+        decay = logsigmoid(self.decay(h).float()) * self.rate.exp()
         beta = self.beta(h).float().sigmoid()
         return self.scan(normalize(q, dim=-1), normalize(k, dim=-1), v, decay, beta).flatten(1)
 
