@@ -57,8 +57,10 @@ from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource, Source
 from surogate_core.engine.update import StepResult
+from surogate_core.plugins import load_plugins
 from surogate_core.train.drive import Ready, drive
 from surogate_core.train.loop import evaluation_due
+from surogate_core.train.lr import Schedule
 from surogate_core.train.precision import PrecisionWatch
 
 REST = 0.1
@@ -330,8 +332,9 @@ def train(
         warmup_steps=max(1, steps // 20),
         final_lr_fraction=0.1,
     )
+    schedule = Schedule.of(config, load_plugins())
     trainings = [
-        drive(config, engine, Ready([batch] for batch in of_engine), held or None)
+        drive(config, engine, Ready([batch] for batch in of_engine), held or None, schedule)
         for engine, of_engine in zip(engines, tee(batches, len(engines)), strict=True)
     ]
     for together in zip(*trainings, strict=True):

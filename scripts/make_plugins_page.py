@@ -111,6 +111,8 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   its group towards 0; the host reads no values; gradients that are not finite change nothing; the state loads into
   another optimizer bit for bit and has the stated size; bf16 masters, if supported, are rounded stochastically and
   can be replayed; training, and a bit-equal resume.
+- `schedule`: a rate for every step of short and long runs, with warm-up, cool-down and final rate; no factor above 1;
+  equal factors in any order of steps, and when it is built again.
 - `dataset`: for the format's `examples`: ids are int32 and in the vocabulary, labels are the token itself or -100,
   something is trained, equal rows give equal documents, bad rows have a reason. A run also checks the ids and labels
   of every row.

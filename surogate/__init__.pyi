@@ -73,7 +73,7 @@ def sft(
     recompute_budget: float = ...,
     optimizer: _Choice = ...,
     learning_rate: float = ...,
-    lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = ...,
+    lr_scheduler_type: str = ...,
     warmup_ratio: float = ...,
     warmup_steps: int = ...,
     cooldown_steps: int = ...,
@@ -224,7 +224,9 @@ def sft(
             recompute are dropped.
         optimizer: The optimizer and its own options.
         learning_rate: Peak learning rate.
-        lr_scheduler_type: Shape of the decay after the warm-up; wsd holds the peak until the cool-down.
+        lr_scheduler_type: Schedule of the learning rate between warm-up and cool-down: linear, cosine, wsd,
+            constant, or one of a plugin. wsd is constant until a cool-down, which has a tenth of all steps if
+            `cooldown_steps` is 0.
         warmup_ratio: Warm-up as a share of all steps; not together with `warmup_steps`.
         warmup_steps: Warm-up in optimizer steps.
         cooldown_steps: Number of last steps in which the rate falls linearly to its final value.
@@ -410,7 +412,7 @@ def pt(
     recompute_budget: float = ...,
     optimizer: _Choice = ...,
     learning_rate: float = ...,
-    lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = ...,
+    lr_scheduler_type: str = ...,
     warmup_ratio: float = ...,
     warmup_steps: int = ...,
     cooldown_steps: int = ...,
@@ -561,7 +563,9 @@ def pt(
             recompute are dropped.
         optimizer: The optimizer and its own options.
         learning_rate: Peak learning rate.
-        lr_scheduler_type: Shape of the decay after the warm-up; wsd holds the peak until the cool-down.
+        lr_scheduler_type: Schedule of the learning rate between warm-up and cool-down: linear, cosine, wsd,
+            constant, or one of a plugin. wsd is constant until a cool-down, which has a tenth of all steps if
+            `cooldown_steps` is 0.
         warmup_ratio: Warm-up as a share of all steps; not together with `warmup_steps`.
         warmup_steps: Warm-up in optimizer steps.
         cooldown_steps: Number of last steps in which the rate falls linearly to its final value.

@@ -52,6 +52,14 @@ def surogate_advantage() -> list[bundles.AdvantageSpec]:
 
 
 @hookimpl
+def surogate_schedule() -> list[bundles.ScheduleSpec]:
+    """Linear, cosine, wsd and constant."""
+    from surogate_core.train.lr import SCHEDULES
+
+    return [*SCHEDULES]
+
+
+@hookimpl
 def surogate_launcher() -> bundles.Launcher:
     """The processes of this machine."""
     from surogate_core.launch.local import LocalOptions, launch

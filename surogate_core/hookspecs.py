@@ -77,6 +77,11 @@ def surogate_optimizer() -> Offer[b.OptimizerSpec]:
 
 
 @hookspec
+def surogate_schedule() -> Offer[b.ScheduleSpec]:
+    """Schedules of the learning rate, between warm-up and cool-down."""
+
+
+@hookspec
 def surogate_offloader() -> Offer[b.OffloaderSpec]:
     """Offloaders: where tensors of a kind are kept between uses."""
 

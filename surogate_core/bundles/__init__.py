@@ -52,6 +52,7 @@ from surogate_core.bundles.rollouts import (
     RolloutSettings,
     Sampling,
 )
+from surogate_core.bundles.schedules import ScheduleContext, ScheduleSpec
 from surogate_core.bundles.tasks import (
     Evaluation,
     OnlineContext,
@@ -133,6 +134,8 @@ __all__ = [
     "RolloutEngineSpec",
     "RolloutSettings",
     "Sampling",
+    "ScheduleContext",
+    "ScheduleSpec",
     "SharedSteps",
     "Steps",
     "Stopped",
@@ -160,6 +163,7 @@ Bundle = (
     | RecipeSpec
     | WeightFormatSpec
     | OptimizerSpec
+    | ScheduleSpec
     | OffloaderSpec
     | KernelPack
     | TaskSpec
@@ -181,6 +185,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "recipe": ("surogate_recipe", RecipeSpec),
     "quant": ("surogate_weight_format", WeightFormatSpec),
     "optimizer": ("surogate_optimizer", OptimizerSpec),
+    "schedule": ("surogate_schedule", ScheduleSpec),
     "offload": ("surogate_offloader", OffloaderSpec),
     "kernels": ("surogate_kernel_pack", KernelPack),
     "task": ("surogate_task", TaskSpec),

@@ -173,11 +173,13 @@ def _checked(
     """The configuration with a number of GPUs that can be connected; raises `ConfigError` and `UserError`."""
     from surogate_core.config import sharing
     from surogate_core.run.links import check_planned
+    from surogate_core.train.lr import check_rates
 
     if cluster is not None and device.type != "cuda":
         raise UserError("num_nodes, gpus_per_node: a cluster has GPUs, and none is here. Fix: add --gpu h200")
     config = _with_number(config, device)
     sharing.check(config, registry.get("optimizer", config.optimizer.name))
+    check_rates(config, registry)
     check_planned(config, registry, near=config.gpus if cluster is None else cluster.per_node)
     if config.gpus > 1 and config.fabric.name == "copy_engines" and gpu is not None and not gpu.peers:
         message = f"copy_engines needs GPUs that can write into each other's memory, and two {gpu.title} cannot."

@@ -23,6 +23,8 @@ COMMAND_LINE = "command line"
 DATA_KEYS = ("datasets", "validation_datasets")
 SELECTIONS = ("optimizer", "recipe", "offload", "launcher", "fabric", "rollout", "environment")
 """Keys whose value is a `Selection` of the kind of the same name."""
+NAMED = {"schedule": "lr_scheduler_type"}
+"""Kind → the key whose value is the name of a bundle of that kind; flat keys alone set the bundle's options."""
 LIST_GROUPS = frozenset({"monitor"})
 """Groups of which several options are chosen at once."""
 OPTIONAL_GROUPS = frozenset({"environment"})

@@ -161,8 +161,10 @@ class RunConfig:
     """The optimizer and its own options."""
     learning_rate: Annotated[float, Interval(ge=0, le=1000)] = 2e-4
     """Peak learning rate."""
-    lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = "linear"
-    """Shape of the decay after the warm-up; wsd holds the peak until the cool-down."""
+    lr_scheduler_type: Name = "linear"
+    """Schedule of the learning rate between warm-up and cool-down: linear, cosine, wsd, constant, or one of a plugin.
+    wsd is constant until a cool-down, which has a tenth of all steps if `cooldown_steps` is 0.
+    """
     warmup_ratio: Fraction = 0.0
     """Warm-up as a share of all steps; not together with `warmup_steps`."""
     warmup_steps: Steps = 0

@@ -17,7 +17,15 @@ from surogate_core.config.checks import RULES, model_dtype
 from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.flat import FlatValues
 from surogate_core.config.model_keys import unknown_model_keys
-from surogate_core.config.names import COMMAND_LINE, LIST_GROUPS, OPTIONAL_GROUPS, SELECTIONS, unknown_key, unknown_name
+from surogate_core.config.names import (
+    COMMAND_LINE,
+    LIST_GROUPS,
+    NAMED,
+    OPTIONAL_GROUPS,
+    SELECTIONS,
+    unknown_key,
+    unknown_name,
+)
 from surogate_core.config.places import PLACES_READ, check_places, expand_home
 from surogate_core.config.schema import INSTANTIATE_KEYS, KEYS, ModelSelection, RunConfig, Selection
 from surogate_core.config.typed import Builder, split_names
@@ -74,6 +82,7 @@ def validate(
     check.flat_keys(built)
     check.weight_format(built)
     check.task_options(built)
+    check.named(built)
     check.offload(built)
     check.fabric(built)
     check.contradictions(built)
@@ -141,7 +150,8 @@ class _Validator:
 
     def value(self, hint: Any, value: Any, key: str) -> Any:
         """A value of the key's type; one that other trainers have for it is a mistake with a fix."""
-        peer = peers.of_value(key, value)
+        # Of a key that names an offer a plugin may have the other trainers' name.
+        peer = peers.of_value(key, value) if key not in NAMED.values() else None
         if peer is not None:
             self._problem(key, f"{value!r} is not known here.", peer.fix(command_line=self.where(key) == COMMAND_LINE))
             return None
@@ -461,23 +471,30 @@ class _Validator:
             self._problem(key, message, f"keep one of {', '.join([*switches, 'qlora_format'])}")
         built["weight_format"] = next(iter(asked.values()), None)
         for key, name in asked.items():
-            cls = self._weight_format_options(key, name)
+            cls = self._offered_options("quant", name, key)
             if cls is not None and name == built["weight_format"]:
                 self._own_options(cls, key, built)
 
-    def _weight_format_options(self, key: str, name: str) -> type | None:
-        offered = self.registry.bundles("quant").get(name)
+    def named(self, built: dict[str, Any]) -> None:
+        """Take the options of each bundle that a key names."""
+        for kind, key in NAMED.items():
+            if isinstance(built[key], str) and (cls := self._offered_options(kind, built[key], key)) is not None:
+                self._own_options(cls, key, built)
+
+    def _offered_options(self, kind: str, name: str, key: str) -> type | None:
+        """The options of the bundle that a key names, None for one that is not there, which is a mistake."""
+        offered = self.registry.bundles(kind).get(name)
         if offered is None:
-            names = self.registry.names("quant")
-            self.problems.append(unknown_name("quant", name, self.where(key), self.registry, names, key))
+            names = self.registry.names(kind)
+            self.problems.append(unknown_name(kind, name, self.where(key), self.registry, names, key))
             return None
-        return self._options_type("quant", name, offered.bundle.options, key)
+        return self._options_type(kind, name, offered.bundle.options, key)
 
     def flat_keys(self, built: dict[str, Any]) -> None:
         """Keep the plugins' flat keys that no chosen bundle took; some must not be set without theirs."""
         chosen = {kind: built[kind] if kind in LIST_GROUPS else [built[kind]] for kind in (*SELECTIONS, *LIST_GROUPS)}
         sound = {kind: [s.name for s in found] for kind, found in chosen.items() if None not in found}
-        sound["task"] = [built["task"]]
+        sound |= {kind: [built[key]] for kind, key in {"task": "task", **NAMED}.items()}
         self.problems += self.flat.without_use(sound)
         built["flat"] = self.flat.left()
 

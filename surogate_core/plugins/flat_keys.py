@@ -12,11 +12,22 @@ if TYPE_CHECKING:
     from surogate_core.plugins.discovery import InstalledPlugin
     from surogate_core.plugins.registry import Registry
 
-KINDS_WITH_FLAT_KEYS = ("optimizer", "recipe", "quant", "offload", "launcher", "fabric", "rollout", "monitor", "task")
+KINDS_WITH_FLAT_KEYS = (
+    "optimizer",
+    "schedule",
+    "recipe",
+    "quant",
+    "offload",
+    "launcher",
+    "fabric",
+    "rollout",
+    "monitor",
+    "task",
+)
 """Kinds whose bundle is chosen for the run as a whole; entries of `datasets` have fields instead."""
 
 
-CHOSEN_BY = {"quant": "qlora_format"}
+CHOSEN_BY = {"quant": "qlora_format", "schedule": "lr_scheduler_type"}
 """Kind → the key that chooses a bundle of it, where that is not the kind."""
 
 

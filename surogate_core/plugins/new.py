@@ -38,6 +38,12 @@ KINDS: Mapping[str, Kind] = {
         what="the weight format", file="rows", use="surogate lora=true qlora_format=@NAME@", has_option=False
     ),
     "optimizer": Kind(what="the optimizer", file="optimizer", use="surogate optimizer=@NAME@"),
+    "schedule": Kind(
+        what="the schedule of the learning rate",
+        file="schedule",
+        use="surogate lr_scheduler_type=@NAME@",
+        has_option=False,
+    ),
     "offload": Kind(what="the offloader", file="store", use="surogate offload=@NAME@"),
     "dataset": Kind(
         what="data sets of type",
@@ -76,6 +82,7 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
     values = {
         "USE": facts.use,
         "NAME": name,
+        "KEY": name.replace("-", "_"),
         "KIND": kind,
         "WHAT": facts.what,
         "FILE": facts.file,

@@ -56,6 +56,7 @@ def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
             ("model", resolved.family.name),
             ("recipe", config.recipe.name),
             ("optimizer", config.optimizer.name),
+            ("schedule", config.lr_scheduler_type),
             ("objective", config.objective) if task.objective is None else ("task", task.name),
             *([("quant", weight_format.name)] if weight_format is not None else []),
         ]

@@ -31,6 +31,7 @@ from surogate_core.run.rounding import Rounded, Roundings, rounding_of
 from surogate_core.run.task_spec import task_spec
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.drive import drive
+from surogate_core.train.lr import Schedule
 from surogate_core.train.precision import PrecisionWatch
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _train(
     watch = PrecisionWatch.of(engine)
     held: list[tuple[int, float]] = []
     losses: list[float] = []
-    for taken in drive(config, engine, task.steps(), task.evaluation()):
+    for taken in drive(config, engine, task.steps(), task.evaluation(), Schedule.of(config, registry)):
         if taken.result is not None:
             losses.append(_finite_loss(name, taken.step, taken.result, config))
             if watch is not None:

@@ -46,7 +46,7 @@ from surogate_core.run.changes import changes_note
 from surogate_core.run.experts import expert_notes
 from surogate_core.run.ranks import on_one_gpu
 from surogate_core.run.router import router_notes
-from surogate_core.run.task_spec import Surroundings, check_end, online_task, task_keys, task_spec
+from surogate_core.run.task_spec import Surroundings, check_end, online_task, option_keys, task_spec
 from surogate_core.run.token_budget import adjusted_epochs, token_budget
 from surogate_core.run.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
@@ -160,7 +160,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     recipe = resolve_recipe(config, registry, device)
     notes = [recipe.note] if recipe.note else []
     notes += [*expert_notes(config, resolved, recipe, device), *router_notes(config, resolved.model)]
-    keys = weight_format_keys(config, registry, resolved.model) | task_keys(config, registry)
+    keys = weight_format_keys(config, registry, resolved.model) | option_keys(config, registry)
     notes += no_effect_notes(config, registry, used=lambda key: key in keys)
     notes += [
         *sharing.notes(config),

@@ -66,6 +66,7 @@ from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.follow import Follower
 from surogate_core.train.loop import Loop
+from surogate_core.train.lr import Schedule, check_rates
 from surogate_core.train.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ class _Run:
             for place in places(self.config):
                 check_place(place)
             rows_of(self.config)
+            check_rates(self.config, self.registry)
         base = self._base()
         self.contents = base.contents
         self.notes += base.notes
@@ -198,6 +200,7 @@ class _Run:
             checkpoints,
             identity=identity,
             signals=self.signals,
+            schedule=Schedule.of(self.config, self.registry),
             checkpoint=checkpoint,
             gemm_flops_per_second=self.rate,
             mesh=self.mesh,

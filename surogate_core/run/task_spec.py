@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles.options import flat_marks
 from surogate_core.bundles.tasks import OnlineContext, Together
+from surogate_core.config.names import NAMED
 from surogate_core.config.schema import KEYS
 from surogate_core.config.sharing import online_problems
 from surogate_core.errors import ConfigError, Problem
@@ -31,9 +32,10 @@ def task_spec(config: RunConfig, registry: Registry) -> TaskSpec:
     return spec
 
 
-def task_keys(config: RunConfig, registry: Registry) -> frozenset[str]:
-    """The flat keys that set the task's options."""
-    return frozenset(mark.key for mark in flat_marks(task_spec(config, registry).options).values())
+def option_keys(config: RunConfig, registry: Registry) -> frozenset[str]:
+    """The flat keys that set options of the task, and of the other offers that a key names."""
+    named = [registry.get(kind, getattr(config, key)) for kind, key in {"task": "task", **NAMED}.items()]
+    return frozenset(mark.key for spec in named for mark in flat_marks(spec.options).values())
 
 
 def objective_of(config: RunConfig, registry: Registry) -> Objective:

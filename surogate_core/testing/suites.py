@@ -25,6 +25,7 @@ _MODULES = {
     "recipe": "recipes",
     "quant": "weight_formats",
     "optimizer": "optimizers",
+    "schedule": "schedules",
     "dataset": "datasets",
     "monitor": "monitors",
     "kernels": "kernels",

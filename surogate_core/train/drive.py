@@ -12,7 +12,7 @@ from surogate_core.bundles import Evaluation, Steps
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.train.loop import evaluation_due, total_steps
-from surogate_core.train.lr import rate_of
+from surogate_core.train.lr import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +50,21 @@ class Ready:
         """Nothing to continue."""
 
 
-def drive(config: RunConfig, engine: Engine, steps: Steps, evaluation: Evaluation | None) -> Iterator[Taken]:
+def drive(
+    config: RunConfig, engine: Engine, steps: Steps, evaluation: Evaluation | None, schedule: Schedule
+) -> Iterator[Taken]:
     """Train the engine on all steps that the configuration asks for, one for each item.
 
     Nothing is prefetched, saved or watched. Whether a loss is finite is the caller's to look at. With `Ready` steps
     the configuration must say `max_steps`.
     """
     total = total_steps(config, steps, done=0)
+    rate = schedule.rates(total)
     for done in range(total + 1):
         result = None
         if done:
             step = done - 1
-            result = engine.train_step(steps.next_step(), step=step, lr=rate_of(config, step, total_steps=total))
+            result = engine.train_step(steps.next_step(), step=step, lr=rate(step))
         due = evaluation is not None and evaluation_due(done, total=total, every=config.eval_steps)
         held = engine.evaluate(evaluation)[0] if due and evaluation is not None else None
         yield Taken(step=done, total=total, result=result, held=held)

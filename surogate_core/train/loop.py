@@ -35,7 +35,7 @@ from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
 from surogate_core.train.flops import Work
 from surogate_core.train.leading import Interrupted, Leader, Order
-from surogate_core.train.lr import faded, rate_of
+from surogate_core.train.lr import Schedule, faded
 from surogate_core.train.measures import Clock, Mebibytes, not_finite, peak_memory, settled_objects
 from surogate_core.train.precision import WINDOW, PrecisionWatch
 from surogate_core.train.prefetch import Batches, Made
@@ -146,11 +146,13 @@ class Loop:
         *,
         identity: Mapping[str, Any],
         signals: StopSignals,
+        schedule: Schedule,
         checkpoint: Checkpoint | None = None,
         gemm_flops_per_second: float | None = None,
         mesh: Mesh | None = None,
     ):
-        """`loader` is where `checkpoint` left it. Raises `UserError` when the checkpoint does not fit.
+        """`loader` is where `checkpoint` left it. Raises `UserError` when the checkpoint does not fit, and as
+        `Schedule.rates`.
 
         `gemm_flops_per_second`: the device's rate that `StepEnd.speed_of_light` compares with.
         """
@@ -179,6 +181,7 @@ class Loop:
             self._restore(checkpoint)
         self._keep_best()
         self.total_steps = total_steps(config, loader, done=self.state.step)
+        self._scheduled = schedule.rates(self.total_steps)
         self._sides = SideFigures.of(engine, steps=self.total_steps, every=config.log_expert_loads)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -346,7 +349,7 @@ class Loop:
         return self.config.save_steps > 0 and done % self.config.save_steps == 0
 
     def _learning_rate(self, step: int) -> float:
-        rate = self._lr_factor(step) * rate_of(self.config, step, total_steps=self.total_steps)
+        rate = self._lr_factor(step) * self._scheduled(step)
         return min(rate, torch.finfo(torch.float32).max)
 
     def _lr_factor(self, step: int) -> float:

@@ -13,6 +13,7 @@ from surogate_core.config.flat import no_effect_notes
 from surogate_core.config.resolve import load_many, load_run_config, to_dict, to_yaml
 from surogate_core.errors import PluginError, Problem
 from surogate_core.plugins import Registry, load_plugins
+from surogate_core.train.lr import Schedule
 
 Problems = Callable[..., list[Problem]]
 
@@ -151,3 +152,40 @@ def test_help_and_completion_have_the_keys(
     monkeypatch.setenv("COMP_LINE", "surogate lion_be")
     assert main(["-sc", "query=bash"]) == 0
     assert "lion_beta1=" in capsys.readouterr().out
+
+
+POWERED = """
+from dataclasses import dataclass
+from typing import Annotated
+from annotated_types import Interval
+from surogate_core import bundles, hookimpl
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    power: Annotated[float, Interval(ge=0), bundles.Flat("rex_power", needed=True)] = 1.0
+
+def build(options, context):
+    return lambda step: (1 - step / context.steps) ** options.power
+
+@hookimpl
+def surogate_schedule():
+    return bundles.ScheduleSpec(name="rex", build=build, options=Options)
+"""
+
+
+def test_a_plugins_schedule_is_chosen_with_its_options(install_plugin: Any, load: Any, problems: Any) -> None:
+    install_plugin("schedule-rex", POWERED)
+    config = load("lr_scheduler_type=rex", "rex_power=2", "learning_rate=1", "warmup_steps=0", fresh=True)
+    rate = Schedule.of(config, load_plugins()).rates(4)
+    assert [rate(step) for step in range(4)] == [1, 0.5625, 0.25, 0.0625]
+    assert to_dict(config)["rex_power"] == 2
+    assert no_effect_notes(load("rex_power=1.0", fresh=True), load_plugins(), used=lambda key: False) == []
+    (problem,) = problems("rex_power=2", fresh=True)
+    assert (problem.key, problem.fix) == ("rex_power", "lr_scheduler_type: rex")
+    (problem,) = problems("lr_scheduler_type=rax", fresh=True)
+    assert (problem.message, problem.fix) == (
+        "there is no such schedule; known: constant, cosine, linear, rex, wsd.",
+        "rex",
+    )
+    (problem,) = problems("lr_scheduler_type=rex", "rex_power=-1", fresh=True)
+    assert (problem.key, problem.message) == ("rex_power", "must be a number of at least 0; got -1.")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from surogate_core.config.schema import RunConfig
+from surogate_core.plugins import load_plugins
 from surogate_core.train.drive import Ready, drive
-from surogate_core.train.lr import rate_of
+from surogate_core.train.lr import Schedule
 
 
 class Engine:
@@ -39,16 +40,17 @@ class Steps:
 
 
 CONFIG = RunConfig(max_steps=5, eval_steps=2, warmup_steps=2, learning_rate=0.25, lr_scheduler_type="linear")
+RATES = Schedule.of(CONFIG, load_plugins())
 
 
 def test_every_step_in_order_with_the_rates_of_the_configuration() -> None:
     engine = Engine()
-    taken = list(drive(CONFIG, engine, Steps(), None))  # type: ignore[arg-type]
+    taken = list(drive(CONFIG, engine, Steps(), None, RATES))  # type: ignore[arg-type]
     assert [(t.step, t.total, t.result) for t in taken] == [
         (0, 5, None),
         *((step, 5, f"result {step - 1}") for step in range(1, 6)),
     ]
-    assert engine.calls == [(step, [step], rate_of(CONFIG, step, total_steps=5)) for step in range(5)]
+    assert engine.calls == [(step, [step], RATES.rates(5)(step)) for step in range(5)]
     assert [rate for _, _, rate in engine.calls][:2] == [0.125, 0.25]
     assert all(t.held is None for t in taken)
 
@@ -56,17 +58,17 @@ def test_every_step_in_order_with_the_rates_of_the_configuration() -> None:
 @pytest.mark.parametrize(("every", "at"), [(2, [0, 2, 4, 5]), (0, [0, 5]), (1, [0, 1, 2, 3, 4, 5])])
 def test_evaluations_are_those_of_a_run(every: int, at: list[int]) -> None:
     config = replace(CONFIG, eval_steps=every)
-    taken = list(drive(config, Engine(), Steps(), ["held out"]))  # type: ignore[arg-type]
+    taken = list(drive(config, Engine(), Steps(), ["held out"], RATES))  # type: ignore[arg-type]
     assert [t.step for t in taken if t.held is not None] == at
 
 
 def test_epochs_decide_where_no_steps_are_named() -> None:
     config = replace(CONFIG, max_steps=-1, num_epochs=2.0)
-    assert [t.total for t in drive(config, Engine(), Steps(), None)][-1] == 5  # type: ignore[arg-type]
+    assert [t.total for t in drive(config, Engine(), Steps(), None, RATES)][-1] == 5  # type: ignore[arg-type]
 
 
 def test_ready_micro_batches_are_steps() -> None:
     engine = Engine()
     config = replace(CONFIG, max_steps=2)
-    assert [t.step for t in drive(config, engine, Ready([["a"], ["b"]]), None)] == [0, 1, 2]  # type: ignore[arg-type,list-item]
+    assert [t.step for t in drive(config, engine, Ready([["a"], ["b"]]), None, RATES)] == [0, 1, 2]  # type: ignore[arg-type,list-item]
     assert [batches for _, batches, _ in engine.calls] == [["a"], ["b"]]

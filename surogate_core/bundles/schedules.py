@@ -1,0 +1,45 @@
+"""Schedules of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.bundles.options import NoOptions, options_from_flat
+
+if TYPE_CHECKING:
+    from surogate_core.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleContext:
+    """The run for which a schedule is built."""
+
+    steps: int
+    """Optimizer steps from the end of the warm-up to the end of the run, at least 1; those of a cool-down are among
+    them."""
+    warmup: int
+    """Optimizer steps of the warm-up before them; 0 if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """A schedule: the shape of the learning rate between warm-up and cool-down, which the core adds to every one."""
+
+    name: str
+    """The value of the key `lr_scheduler_type`."""
+    build: Callable[[Any, ScheduleContext], Callable[[int], float]]
+    """(options, context) → (step → factor). Step 0 is the first after the warm-up, `context.steps` - 1 the run's last.
+    A factor is finite and not negative, and depends on the step alone: a run that resumes asks for any step first."""
+    options: type = NoOptions
+    """Dataclass of its own options; every field has a default. Flat keys set them."""
+    falls: bool = True
+    """Whether factor 0 is the final rate, learning_rate · `final_lr_fraction`: the rate is final + (learning_rate -
+    final) · factor. Otherwise it is learning_rate · factor, and only a cool-down reaches the final rate."""
+    cooldown: float = 0.0
+    """Share of all steps of the run for the cool-down, rounded up, if `cooldown_steps` is 0."""
+
+    def options_of(self, config: RunConfig) -> Any:
+        """The options, which flat keys of the configuration set."""
+        return options_from_flat(self.options, config.flat)
