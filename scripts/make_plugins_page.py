@@ -129,8 +129,8 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   each micro-step too; its options are prepared as in a run; its stores report what they hold on device, host and
   disk, and after a step no tensor of a kind that it moves is on the device; the two tensors that it allocates are
   zeros and share their memory.
-- `objective`: one fp32 loss per token, and its gradient, 0 where the label is -100; a token's loss does not depend on
-  the other tokens; training, whole and in chunks.
+- `objective`: built again it gives the same bits; one fp32 loss per token, and its gradient, 0 where the label is
+  -100; a token's loss does not depend on the other tokens; training, whole and in chunks.
 - `task`: equal data give equal micro-batches; a stream that loads a state goes on with the same micro-batches, after
   any step; it refuses the state of other data; every micro-batch has the shapes of the sample; every pass over the
   held-out rows is the same.

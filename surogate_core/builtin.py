@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def surogate_objective() -> bundles.Objective:
+def surogate_objective() -> bundles.ObjectiveSpec:
     """Next-token cross-entropy."""
+    return bundles.ObjectiveSpec(name="cross_entropy", build=_cross_entropy_objective)
+
+
+def _cross_entropy_objective(options: bundles.NoOptions) -> bundles.Objective:
     return bundles.Objective(name="cross_entropy", token_loss=_cross_entropy)
 
 

@@ -39,7 +39,7 @@ def surogate_model_family() -> Offer[b.ModelFamily]:
 
 
 @hookspec
-def surogate_objective() -> Offer[b.Objective]:
+def surogate_objective() -> Offer[b.ObjectiveSpec]:
     """Objectives: the per-token loss of a task."""
 
 

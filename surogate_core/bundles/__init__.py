@@ -32,7 +32,7 @@ from surogate_core.bundles.kernels import Kernel, KernelPack
 from surogate_core.bundles.launchers import Job, Launcher
 from surogate_core.bundles.models import ModelFamily
 from surogate_core.bundles.monitors import Monitor, MonitorSpec
-from surogate_core.bundles.objectives import Objective
+from surogate_core.bundles.objectives import Objective, ObjectiveSpec
 from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
 from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.bundles.options import Code, Flat, NoOptions
@@ -110,6 +110,7 @@ __all__ = [
     "MonitorSpec",
     "NoOptions",
     "Objective",
+    "ObjectiveSpec",
     "OffloaderSpec",
     "OnChosen",
     "OnToken",
@@ -158,7 +159,7 @@ __all__ = [
 
 Bundle = (
     ModelFamily
-    | Objective
+    | ObjectiveSpec
     | DatasetFormat
     | RecipeSpec
     | WeightFormatSpec
@@ -180,7 +181,7 @@ Bundle = (
 
 KINDS: Mapping[str, tuple[str, type]] = {
     "model": ("surogate_model_family", ModelFamily),
-    "objective": ("surogate_objective", Objective),
+    "objective": ("surogate_objective", ObjectiveSpec),
     "dataset": ("surogate_dataset", DatasetFormat),
     "recipe": ("surogate_recipe", RecipeSpec),
     "quant": ("surogate_weight_format", WeightFormatSpec),

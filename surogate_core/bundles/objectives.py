@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from surogate_core.bundles.options import NoOptions, options_from_flat
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from surogate_core.config.schema import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +19,7 @@ class Objective:
     """A task's loss, per token; the engine chunks it over tokens and divides the sum by the step's divisor."""
 
     name: str
-    """The value of the key `objective`."""
+    """Name of the objective in events and messages: that of its `ObjectiveSpec`, or of the task that has it."""
     token_loss: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
     """(logits_NV in compute dtype, labels_N int64, columns) → loss_N fp32; 0 where the label is -100.
     Traced: plain torch ops only, differentiable in the logits. A token's loss depends on its own row only."""
@@ -83,3 +87,19 @@ class Objective:
             elif count := values[self.counts[name]]:
                 found[name] = value / count
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSpec:
+    """An objective, for the tasks that have none of their own."""
+
+    name: str
+    """The value of the key `objective`."""
+    build: Callable[[Any], Objective]
+    """Options → the objective, of the same name. Equal options give an equal loss."""
+    options: type = NoOptions
+    """Dataclass of its own options; every field has a default. Flat keys set them."""
+
+    def options_of(self, config: RunConfig) -> Any:
+        """The options, which flat keys of the configuration set."""
+        return options_from_flat(self.options, config.flat)

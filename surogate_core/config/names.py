@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core.bundles.options import field_types
+from surogate_core.bundles.tasks import TaskSpec
 from surogate_core.config import peers, planned, schema
 from surogate_core.config.choices import default_groups
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
@@ -23,7 +24,7 @@ COMMAND_LINE = "command line"
 DATA_KEYS = ("datasets", "validation_datasets")
 SELECTIONS = ("optimizer", "recipe", "offload", "launcher", "fabric", "rollout", "environment")
 """Keys whose value is a `Selection` of the kind of the same name."""
-NAMED = {"schedule": "lr_scheduler_type"}
+NAMED = {"objective": "objective", "schedule": "lr_scheduler_type"}
 """Kind → the key whose value is the name of a bundle of that kind; flat keys alone set the bundle's options."""
 LIST_GROUPS = frozenset({"monitor"})
 """Groups of which several options are chosen at once."""
@@ -41,6 +42,12 @@ def flat_keys(registry: Registry) -> Mapping[str, FlatKey]:
             f"Fix: update {setting.plugin.distribution}, or leave it out with plugins.block=[{setting.plugin.name}]."
         )
     return found
+
+
+def named_for(task: TaskSpec | None) -> dict[str, str]:
+    """`NAMED`, of what is chosen for a task: one with an objective of its own chooses no other."""
+    own = task is not None and task.objective is not None
+    return {kind: key for kind, key in NAMED.items() if kind != "objective" or not own}
 
 
 def unknown_key(

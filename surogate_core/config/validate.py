@@ -23,6 +23,7 @@ from surogate_core.config.names import (
     NAMED,
     OPTIONAL_GROUPS,
     SELECTIONS,
+    named_for,
     unknown_key,
     unknown_name,
 )
@@ -327,7 +328,8 @@ class _Validator:
             able = " or ".join(other.name for other in same if other.adapters)
             message = f"must be false in task {name}, which trains every weight."
             self._problem("lora", message, f"lora: false, or task {able}" if able else "lora: false")
-        self._objective(spec, built["objective"])
+        if spec.objective is not None and (chosen := built["objective"]) != RunConfig().objective:
+            self._problem("objective", f"is {chosen}, and task {name} has an objective of its own.", "remove it")
         if spec.online is not None and isinstance(built["gpus"], int):
             for problem in sharing.online_problems(name, built):
                 self._problem(problem.key, problem.message, problem.fix)
@@ -348,24 +350,22 @@ class _Validator:
                     self._problem(key, f"task {name} reads no data set.", fix)
                 built[key] = []
 
-    def _objective(self, spec: TaskSpec, name: Any) -> None:
-        names = self.registry.names("objective")
-        if spec.objective is None and isinstance(name, str) and name not in names:
-            self.problems.append(unknown_name("objective", name, self.where("objective"), self.registry, names))
-        elif spec.objective is not None and name != RunConfig().objective:
-            self._problem("objective", f"is {name}, and task {spec.name} has an objective of its own.", "remove it")
-
     def task_options(self, built: dict[str, Any]) -> None:
         """Take the options of the chosen task, which only flat keys set."""
-        offered = self.registry.bundles("task").get(built["task"]) if isinstance(built["task"], str) else None
-        cls = None if offered is None else self._options_type("task", built["task"], offered.bundle.options, "task")
+        spec = self._task(built)
+        cls = None if spec is None else self._options_type("task", spec.name, spec.options, "task")
         if cls is None:
             return
         self._own_options(cls, "task", built)
-        assert offered is not None
-        for key, example in offered.bundle.needs.items():
+        assert spec is not None
+        for key, example in spec.needs.items():
             if built["flat"].get(key) is None and not any(p.key == key for p in self.problems):
                 self._problem(key, f"is not set, and task {built['task']} needs it.", f"{key}={example}")
+
+    def _task(self, built: Mapping[str, Any]) -> TaskSpec | None:
+        """The chosen task; None if no plugin offers it, which is a mistake elsewhere."""
+        offered = self.registry.bundles("task").get(built["task"]) if isinstance(built["task"], str) else None
+        return None if offered is None else offered.bundle
 
     def task_check(self, config: RunConfig) -> None:
         """Ask the chosen task what is wrong with a configuration."""
@@ -477,7 +477,7 @@ class _Validator:
 
     def named(self, built: dict[str, Any]) -> None:
         """Take the options of each bundle that a key names."""
-        for kind, key in NAMED.items():
+        for kind, key in named_for(self._task(built)).items():
             if isinstance(built[key], str) and (cls := self._offered_options(kind, built[key], key)) is not None:
                 self._own_options(cls, key, built)
 
@@ -494,7 +494,8 @@ class _Validator:
         """Keep the plugins' flat keys that no chosen bundle took; some must not be set without theirs."""
         chosen = {kind: built[kind] if kind in LIST_GROUPS else [built[kind]] for kind in (*SELECTIONS, *LIST_GROUPS)}
         sound = {kind: [s.name for s in found] for kind, found in chosen.items() if None not in found}
-        sound |= {kind: [built[key]] for kind, key in {"task": "task", **NAMED}.items()}
+        sound |= {kind: [] for kind in NAMED} | {"task": [built["task"]]}
+        sound |= {kind: [built[key]] for kind, key in named_for(self._task(built)).items()}
         self.problems += self.flat.without_use(sound)
         built["flat"] = self.flat.left()
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 KINDS_WITH_FLAT_KEYS = (
+    "objective",
     "optimizer",
     "schedule",
     "recipe",

@@ -11,7 +11,7 @@ from surogate_core.bundles.options import essential_values
 from surogate_core.config.schema import RunConfig
 from surogate_core.run.assemble import ResolvedModel, weight_format_options, weight_format_spec
 from surogate_core.run.changes import recorded
-from surogate_core.run.task_spec import objective_of, task_spec
+from surogate_core.run.task_spec import named_offers, objective_of, task_spec
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -33,7 +33,9 @@ def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
     }
     if config.master_dtype == "bf16":
         essential["master_dtype"] = config.master_dtype
-    essential |= essential_values(config.recipe.options) | essential_values(task.options_of(config))
+    essential |= essential_values(config.recipe.options)
+    for offer in named_offers(config, registry):
+        essential |= essential_values(offer.options_of(config))
     if weight_format is not None:
         essential["weight_format"] = weight_format.name
         essential |= essential_values(weight_format_options(config, weight_format))

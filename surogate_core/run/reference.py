@@ -24,7 +24,7 @@ from surogate_core.data.referenced import ReferencedTask, References
 from surogate_core.events import Progress
 from surogate_core.files import atomic
 from surogate_core.files.paths import cache_root
-from surogate_core.run.task_spec import task_spec
+from surogate_core.run.task_spec import named_offers
 from surogate_core.train.loop import most_steps
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def policy_of(
 
     `identity`: the ``essential`` facts of `identity_of`. `files`: digests of the base's weight files.
     """
-    of_training = {"objective", "optimizer", *essential_values(task_spec(config, registry).options_of(config))}
+    options = (offer.options_of(config) for offer in named_offers(config, registry))
+    of_training = {"objective", "optimizer"}.union(*map(essential_values, options))
     return {**{key: value for key, value in identity.items() if key not in of_training}, "files": dict(files)}
 
 

@@ -155,11 +155,7 @@ class _Run:
 
     def _phases(self) -> int:
         if self.outputs is not None:
-            # Everything that can be refused is refused before any long work.
-            for place in places(self.config):
-                check_place(place)
-            rows_of(self.config)
-            check_rates(self.config, self.registry)
+            self._check()
         base = self._base()
         self.contents = base.contents
         self.notes += base.notes
@@ -217,6 +213,13 @@ class _Run:
         return self.signals.exit_code
 
     # --------------------------------------------------------------------------- phases
+
+    def _check(self) -> None:
+        """Refuse everything that can be refused, before any long work."""
+        for place in places(self.config):
+            check_place(place)
+        rows_of(self.config)
+        check_rates(self.config, self.registry)
 
     def _base(self) -> Base:
         """The base model, which rank 0 fetches first; the other ranks take the same commit of it."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles.options import flat_marks
 from surogate_core.bundles.tasks import OnlineContext, Together
-from surogate_core.config.names import NAMED
+from surogate_core.config.names import named_for
 from surogate_core.config.schema import KEYS
 from surogate_core.config.sharing import online_problems
 from surogate_core.errors import ConfigError, Problem
@@ -18,7 +18,7 @@ from surogate_core.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_core.bundles import Objective, Steps, Task, TaskSpec
+    from surogate_core.bundles import Objective, ObjectiveSpec, ScheduleSpec, Steps, Task, TaskSpec
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
     from surogate_core.events import Event
@@ -32,10 +32,15 @@ def task_spec(config: RunConfig, registry: Registry) -> TaskSpec:
     return spec
 
 
+def named_offers(config: RunConfig, registry: Registry) -> list[TaskSpec | ObjectiveSpec | ScheduleSpec]:
+    """The task, and the other offers that a key of the configuration names."""
+    task = task_spec(config, registry)
+    return [task, *(registry.get(kind, getattr(config, key)) for kind, key in named_for(task).items())]
+
+
 def option_keys(config: RunConfig, registry: Registry) -> frozenset[str]:
     """The flat keys that set options of the task, and of the other offers that a key names."""
-    named = [registry.get(kind, getattr(config, key)) for kind, key in {"task": "task", **NAMED}.items()]
-    return frozenset(mark.key for spec in named for mark in flat_marks(spec.options).values())
+    return frozenset(mark.key for spec in named_offers(config, registry) for mark in flat_marks(spec.options).values())
 
 
 def objective_of(config: RunConfig, registry: Registry) -> Objective:
@@ -43,8 +48,8 @@ def objective_of(config: RunConfig, registry: Registry) -> Objective:
     spec = task_spec(config, registry)
     if spec.objective is not None:
         return spec.objective(spec.options_of(config))
-    chosen: Objective = registry.get("objective", config.objective)
-    return chosen
+    chosen: ObjectiveSpec = registry.get("objective", config.objective)
+    return chosen.build(chosen.options_of(config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

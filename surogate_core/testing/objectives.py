@@ -6,13 +6,15 @@ Shape suffixes: N tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 
 import torch
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Objective
+from surogate_core.bundles import Objective, ObjectiveSpec
 from surogate_core.testing import tiny
 from surogate_core.testing.check import ensure
 
@@ -106,7 +108,25 @@ def trains(objective: Objective) -> None:
         ensure(losses[-1] < losses[0], f"the loss does not fall: {losses}")
 
 
-CHECKS = (
+def is_built_from_its_options(spec: ObjectiveSpec) -> None:
+    """The objective has the spec's name, and the same loss to the bit when it is built again: resumed runs do so."""
+    first, second = spec.build(spec.options()), spec.build(spec.options())
+    ensure(first.name == spec.name, f"the objective that it builds is named {first.name}, not {spec.name}")
+    ensure((first.columns, first.figures) == (second.columns, second.figures), "built again it has other columns")
+    logits_NV, labels_N, columns = _case(first, torch.float32)
+    one_N, other_N = (made.token_loss(logits_NV, labels_N, columns) for made in (first, second))
+    ensure(torch.equal(one_N, other_N), "built again it gives another loss")
+
+
+def _of_default_options(check: Callable[[Objective], None]) -> Callable[[ObjectiveSpec], None]:
+    @wraps(check)
+    def of_spec(spec: ObjectiveSpec) -> None:
+        check(spec.build(spec.options()))
+
+    return of_spec
+
+
+OF_OBJECTIVES = (
     gives_a_loss_for_each_token,
     is_differentiable,
     does_not_look_at_other_tokens,
@@ -114,3 +134,6 @@ CHECKS = (
     reports_its_figures,
     trains,
 )
+"""Checks of any objective, also of one that a task has."""
+CHECKS = (is_built_from_its_options, *map(_of_default_options, OF_OBJECTIVES))
+"""Checks of what the hook offers."""

@@ -105,7 +105,7 @@ Problems = Callable[..., list[Problem]]
         (["hydra.callbacks.x=1"], "hydra.callbacks.x", "only hydra.sweep", ""),
         (["hydra.searchpath=[file:///x]"], "hydra.searchpath", "there is no directory /x.", ""),
         (["output_dir=${nothing}"], "output_dir", "nothing", ""),
-        (["objective=cros_entropy"], "objective=cros_entropy", "no such objective", "cross_entropy"),
+        (["objective=cros_entropy"], "objective", "no such objective", "cross_entropy"),
         (["datasets=[]"], "datasets", "no training data", ""),
         (["datasets=3"], "datasets", "a list of paths", ""),
         (["datasets=[3]"], "datasets.0", "a path, or a mapping with `path`", ""),

@@ -209,9 +209,10 @@ def test_hook_examples_train_together(shell):
     rows = "".join(f'{{"prompt": "{n} and two is", "answer": "{n + 2}"}}\n{{"prompt": 1}}\n' for n in range(40))
     (shell.work / "pairs.jsonl").write_text(rows, encoding="utf-8")
     printed = shell.run(
-        "surogate reseeded model.name=pairs model.preset=tiny objective=z_loss recipe=rounded recipe.activations=false "
-        "optimizer=sign_sgd lr_scheduler_type=inverse_root inverse_root_timescale=2 offload=simple_host launcher=polite fabric=through_store monitor=[console,jsonl,target] "
-        "monitor.target.loss=100 "
+        "surogate reseeded model.name=pairs model.preset=tiny objective=z_loss z_loss_factor=1e-3 "
+        "recipe=rounded recipe.activations=false optimizer=sign_sgd offload=simple_host launcher=polite "
+        "lr_scheduler_type=inverse_root inverse_root_timescale=2 fabric=through_store "
+        "monitor=[console,jsonl,target] monitor.target.loss=100 "
         "'datasets=[{path: pairs.jsonl, type: pair}]' max_steps=3 warmup_steps=0 sequence_len=32 eval_steps=0 "
         "lora=true qlora_format=int8_rows tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer output_dir=out "
         "reseeded_order=2"

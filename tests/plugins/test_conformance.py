@@ -87,6 +87,7 @@ def test_the_core_conforms() -> None:
         "rollout native",
     }
     fabrics = {f"fabric {spec.name}" for spec in FABRICS}
+    subjects |= {f"schedule {name}" for name in ("linear", "cosine", "wsd", "constant")}
     subjects |= {f"advantage {name}" for name in ("group", "mean", "batch", "rloo", "maxrl", "opo")}
     subjects |= {f"tool_parser {name}" for name in ("hermes", "qwen3-coder", "llama3", "mistral")}
     assert {c.subject for c in found} == subjects | fabrics
