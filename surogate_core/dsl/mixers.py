@@ -278,6 +278,8 @@ class Calls:
     def __init__(self, block: Block, how: Mixing | None):
         self.block, self.how = block, how
         self.counts = [0] * len(block._mixers)
+        self.reads_borders = False
+        """Whether the block looks at other positions in a way of its own."""
 
     def begin(self, number: int) -> tuple[Spec, Mixing]:
         """(declaration, how rows see each other) of a mixer that is called."""
@@ -290,31 +292,41 @@ class Calls:
         return self.block.mixer_specs()[number], self.how
 
     def finish(self) -> None:
-        """Refuse mixers that were not called once: each has one cache."""
+        """Refuse mixers that were not called once: each has one cache. A block that reads the borders itself may leave
+        those of its base class out.
+        """
         for mixer, count in zip(self.block._mixers, self.counts, strict=True):
-            if count != 1:
+            if count > 1 or not (count or self.reads_borders):
                 raise PluginError(
                     f"{_name_of(type(self.block))}: forward calls {mixer.name} {count} times, and a mixer is called "
                     f"once. Fix: declare one for each call, which has a cache of its own, and none that is not called"
                 )
 
 
-class _Hidden(dict[str, Tensor]):
-    """The tables of a block that cannot read the borders of documents."""
+class _Tables(dict[str, Tensor]):
+    """The tables as a block reads them. `where` it cannot read the documents' borders, if not empty."""
 
-    def __init__(self, tables: Mapping[str, Tensor], block: type, where: str, mixers: Sequence[Mixer]):
+    def __init__(self, tables: Mapping[str, Tensor], calls: Calls, where: str):
         super().__init__({name: table for name, table in tables.items() if name != BORDERS})
-        self.block, self.where, self.mixers = block, where, mixers
+        self.borders, self.calls, self.where = tables.get(BORDERS), calls, where
 
     def __missing__(self, name: str) -> Tensor:
-        if name != BORDERS:
+        if name != BORDERS or self.borders is None:
             raise KeyError(name)
-        declared = ", ".join(mixer.name for mixer in self.mixers) or "none"
-        raise UserError(
-            f"{_name_of(self.block)} reads {BORDERS} itself, and {self.where} it cannot: what it needs of other "
-            f"positions is not declared (declared mixers: {declared}). Fix: use an Attention, Recurrence or "
-            f"Convolution that is declared in the class"
-        )
+        if self.where:
+            block = self.calls.block
+            declared = ", ".join(mixer.name for mixer in block._mixers) or "none"
+            raise UserError(
+                f"{_name_of(type(block))} reads {BORDERS} itself, and {self.where} it cannot: what it needs of other "
+                f"positions is not declared (declared mixers: {declared}). Fix: use an Attention, Recurrence or "
+                f"Convolution that is declared in the class"
+            )
+        self.calls.reads_borders = True
+        return self.borders
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any mapping; the borders count as read."""
+        return self[name] if name == BORDERS else super().get(name, default)
 
 
 def begin(block: Block, tables: Mapping[str, Tensor]) -> tuple[Calls, Mapping[str, Tensor]]:
@@ -323,9 +335,8 @@ def begin(block: Block, tables: Mapping[str, Tensor]) -> tuple[Calls, Mapping[st
     if how is None:
         how = Packed(tables.get(BORDERS), block.max_seqlen)
         where = "where GPUs share a row" if ranks_sharing_rows() else ""
-    if where := where or how.hides_borders:
-        tables = _Hidden(tables, type(block), where, block._mixers)
-    return Calls(block, how), tables
+    calls = Calls(block, how)
+    return calls, _Tables(tables, calls, where or how.hides_borders)
 
 
 def declared_in(cls: type) -> tuple[Mixer, ...]:

@@ -15,6 +15,7 @@ from surogate_core.dsl.mixers import KeyValues
 from surogate_core.errors import PluginError, UserError
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
+from surogate_core.kernels import ops
 from surogate_core.testing import tiny
 
 torch.set_num_threads(1)
@@ -84,6 +85,17 @@ def test_a_mixer_outside_of_outputs_is_an_error() -> None:
         block.attend(*(torch.zeros(3, 4, 8),) * 3)
 
 
+class Own(tiny.TinyBlock):
+    """Attends by the op, and leaves the mixer of its base class out."""
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        h = ops.rms_norm(x, self.norm, self.eps)
+        q, k, v = (product(h).unflatten(1, (self.heads, -1)) for product in (self.q, self.k, self.v))
+        x = x + self.o(ops.attention(q, k, v, tables["cu_seqlens"], self.max_seqlen, 0.35).flatten(1))
+        h = ops.rms_norm(x, self.norm, self.eps)
+        return x + self.down(ops.swiglu(self.gate(h), self.up(h)))
+
+
 class Bordered(tiny.TinyBlock):
     """A mean over the document that the block computes itself."""
 
@@ -94,13 +106,16 @@ class Bordered(tiny.TinyBlock):
         return super().forward(x + (seen / seen.sum(1, keepdim=True)).to(x.dtype) @ x, tables)
 
 
-def test_a_block_that_reads_borders_trains_and_does_not_generate() -> None:
-    made = tiny.engine(config=tiny.CONFIG, build=model_of(Bordered))
+@pytest.mark.parametrize("block", [Bordered, Own])
+def test_a_block_that_reads_borders_trains_and_does_not_generate(block: type) -> None:
+    made = tiny.engine(config=tiny.CONFIG, build=model_of(block))
     losses = tiny.train(made, 3, lr=0.1, same=True)
     assert losses[-1] < losses[0]
     native = NativeEngine(Weights.of(made), RolloutSettings(slots=1, context=32))
     asked = Request(prompt=(1, 2, 3), max_new_tokens=2, sampling=Sampling(temperature=0))
-    with pytest.raises(UserError, match=r"Bordered reads cu_seqlens itself, and in generation it cannot: .*: attend\)"):
+    with pytest.raises(
+        UserError, match=rf"{block.__name__} reads cu_seqlens itself, and in generation it cannot: .*: attend\)"
+    ):
         native.generate([asked])
 
 
