@@ -136,3 +136,19 @@ def test_the_cache_is_sized_by_the_declarations() -> None:
     cache = Cache(mixers, slots=2, context=1024, dtype=torch.float32, device=torch.device("cpu"))
     tensors = [t for one in cache.layers for kept in one for t in (*kept.now, *kept.behind)]
     assert sum(t.nbytes for t in tensors) == 3 * Cache.slot_bytes(mixers, 1024, torch.float32)
+
+
+@pytest.mark.slow
+def test_compiled_steps_have_the_log_probabilities_of_the_forward() -> None:
+    """More than COMPILED_ROWS rows, so that a layer is one program with ops that stand for its mixers."""
+    made = hybrid_family.engine(tokens=LONG, max_seqlen=LONG, borders=8, compiler="inductor")
+    native = NativeEngine(Weights.of(made), RolloutSettings(slots=32, context=128), stepped=True)
+    asked = [
+        Request(prompt=tuple(ids), max_new_tokens=6, number=n, sampling=Sampling(temperature=0))
+        for n, ids in enumerate(tiny.documents((3,) * 20, seed=9))
+    ]
+    for request, done in zip(asked, native.generate(asked), strict=True):
+        own = logprobs(made, [*request.prompt, *done.ids])
+        expected = [own[len(request.prompt) - 1 + i, token].item() for i, token in enumerate(done.ids)]
+        assert list(done.logprobs) == pytest.approx(expected, abs=2e-5)
+    assert len(native.weights.compiled) == 3
