@@ -144,6 +144,7 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   is never exit code 0.
 - `fabric`: two processes that it connects, on GPUs if there are two, exchange, gather, add and compare with the bits of
   ranks in one process, for one element and many, for parts of unequal and no length, and in replays of a CUDA graph.
+  With `unequal=True`, two of them also exchange different lengths.
   With `groups=True`, four processes do the same in groups of two and of four neighbouring ranks, at different times;
   where there are only two or three GPUs, and the fabric needs some, in one group of two.
 
