@@ -84,12 +84,14 @@ class FlatGroups:
             self._add_group(f"decayed{kind}", [s for s in found if s.decayed], weight_decay, axis)
             self._add_group(f"undecayed{kind}", [s for s in found if not s.decayed], 0.0, axis)
 
-    def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float, axis: AxisName) -> None:
-        if not members:
-            return
-        self._numbers[name] = len(self._numbers)
-        # Adapters and base weights may be computed in different dtypes, and a compute copy is
-        # one cast of a contiguous range: members are ordered by dtype.
+    def _layout(
+        self, members: list[TensorSpec]
+    ) -> tuple[list[TensorSpec], dict[str, tuple[int, tuple[int, ...]]], dict[torch.dtype, tuple[int, int]], int]:
+        """(members in their order, name → offset and shape, compute dtype → range, elements) of a group.
+
+        Adapters and base weights may be computed in different dtypes, and a compute copy is one cast of a contiguous
+        range: members are ordered by dtype.
+        """
         members = sorted(members, key=lambda s: str(self._compute_dtype(s)))
         shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
         ranges: dict[torch.dtype, tuple[int, int]] = {}
@@ -100,6 +102,13 @@ class FlatGroups:
             shapes[spec.hf_name] = (size, spec.shape)
             size += -(-math.prod(spec.shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
             ranges[dtype] = (start, size)
+        return members, shapes, ranges, size
+
+    def _add_group(self, name: str, members: list[TensorSpec], weight_decay: float, axis: AxisName) -> None:
+        if not members:
+            return
+        self._numbers[name] = len(self._numbers)
+        members, shapes, ranges, size = self._layout(members)
         if name == "decayed" and self._sharing is not None and self._sharing.axes.shards:
             self._add_sharded(name, members, shapes, size, weight_decay)
             return
