@@ -25,7 +25,11 @@ def make(rows: int, runs: int, width: int, dtype: torch.dtype = torch.float64) -
     return [*(t.to(dtype) for t in tensors), random(runs, width - 1, CHANNELS, seed=3, dtype=dtype).to(wide)]
 
 
-def run(x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, borders: Tensor | None) -> list[Tensor]:
+def run(borders: Tensor | None, *tensors: Tensor | None) -> list[Tensor]:
+    """(y, states behind the runs) of x, weight, bias and the states before the runs."""
+    x, weight, bias, initial = tensors
+    assert x is not None
+    assert weight is not None
     given = None if initial is None else [initial]
     y, (last,) = causal_convolution_scan(x, borders=borders, initial=given, weight_CW=weight, bias_C=bias)
     return [y, last]
@@ -42,7 +46,7 @@ def test_values_and_gradients_are_those_of_the_definition(width: int) -> None:
     for layout in (torch.clone, strided):
         leaves = [layout(t).requires_grad_() for t in make(sum(LENGTHS), len(LENGTHS), width)]
         x, weight, bias, initial = leaves
-        found, expected = run(*leaves, borders=borders), op_cases.causal_convolution(x, weight, bias, borders, initial)
+        found, expected = run(borders, *leaves), op_cases.causal_convolution(x, weight, bias, borders, initial)
         torch.testing.assert_close(found, list(expected), rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(gradients(found, leaves), gradients(list(expected), leaves), rtol=1e-12, atol=1e-12)
 
@@ -50,17 +54,17 @@ def test_values_and_gradients_are_those_of_the_definition(width: int) -> None:
 def test_without_bias_states_and_finals() -> None:
     borders = borders_of(LENGTHS)
     x, weight, bias, initial = make(sum(LENGTHS), len(LENGTHS), 4)
-    y, last = run(x, weight, None, None, borders)
-    zeros = run(x, weight, torch.zeros_like(bias), torch.zeros_like(initial), borders)
+    y, last = run(borders, x, weight, None, None)
+    zeros = run(borders, x, weight, torch.zeros_like(bias), torch.zeros_like(initial))
     assert torch.equal(y, zeros[0])
     assert torch.equal(last, zeros[1])
     leaves = [t.requires_grad_() for t in (x, weight)]
     y, (none,) = causal_convolution_scan(x, borders=borders, finals=False, weight_CW=weight)
     assert none.shape == (0, 3, CHANNELS)
-    first, second = gradients([y], leaves), gradients(run(x, weight, None, None, borders)[:1], leaves)
+    first, second = gradients([y], leaves), gradients(run(borders, x, weight, None, None)[:1], leaves)
     assert all(map(torch.equal, first, second))
     # A gradient of the states alone is that of copies.
-    (dx,) = torch.autograd.grad(run(x, weight, None, None, borders)[1].sum(), x)
+    (dx,) = torch.autograd.grad(run(borders, x, weight, None, None)[1].sum(), x)
     assert dx.sum() == last.ne(0).sum()
 
 
@@ -69,7 +73,7 @@ def test_narrow_dtypes_are_summed_wide_and_rounded_once(dtype: torch.dtype) -> N
     borders = borders_of(LENGTHS)
     leaves = [t.requires_grad_() for t in make(sum(LENGTHS), len(LENGTHS), 4, dtype)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    found, exact = run(*leaves, borders=borders), run(*wide, borders=borders)
+    found, exact = run(borders, *leaves), run(borders, *wide)
     assert [t.dtype for t in found] == [dtype, torch.float32]
     assert torch.equal(found[1].double(), exact[1])
     dys = [random(*y.shape, seed=70 + n).to(y.dtype) for n, y in enumerate(found)]
@@ -85,12 +89,12 @@ def test_a_run_has_its_bits_wherever_it_is(dtype: torch.dtype) -> None:
     borders = borders_of(LENGTHS)
     leaves = [t.requires_grad_() for t in make(sum(LENGTHS), len(LENGTHS), 4, dtype)]
     x, weight, bias, initial = leaves
-    found = run(*leaves, borders=borders)
+    found = run(borders, *leaves)
     dx, *_, dinitial = gradients(found, leaves)
     dys = [random(*t.shape, seed=70 + n).to(t.dtype) for n, t in enumerate(found)]
     for number, (start, stop) in enumerate(pairwise(borders.tolist())):
         own = [x[start:stop].detach().requires_grad_(), initial[number : number + 1].detach().requires_grad_()]
-        y, last = run(own[0], weight, bias, own[1], borders_of((stop - start,)))
+        y, last = run(borders_of((stop - start,)), own[0], weight, bias, own[1])
         assert torch.equal(y, found[0][start:stop])
         assert torch.equal(last[0], found[1][number])
         alone = torch.autograd.grad([y, last], own, [dys[0][start:stop], dys[1][number : number + 1]])
@@ -100,10 +104,10 @@ def test_a_run_has_its_bits_wherever_it_is(dtype: torch.dtype) -> None:
 
 def test_neighbours_do_not_exist_for_a_run() -> None:
     x, weight, bias, _ = make(31, 3, 4, torch.float32)
-    y, _ = run(x, weight, bias, None, borders_of((5, 20, 6)))
+    y, _ = run(borders_of((5, 20, 6)), x, weight, bias, None)
     x[:5], x[25:] = float("nan"), float("inf")
     leaf = x.requires_grad_()
-    changed, _ = run(leaf, weight, bias, None, borders_of((5, 20, 6)))
+    changed, _ = run(borders_of((5, 20, 6)), leaf, weight, bias, None)
     assert torch.equal(changed[5:25], y[5:25])
     (dx,) = torch.autograd.grad(changed[5:25].sum(), leaf)
     assert dx.isfinite().all()
@@ -113,10 +117,10 @@ def test_neighbours_do_not_exist_for_a_run() -> None:
 
 def test_a_run_may_be_cut_anywhere_to_the_bit() -> None:
     x, weight, bias, initial = make(20, 1, 4, torch.float32)
-    y, last = run(x, weight, bias, initial, borders_of((20,)))
+    y, last = run(borders_of((20,)), x, weight, bias, initial)
     for cut in range(21):
-        first, carried = run(x[:cut], weight, bias, initial, borders_of((cut,)))
-        second, behind = run(x[cut:], weight, bias, carried, borders_of((20 - cut,)))
+        first, carried = run(borders_of((cut,)), x[:cut], weight, bias, initial)
+        second, behind = run(borders_of((20 - cut,)), x[cut:], weight, bias, carried)
         assert torch.equal(torch.cat((first, second)), y)
         assert torch.equal(behind, last)
 
@@ -124,14 +128,14 @@ def test_a_run_may_be_cut_anywhere_to_the_bit() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
     x, weight, bias, initial = make(60, 2, 4, dtype)
-    y, last = run(x, weight, bias, initial, borders_of((30, 30)))
+    y, last = run(borders_of((30, 30)), x, weight, bias, initial)
     state, found = initial, []
     for t in range(30):
-        stepped, state = run(x[[t, 30 + t]], weight, bias, state, None)
+        stepped, state = run(None, x[[t, 30 + t]], weight, bias, state)
         found.append(stepped)
     assert torch.equal(torch.stack(found, 1).flatten(0, 1), y)
     assert torch.equal(state, last)
-    assert torch.equal(run(x, weight, bias, None, None)[0], run(x, weight, bias, None, torch.arange(61))[0])
+    assert torch.equal(run(None, x, weight, bias, None)[0], run(torch.arange(61), x, weight, bias, None)[0])
 
 
 def test_a_trace_is_small_at_every_length() -> None:
@@ -168,7 +172,7 @@ def test_the_custom_ops_tell_the_truth() -> None:
 
 def test_rows_may_be_missing() -> None:
     x, weight, bias, initial = (t.requires_grad_() for t in make(0, 2, 4))
-    y, last = run(x, weight, bias, initial, borders_of((0, 0)))
+    y, last = run(borders_of((0, 0)), x, weight, bias, initial)
     assert y.shape == (0, CHANNELS)
     assert torch.equal(last, initial)
     dx, dweight, dbias, dinitial = gradients([y, last], [x, weight, bias, initial])
