@@ -38,9 +38,11 @@ def _turns(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rms_norm() -> Iterator[Inputs]:
-    def made(*shape: int, what: str = "", eps: float = EPS, size: float = 1.0, apart: bool = False) -> Inputs:
+    def made(
+        *shape: int, what: str = "", eps: float = EPS, size: float = 1.0, apart: bool = False, **named: Any
+    ) -> Inputs:
         leaves = {"x": size * normal(*shape, seed=0), "weight": normal(shape[-1], seed=1)}
-        return Inputs(leaves=leaves, call=lambda f, t: f(*t, eps), what=what, apart=apart)
+        return Inputs(leaves=leaves, call=lambda f, t: f(*t, eps, **named), what=what, apart=apart)
 
     yield made(48, 64)
     yield made(200, 64, what="200 rows")
@@ -50,6 +52,7 @@ def _rms_norm() -> Iterator[Inputs]:
     yield made(48, 64, what="eps as large as the mean square", eps=1e-4, size=1e-2)
     yield made(48, 64, what="gaps between rows", apart=True)
     yield made(48, 512, what="512 features")
+    yield made(48, 64, what="an offset", offset=1.0)
 
 
 def _swiglu() -> Iterator[Inputs]:
