@@ -78,7 +78,7 @@ def speed(
     head = model.vocab_size * model.width * (4 if config.lora else 6)
     body = work.products_per_token - head
     each = body / (PRODUCTS[recipe.products] * gpu.rate(recipe.products)) + head / (PRODUCTS["bf16"] * gpu.bf16)
-    each += work.attention_per_pair * pairs / (ATTENTION * gpu.bf16)
+    each += work.attention(1, pairs) / (ATTENTION * gpu.bf16)
     each += FEATURE_BYTES * features(model) / gpu.bandwidth
     update = update_seconds(config, registry, prediction, gpu)
     idle = LAYER_SECONDS * config.gradient_accumulation_steps * sum(1 for _ in model.blocks(1))

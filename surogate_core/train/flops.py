@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,36 +36,43 @@ class Work:
     products_per_token: float
     """Forward, input gradients, and weight gradients where weights are trained; head and recurrences included."""
     attention_per_pair: float
-    """FLOPs for one token and one token that it attends to, in all layers, forward and backward. Those of a window are
-    counted as if it had no end.
-    """
+    """FLOPs for one token and one token that it attends to, in all layers without a window, forward and backward."""
+    windows: tuple[tuple[int, float], ...] = ()
+    """(window, the same FLOPs) of the layers with one."""
 
     @classmethod
     def of(cls, model: Model, *, frozen: bool) -> Work:
         """`frozen`: whether the base is not trained."""
-        products, recurrences, attention = model.vocab_size * model.width, 0, 0
+        products, recurrences, attention = model.vocab_size * model.width, 0, Counter[int]()
         for _, block in model.blocks(0):
             products += sum(s.inputs * s.outputs for s in block.linear_slots(None))
             products += sum(e.choices * e.inputs * e.outputs for e in block.expert_slots(None))
             for spec in block.mixer_specs():
                 if isinstance(spec, KeyValues):
-                    attention += spec.heads * (spec.keys + spec.values)
+                    attention[spec.window] += spec.heads * (spec.keys + spec.values)
                 else:
                     recurrences += spec.multiplications
         return cls(
             products_per_token=float(products * (4 if frozen else 6) + recurrences * 6),
-            attention_per_pair=ATTENTION_PASSES * 2 * attention,
+            attention_per_pair=ATTENTION_PASSES * 2 * attention.pop(0, 0),
+            windows=tuple((window, ATTENTION_PASSES * 2 * count) for window, count in attention.items()),
         )
 
+    def attention(self, tokens: float, pairs: float) -> float:
+        """FLOPs of tokens with so many pairs of a token and one that it attends to where there is no window. A window
+        has at most its size for each token; where documents are not much longer than it, it has a part less.
+        """
+        return self.attention_per_pair * pairs + sum(each * min(pairs, size * tokens) for size, each in self.windows)
+
     def per_token(self, pairs: float) -> float:
-        """FLOPs of a token that attends to `pairs` tokens on average, itself among them."""
-        return self.products_per_token + self.attention_per_pair * pairs
+        """FLOPs of a token that attends to `pairs` tokens on average where there is no window, itself among them."""
+        return self.products_per_token + self.attention(1, pairs)
 
     def step(self, batches: Sequence[MicroBatch | Counts]) -> float:
         """FLOPs of an optimizer step over these micro-batches, without padding, on all ranks together."""
         counts = [b if isinstance(b, Counts) else b.counts() for b in batches]
         tokens, pairs = sum(c.tokens for c in counts), sum(c.pairs for c in counts)
-        return self.products_per_token * tokens + self.attention_per_pair * pairs
+        return self.products_per_token * tokens + self.attention(tokens, pairs)
 
 
 @cache

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import hybrid_family
 import pytest
 import torch
+from hybrid_family import CONFIG
 
 from surogate_core.bundles import Request, RolloutSettings, Sampling
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 from surogate_core.testing import tiny
-from tests.support import hybrid_family
-from tests.support.hybrid_family import CONFIG
 
 torch.set_num_threads(1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ def surogate_model_family():
 def registry(install_plugin: Callable[..., Path]) -> Registry:
     """The plugins of this environment, and the toy family."""
     install_plugin("model-toy-hybrid", PLUGIN)
-    sys.modules.pop("hybrid_family", None)
     return load_plugins()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import hybrid_family
 import numpy as np
 import pytest
 import torch
@@ -33,6 +34,25 @@ def batch(*lengths: int, padding: int = 0) -> MicroBatch:
 
 
 @pytest.mark.parametrize(("preset", "gflop"), [("0.6b", 3.21), ("8b", 32.4)])
+def test_a_window_bounds_the_pairs_of_a_token() -> None:
+    full, windowed = (
+        hybrid_family.Hybrid({**hybrid_family.CONFIG, "kinds": kinds}) for kinds in (["full"], ["window"])
+    )
+    work, other = (Work.of(model, frozen=True) for model in (full, windowed))
+    assert other.windows == ((5, work.attention_per_pair),)
+    assert other.attention_per_pair == 0
+    assert [other.attention(10, pairs) for pairs in (30, 50, 400)] == [work.attention(10, p) for p in (30, 50, 50)]
+    assert other.per_token(3) == work.per_token(3)
+
+
+def test_the_state_of_a_recurrence_is_counted() -> None:
+    model = hybrid_family.Hybrid({**hybrid_family.CONFIG, "kinds": ["delta"]})
+    (block,) = (block for _, block in model.blocks(8))
+    products = sum(s.inputs * s.outputs for s in block.linear_slots(None)) + model.vocab_size * model.width
+    recurrent = 3 * 4 * 8 * 8 + 96 * 4
+    assert Work.of(model, frozen=False).products_per_token == 6 * (products + recurrent)
+
+
 def test_published_shapes(preset: str, gflop: float) -> None:
     """Rows of 2048 tokens, frozen base: the figures that the speed of the house is measured by."""
     work = Work.of(build(PRESETS[preset]), frozen=True)
