@@ -33,7 +33,6 @@ def batch(*lengths: int, padding: int = 0) -> MicroBatch:
     )
 
 
-@pytest.mark.parametrize(("preset", "gflop"), [("0.6b", 3.21), ("8b", 32.4)])
 def test_a_window_bounds_the_pairs_of_a_token() -> None:
     full, windowed = (
         hybrid_family.Hybrid({**hybrid_family.CONFIG, "kinds": kinds}) for kinds in (["full"], ["window"])
@@ -53,6 +52,7 @@ def test_the_state_of_a_recurrence_is_counted() -> None:
     assert Work.of(model, frozen=False).products_per_token == 6 * (products + recurrent)
 
 
+@pytest.mark.parametrize(("preset", "gflop"), [("0.6b", 3.21), ("8b", 32.4)])
 def test_published_shapes(preset: str, gflop: float) -> None:
     """Rows of 2048 tokens, frozen base: the figures that the speed of the house is measured by."""
     work = Work.of(build(PRESETS[preset]), frozen=True)
