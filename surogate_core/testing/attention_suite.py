@@ -6,6 +6,7 @@ A pack's tests subclass `PackedAttention` and state what the pack supports. Shap
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import ClassVar
@@ -13,6 +14,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from surogate_core.bundles import Kernel
 from surogate_core.kernels import ops
 from surogate_core.testing import op_cases
 from surogate_core.testing.op_cases import Compared, compare, random
@@ -31,6 +33,17 @@ BORDERS = {
     "empty anywhere": [0, 0, 4, 4, 4, 130, 130, 300, 300],
 }
 HEADS = [(4, 4), (4, 2), (4, 1), (8, 1)]
+
+EXTENSIONS: dict[str, tuple[object, ...]] = {"window": (3, 70, 200), "softcap": (2.0,), "sinks": (None,)}
+"""Extension → values that are tried; sinks are drawn."""
+
+
+def _with_sinks(attention: Attention) -> Attention:
+    def call(*args: torch.Tensor) -> torch.Tensor:
+        q, k, v, sinks, *rest = args
+        return attention(q, k, v, *rest, sinks=sinks)
+
+    return call
 
 
 def make(
@@ -73,6 +86,11 @@ class PackedAttention:
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
     pytestmark = pytest.mark.gpu
 
+    def kernel(self) -> Kernel:
+        """The pack's kernel of `attention`."""
+        found: Kernel = next(k for k in self.pack.kernels() if k.op == "attention")
+        return found
+
     @pytest.fixture
     def attention(self) -> Attention:
         """The pack's kernel; skips the test if the GPU cannot run it."""
@@ -80,7 +98,7 @@ class PackedAttention:
         reason = self.pack.unavailable(device)
         if reason is not None:
             pytest.skip(reason)
-        kernel = next(k for k in self.pack.kernels() if k.op == "attention")
+        kernel = self.kernel()
         assert all(kernel.supports(device, dtype) for dtype in self.dtypes)
         assert not kernel.supports(device, torch.float32)
         function: Attention = kernel.function
@@ -140,6 +158,22 @@ class PackedAttention:
         )
         # A document of one token has no gradient of q and k, only rounding errors.
         assert compared.error(at_least=[0.0, 0.05, 0.05, 0.0]) <= BOUNDS[torch.bfloat16]
+
+    @pytest.mark.parametrize("name", EXTENSIONS)
+    def test_extensions_that_it_knows(self, attention: Attention, name: str) -> None:
+        """Values and gradients, of sinks too, with a window shorter and longer than a tile."""
+        if name not in self.kernel().knows:
+            pytest.skip(f"the kernel does not know {name}")
+        borders = [0, 141, 142, 300, 300]
+        for value in EXTENSIONS[name]:
+            if name == "sinks":
+                sinks = random(4, seed=3, dtype=torch.bfloat16).cuda()
+                mine, wanted = (_with_sinks(op) for op in (attention, ops.attention))
+                tensors = [*make(300, (4, 2), 128, torch.bfloat16), sinks, borders_of(borders)]
+            else:
+                mine, wanted = (partial(op, **{name: value}) for op in (attention, ops.attention))
+                tensors = [*make(300, (4, 2), 128, torch.bfloat16), borders_of(borders)]
+            assert compare(mine, wanted, tensors, 158, 0.1).error() <= BOUNDS[torch.bfloat16], value
 
     def test_a_document_does_not_see_another(self, attention: Attention) -> None:
         """Other documents and later tokens of the same document change no bit."""

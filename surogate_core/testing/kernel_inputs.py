@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from surogate_core.kernels.registry import references
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +31,10 @@ def normal(*shape: int, seed: int) -> Tensor:
     """Normal values, fp64, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def inputs_of(op: str) -> Iterable[Inputs]:
+    """The inputs that the module of a plugin's op offers: `INPUTS`, op → function without arguments → inputs."""
+    module = sys.modules[references[op].function.__module__]
+    offered: Mapping[str, Callable[[], Iterable[Inputs]]] = getattr(module, "INPUTS", {})
+    return offered[op]() if op in offered else ()

@@ -15,15 +15,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Kernel, KernelPack
+from surogate_core.bundles import Kernel, KernelPack, ModelFamily
 from surogate_core.kernels import experts as experts_ops
 from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import REFERENCE_PRIORITY, extensions, references, unknown_op
+from surogate_core.kernels.registry import REFERENCE_PRIORITY, define_ops, extensions, fault_of, references
 from surogate_core.testing.check import NotApplicable, ensure
 from surogate_core.testing.guard import explained
 from surogate_core.testing.honest import HonestOps
-from surogate_core.testing.kernel_inputs import Inputs, normal
+from surogate_core.testing.kernel_inputs import Inputs, inputs_of, normal
+from surogate_core.testing.own_ops import beside, ensure_declared, ensure_known
 from surogate_core.testing.scan_cases import SCAN_CASES
+from surogate_core.testing.slot_cases import ensure_slots_are_filled
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest error over the largest value of a tensor, by dtype of the inputs."""
@@ -91,16 +93,28 @@ def _norm_rope() -> Iterator[Inputs]:
 
 
 def _attention() -> Iterator[Inputs]:
-    def made(what: str = "", apart: bool = False) -> Inputs:
+    def made(
+        what: str = "", apart: bool = False, n: int = 48, features: int = 128, sinks: bool = False, **settings: Any
+    ) -> Inputs:
         def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
-            borders = torch.tensor([0, 20, 21, 48, 48], dtype=torch.int32, device=t[0].device)
-            return function(*t, borders, 48, 0.125)
+            borders = torch.tensor([0, n // 2 - 4, n // 2 - 3, n, n], dtype=torch.int32, device=t[0].device)
+            named = {**settings, "sinks": t[3]} if sinks else settings
+            return function(*t[:3], borders, n, 0.125, **named)
 
-        leaves = {name: normal(48, h, 128, seed=s) for s, (name, h) in enumerate((("q", 4), ("k", 2), ("v", 2)))}
+        shapes = {"q": (n, 4, 128), "k": (n, 2, 128), "v": (n, 2, features)} | ({"sinks": (4,)} if sinks else {})
+        leaves = {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
         return Inputs(leaves=leaves, call=call, what=what, apart=apart)
 
     yield made()
     yield made(what="gaps between rows", apart=True)
+    yield made(what="values of 64 features", features=64)
+    yield made(what="a window of 5", window=5)
+    yield made(what="a window of 2", window=2)
+    yield made(what="a window of 70 of 300 tokens", n=300, window=70)
+    yield made(what="a soft cap", softcap=1.5)
+    yield made(what="sinks", sinks=True)
+    yield made(what="a window and sinks", sinks=True, window=5)
+    yield made(what="a window, a soft cap and sinks, gaps between rows", apart=True, sinks=True, window=5, softcap=1.5)
 
 
 def _cross_entropy() -> Iterator[Inputs]:
@@ -283,7 +297,8 @@ WITHOUT_CASES = frozenset(
         "token_bounds",
     }
 )
-"""Ops that work in place or return codes or choices: an error bound cannot check them, so packs test their bits."""
+"""Ops that work in place or return codes or choices: an error bound on results and gradients cannot check them.
+`fills_slots` checks `slot_attention`; packs test the bits of the others."""
 
 
 def _spread(tensor: Tensor) -> Tensor:
@@ -383,6 +398,12 @@ class _Case:
             raise AssertionError(f"{where}: {error}").with_traceback(error.__traceback__) from error.__cause__
 
 
+def _inputs(op: str) -> Iterable[Inputs]:
+    if op in CASES:
+        return CASES[op]()
+    return inputs_of(op) if op in references else ()
+
+
 def _cases(pack: KernelPack) -> Iterator[_Case]:
     """Every kernel with all supported inputs of its op, in each supported dtype and on each supported device."""
     for device in _devices(pack):
@@ -390,7 +411,7 @@ def _cases(pack: KernelPack) -> Iterator[_Case]:
             for dtype in BOUNDS:
                 if not kernel.supports(device, dtype):
                     continue
-                for inputs in CASES.get(kernel.op, tuple)():
+                for inputs in _inputs(kernel.op):
                     case = _Case(kernel=kernel, device=device, dtype=dtype, inputs=inputs)
                     with case.named():
                         taken = _takes(kernel, inputs, case.leaves)
@@ -399,16 +420,63 @@ def _cases(pack: KernelPack) -> Iterator[_Case]:
 
 
 def names_ops(pack: KernelPack) -> None:
-    """Every kernel belongs to an existing op, has a unique name, and a higher priority than the reference."""
+    """Every kernel belongs to an op of the core, of the pack or of those that it serves, has a unique name, and a
+    higher priority than the reference.
+    """
     _devices(pack)
+    define_ops([pack])
     kernels = list(pack.kernels())
     for kernel in kernels:
-        fault = unknown_op(kernel.op)
+        if kernel.op in pack.serves and kernel.op not in references:
+            continue
+        fault = fault_of(kernel)
         ensure(not fault, f"kernel {kernel.name}: {fault}")
+        ensure_declared(pack, kernel)
         lowest = REFERENCE_PRIORITY
         ensure(kernel.priority > lowest, f"{kernel.name} is never above the reference, whose priority is {lowest}")
     names = [(k.op, k.name) for k in kernels]
     ensure(len(set(names)) == len(names), "two kernels of an op have one name")
+
+
+def computes_what_it_knows(pack: KernelPack) -> None:
+    """A kernel takes some of the kit's inputs with each extension that it knows, and has no other one as parameter."""
+    devices = _devices(pack)
+    define_ops([pack])
+    kernels = [k for k in pack.kernels() if extensions.get(k.op)]
+    if not kernels:
+        raise NotApplicable("no kernel's op has an extension")
+    taken: dict[tuple[str, str], set[str]] = {}
+    for case in _cases(pack):
+        taken.setdefault((case.kernel.op, case.kernel.name), set()).update(_extensions(case.inputs, case.leaves))
+    for kernel in kernels:
+        ensure_known(kernel)
+        inputs = [(one, list(one.leaves.values())) for one in _inputs(kernel.op)]
+        known = kernel.knows & {name for one, leaves in inputs for name in _extensions(one, leaves)}
+        if any(kernel.supports(device, dtype) for device in devices for dtype in BOUNDS):
+            left = sorted(known - taken.get((kernel.op, kernel.name), set()))
+            what = f"kernel {kernel.name} of {kernel.op} knows {', '.join(left)}"
+            ensure(not left, f"{what}, and takes none of the kit's inputs with it")
+
+
+def _extensions(inputs: Inputs, leaves: list[Tensor]) -> set[str]:
+    """Keyword arguments of these inputs."""
+    found: set[str] = set()
+    inputs.call(lambda *args, **named: found.update(named), leaves)
+    return found
+
+
+def fills_slots(pack: KernelPack) -> None:
+    """Kernels of `slot_attention` give what the reference gives in float64, with every extension that they know."""
+    tried = 0
+    for device in _devices(pack):
+        for kernel in pack.kernels():
+            for dtype in BOUNDS:
+                if kernel.op == "slot_attention" and kernel.supports(device, dtype):
+                    with explained(f"{kernel.op} {kernel.name} on {device.type} in {dtype}"):
+                        ensure_slots_are_filled(kernel, device, dtype, BOUNDS[dtype])
+                    tried += 1
+    if not tried:
+        raise NotApplicable("no kernel of slot_attention supports a device of this machine")
 
 
 def equals_references(pack: KernelPack) -> None:
@@ -501,4 +569,12 @@ def repeats_its_bits(pack: KernelPack) -> None:
                     ensure(torch.equal(tensor, second[name]), f"{name} has other bits the second time")
 
 
-CHECKS = (names_ops, equals_references, is_traced_as_it_runs, repeats_its_bits)
+CHECKS = (
+    *(names_ops, equals_references, computes_what_it_knows, fills_slots),
+    *(is_traced_as_it_runs, repeats_its_bits),
+)
+
+
+def checks_beside(families: Iterable[ModelFamily]) -> list[Callable[[KernelPack], None]]:
+    """The checks, with the ops of these families."""
+    return [beside(families, check) for check in CHECKS]

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from surogate_core.bundles import KINDS, RecipeSpec
+from surogate_core.bundles import KINDS, ModelFamily, RecipeSpec
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.static import locate
@@ -28,7 +28,6 @@ _MODULES = {
     "schedule": "schedules",
     "dataset": "datasets",
     "monitor": "monitors",
-    "kernels": "kernels",
     "offload": "offloaders",
     "rollout": "rollouts",
     "tool_parser": "tool_parsers",
@@ -69,19 +68,25 @@ def checks(plugin: str, registry: Registry | None = None) -> list[Check]:
             for offered in registry.bundles(kind).values():
                 if offered.plugin.name == one.name:
                     recipes = registry.all("recipe") if kind == "model" else {}
-                    listed += bundle_checks(kind, offered.bundle, recipes=recipes, package=package)
+                    families = registry.all("model") if kind == "kernels" else {}
+                    listed += bundle_checks(kind, offered.bundle, recipes=recipes, families=families, package=package)
     return listed
 
 
 def bundle_checks(
-    kind: str, bundle: Any, *, recipes: Mapping[str, RecipeSpec] | None = None, package: Path | None = None
+    kind: str,
+    bundle: Any,
+    *,
+    recipes: Mapping[str, RecipeSpec] | None = None,
+    families: Mapping[str, ModelFamily] | None = None,
+    package: Path | None = None,
 ) -> list[Check]:
     """Every check of one bundle.
 
-    `recipes`: the recipes for training a model family. `package`: the plugin's file or directory, whose lines are
-    named.
+    `recipes`: the recipes for training a model family. `families`: those whose ops a kernel pack may serve. `package`:
+    the plugin's file or directory, whose lines are named.
     """
-    suite = _suite(kind, bundle, recipes or {})
+    suite = _suite(kind, bundle, recipes or {}, families or {})
     apart = kind in APART
     return [
         Check(
@@ -96,11 +101,22 @@ def bundle_checks(
     ]
 
 
-def _suite(kind: str, bundle: Any, recipes: Mapping[str, RecipeSpec]) -> Sequence[Callable[[Any], None]]:
+def _suite(
+    kind: str, bundle: Any, recipes: Mapping[str, RecipeSpec], families: Mapping[str, ModelFamily]
+) -> Sequence[Callable[[Any], None]]:
+    own: Sequence[Callable[[Any], None]] = ()
+    if kind in ("model", "kernels") and bundle.ops:
+        from surogate_core.testing.own_ops import defines_its_ops
+
+        own = (defines_its_ops,)
     if kind == "model":
         from surogate_core.testing import experts, models
 
-        return (*models.CHECKS, models.trains_with(recipes), *experts.checks_of(bundle))
+        return (*own, *models.CHECKS, models.trains_with(recipes), *experts.checks_of(bundle))
+    if kind == "kernels":
+        from surogate_core.testing import kernels
+
+        return (*own, *kernels.checks_beside(families.values()))
     suite: Sequence[Callable[[Any], None]] = import_module(f"surogate_core.testing.{_MODULES[kind]}").CHECKS
     return suite
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -518,7 +519,8 @@ def test_a_kernel_that_is_not_its_reference_is_caught() -> None:
 
     good = pack(lambda gate, up: gate * gate.sigmoid() * up)
     for check in kernels.CHECKS:
-        check(good)
+        with suppress(NotApplicable):
+            check(good)
     with pytest.raises(AssertionError, match=r"swiglu k on cpu in torch\.float32: error \S+ of y, more"):
         kernels.equals_references(pack(lambda gate, up: gate * up))
     with pytest.raises(AssertionError, match="there is no op 'swigloo'"):

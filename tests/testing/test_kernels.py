@@ -1,0 +1,233 @@
+"""The kit for kernel packs: extensions that a kernel does not compute, and ops of plugins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Kernel, KernelPack, ModelFamily
+from surogate_core.kernels import registry
+from surogate_core.kernels.decoding import slot_attention
+from surogate_core.kernels.registry import references
+from surogate_core.kernels.torch_pack import TORCH_PACK
+from surogate_core.testing import kernels, own_ops, slot_cases
+from surogate_core.testing.suites import bundle_checks
+
+CPU = torch.device("cpu")
+ATTENTION = next(k for k in TORCH_PACK.kernels() if k.name == "torch-cpu" and k.op == "attention")
+
+
+def pack(*offered: Kernel, **fields: Any) -> KernelPack:
+    return KernelPack(name="x", kernels=lambda: offered, **fields)
+
+
+def in_float32(kernel: Kernel) -> Kernel:
+    return replace(kernel, supports=lambda device, dtype: device.type == "cpu" and dtype == torch.float32)
+
+
+# ------------------------------------------------------------------------------ extensions
+
+
+def without(function: Callable[..., Any], *ignored: str) -> Callable[..., Any]:
+    def call(*args: Any, **named: Any) -> Any:
+        return function(*args, **{name: value for name, value in named.items() if name not in ignored})
+
+    return call
+
+
+@pytest.mark.parametrize(("ignored", "inputs"), [("window", "a window of 5"), ("sinks", "sinks")])
+def test_a_kernel_that_ignores_what_it_knows_is_found(ignored: str, inputs: str) -> None:
+    bad = in_float32(replace(ATTENTION, function=without(ATTENTION.function, ignored)))
+    with pytest.raises(
+        AssertionError, match=f"attention torch-cpu on cpu in torch.float32, {inputs}: (error|it gives no)"
+    ):
+        kernels.equals_references(pack(bad))
+
+
+def test_a_kernel_that_fails_with_what_it_knows_is_found() -> None:
+    bad = in_float32(replace(ATTENTION, knows=frozenset({"window", "sinks", "softcap"})))
+    with pytest.raises(AssertionError, match=r"in torch\.float32, a soft cap: .*unexpected keyword argument 'softcap'"):
+        kernels.equals_references(pack(bad))
+
+
+def test_every_extension_of_attention_changes_its_inputs_results() -> None:
+    """Otherwise a kernel could ignore it unseen."""
+    seen: set[str] = set()
+    for inputs in kernels.CASES["attention"]():
+        leaves = list(inputs.leaves.values())
+        known = kernels._extensions(inputs, leaves)
+        whole = inputs.call(references["attention"].function, leaves)
+        for name in known:
+            other = inputs.call(without(references["attention"].function, name), leaves)
+            assert float((whole - other).abs().max() / whole.abs().max()) > 2 * max(kernels.BOUNDS.values()), (
+                inputs.what
+            )
+        seen |= known
+    assert seen == registry.extensions["attention"].keys() == slot_cases.SETTINGS.keys()
+
+
+def test_a_kernel_with_a_parameter_that_it_does_not_say_it_knows() -> None:
+    for known in ((), ("sinks",)):
+        silent = replace(ATTENTION, knows=frozenset(known))
+        with pytest.raises(
+            AssertionError, match=r"torch-cpu of attention has the parameter .*window, which it never gets"
+        ):
+            kernels.computes_what_it_knows(pack(silent))
+    refusing = replace(ATTENTION, takes=lambda *args, **named: "window" not in named)
+    with pytest.raises(AssertionError, match="torch-cpu of attention knows window, and takes none of the kit's inputs"):
+        kernels.computes_what_it_knows(pack(refusing))
+    kernels.computes_what_it_knows(pack(ATTENTION))
+
+
+def slots(function: Callable[..., Any], *known: str) -> KernelPack:
+    return pack(
+        in_float32(
+            Kernel(
+                op="slot_attention",
+                name="mine",
+                function=function,
+                supports=lambda device, dtype: True,
+                knows=frozenset(known),
+            )
+        )
+    )
+
+
+def test_kernels_of_slot_attention_fill_the_slots() -> None:
+    right = references["slot_attention"].function
+    every = ("window", "softcap", "sinks")
+    kernels.fills_slots(slots(right, *every))
+    kernels.fills_slots(slots(right))
+    for name in every:
+        with pytest.raises(AssertionError, match=f"with {name}: error"):
+            kernels.fills_slots(slots(without(right, name), *every))
+
+    def no_ring(*args: Any, window: int = 0) -> Tensor:
+        """Reads a place as if it held the position of its number."""
+        *given, positions, longest, scale = args
+        known = {"window": window} if longest == given[3].shape[1] else {}
+        return right(*given, positions % given[3].shape[1], longest, scale, **known)
+
+    with pytest.raises(AssertionError, match="with window, in a ring: "):
+        kernels.fills_slots(slots(no_ring, "window"))
+
+    def writes_nothing(*args: Any) -> Tensor:
+        return slot_attention(*args[:3], *(t.clone() for t in args[3:5]), *args[5:])
+
+    with pytest.raises(AssertionError, match="without extensions: the slots hold other keys"):
+        kernels.fills_slots(slots(writes_nothing))
+
+
+# -------------------------------------------------------------------------- ops of plugins
+
+OPS = '''
+import torch
+from torch.autograd import Function
+from surogate_core.kernels.registry import op
+
+@op
+def acme_scan(x: torch.Tensor, *, reverse: bool = False) -> torch.Tensor:
+    """Sums of the rows up to each."""
+    return x.flip(0).cumsum(0).flip(0) if reverse else x.cumsum(0)
+
+class Wrong(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+@op
+def acme_wrong(x: torch.Tensor) -> torch.Tensor:
+    """Twice the input."""
+    return Wrong.apply(x)
+
+def inputs():
+    from surogate_core.testing.kernel_inputs import Inputs, normal
+    yield Inputs(leaves={"x": normal(6, 4, seed=0)}, call=lambda f, t: f(*t))
+    yield Inputs(leaves={"x": normal(6, 4, seed=0)}, call=lambda f, t: f(*t, reverse=True), what="reversed")
+
+INPUTS = {"acme_scan": inputs, WRONG}
+'''
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], ModelFamily]:
+    """A family with an op, and optionally one whose gradient is wrong."""
+    for name in ("references", "extensions"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    for module in (kernels, own_ops, sys.modules["surogate_core.testing.kernel_inputs"]):
+        for name in ("references", "extensions"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(registry, name))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("acme_ops", "acme_nothing"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "acme_nothing.py").touch()
+
+    def made(wrong: bool = False) -> ModelFamily:
+        text = OPS.replace("WRONG", '"acme_wrong": lambda: list(inputs())[:1]' if wrong else "")
+        (tmp_path / "acme_ops.py").write_text(text)
+        return ModelFamily(name="acme", hf_model_types=(), build=lambda config: None, ops=("acme_ops",))  # type: ignore
+
+    return made
+
+
+def test_ops_of_a_family_are_checked(acme: Callable[..., ModelFamily]) -> None:
+    own_ops.defines_its_ops(acme())
+    with pytest.raises(AssertionError, match="the module acme_nothing in `ops` defines no op"):
+        own_ops.defines_its_ops(replace(acme(), ops=("acme_ops", "acme_nothing")))
+    titles = [check.title for check in bundle_checks("model", acme())]
+    assert titles[0] == "defines its ops"
+
+
+def test_a_reference_with_a_wrong_gradient_is_found(acme: Callable[..., ModelFamily]) -> None:
+    with pytest.raises(AssertionError, match="the reference of acme_wrong: its gradients are not those of its values"):
+        own_ops.defines_its_ops(acme(wrong=True))
+
+
+def test_kernels_for_the_op_of_another_plugin_are_checked(acme: Callable[..., ModelFamily]) -> None:
+    def scan(x: Tensor, *, reverse: bool = False) -> Tensor:
+        return references_of_today()["acme_scan"].function(x, reverse=reverse)
+
+    def references_of_today() -> dict[str, Kernel]:
+        return registry.references
+
+    kernel = Kernel(
+        op="acme_scan",
+        name="mine",
+        function=scan,
+        supports=lambda device, dtype: device == CPU,
+        knows=frozenset({"reverse"}),
+    )
+    serving = pack(kernel, serves=frozenset({"acme_scan"}))
+
+    def run(made: KernelPack, *families: ModelFamily) -> dict[str, str]:
+        found = {}
+        for check in bundle_checks("kernels", made, families={f.name: f for f in families}):
+            try:
+                check.call()
+            except Exception as error:
+                found[check.title] = str(error)
+        return found
+
+    alone = run(serving)
+    assert "names ops" not in alone
+    assert set(alone) == {t.__name__.replace("_", " ") for t in kernels.CHECKS} - {"names ops", "repeats its bits"}
+    assert set(run(serving, acme())) == {"fills slots"}
+    said = run(pack(kernel), acme())
+    assert (
+        "acme_scan is an op of another plugin (acme_ops), without which every run ends. Fix: add it"
+        in said["names ops"]
+    )
+    ignoring = replace(kernel, function=partial(lambda x, reverse: scan(x), reverse=False))
+    assert "reversed: error" in run(pack(ignoring, serves=frozenset({"acme_scan"})), acme())["equals references"]
