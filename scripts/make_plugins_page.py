@@ -134,6 +134,9 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
 - `task`: equal data give equal micro-batches; a stream that loads a state goes on with the same micro-batches, after
   any step; it refuses the state of other data; every micro-batch has the shapes of the sample; every pass over the
   held-out rows is the same.
+- `policy_loss`: a finite loss and gradient for each sampled token, wherever the model has moved, and none for other
+  tokens; at first completions with a positive advantage become more probable; other completions in a row change
+  nothing; equal terms give equal bits; each completion has a weight above 0; traced, it equals plain torch.
 - `advantage`: a finite number for each completion, also where rewards are equal or missing; equal rewards give equal
   bits; the highest reward of a prompt has the largest advantage.
 - `environment`: the same number and seed give the same task, of JSON values; every reward is a finite number or None,

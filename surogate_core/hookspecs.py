@@ -58,6 +58,11 @@ def surogate_advantage() -> Offer[b.AdvantageSpec]:
     """Advantages: from the rewards of a step's completions to the factor of each in the loss."""
 
 
+@hookspec
+def surogate_policy_loss() -> Offer[b.PolicyLossSpec]:
+    """Policy losses: what reinforcement learning minimises for each sampled token, and how tokens are averaged."""
+
+
 # ----------------------------------------------------------------------- how it is trained
 
 

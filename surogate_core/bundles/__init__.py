@@ -36,6 +36,19 @@ from surogate_core.bundles.objectives import Objective, ObjectiveSpec
 from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
 from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
 from surogate_core.bundles.options import Code, Flat, NoOptions
+from surogate_core.bundles.parts import Part, part_of
+from surogate_core.bundles.policy_losses import (
+    PER_COMPLETION,
+    PER_LARGEST_LENGTH,
+    PER_MICRO_BATCH,
+    PER_TOKEN,
+    SUM_PER_COMPLETION,
+    Aggregation,
+    Lengths,
+    PolicyLoss,
+    PolicyLossSpec,
+    PolicyTerms,
+)
 from surogate_core.bundles.recipes import PanelOp, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
 from surogate_core.bundles.rollouts import (
     ApartEngine,
@@ -73,7 +86,13 @@ from surogate_core.bundles.weight_formats import WeightFormat, WeightFormatSpec
 __all__ = [
     "FLAT_ALIGNMENT",
     "KINDS",
+    "PER_COMPLETION",
+    "PER_LARGEST_LENGTH",
+    "PER_MICRO_BATCH",
+    "PER_TOKEN",
+    "SUM_PER_COMPLETION",
     "AdvantageSpec",
+    "Aggregation",
     "ApartEngine",
     "Arriving",
     "Bundle",
@@ -105,6 +124,7 @@ __all__ = [
     "Kernel",
     "KernelPack",
     "Launcher",
+    "Lengths",
     "ModelFamily",
     "Monitor",
     "MonitorSpec",
@@ -121,6 +141,10 @@ __all__ = [
     "OptimizerSpec",
     "PanelOp",
     "ParamGroup",
+    "Part",
+    "PolicyLoss",
+    "PolicyLossSpec",
+    "PolicyTerms",
     "PrepareContext",
     "PreparingTask",
     "Reason",
@@ -154,6 +178,7 @@ __all__ = [
     "Turn",
     "WeightFormat",
     "WeightFormatSpec",
+    "part_of",
     "total_reward",
 ]
 
@@ -169,6 +194,7 @@ Bundle = (
     | KernelPack
     | TaskSpec
     | AdvantageSpec
+    | PolicyLossSpec
     | RolloutEngineSpec
     | ToolParserSpec
     | ExportFormat
@@ -191,6 +217,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "kernels": ("surogate_kernel_pack", KernelPack),
     "task": ("surogate_task", TaskSpec),
     "advantage": ("surogate_advantage", AdvantageSpec),
+    "policy_loss": ("surogate_policy_loss", PolicyLossSpec),
     "rollout": ("surogate_rollout_engine", RolloutEngineSpec),
     "tool_parser": ("surogate_tool_parser", ToolParserSpec),
     "export": ("surogate_export_format", ExportFormat),

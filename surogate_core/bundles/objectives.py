@@ -49,6 +49,8 @@ class Objective:
     which this count is 0 has no such figure."""
     largest: tuple[str, ...] = ()
     """Those of the token figures that are the maximum over the label tokens, not the mean."""
+    label: str = ""
+    """How messages name the loss and the plugin that offers it, where it is not the task's own."""
 
     def __post_init__(self) -> None:
         both = self.token_figures is not None and self.sequence_figures is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from surogate_core.bundles.options import NoOptions, options_from_flat
+from surogate_core.bundles.parts import Part, part_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -218,6 +219,8 @@ class OnlineContext:
     """Whether a signal has come. A task asks before each piece of long work, and raises `Stopped`."""
     directory: Path
     """The run's output directory, for files of the task's own."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """Kind → the part that the options choose of it, as `TaskSpec.parts` names them."""
     data: PreparedData | None = None
     """The packed rows of `datasets`, for a task with `reads_data`."""
     together: Together = Together()
@@ -239,8 +242,13 @@ class TaskSpec:
     """
     options: type = NoOptions
     """Dataclass of its own options. Every field has a default and a flat key, `Annotated[T, Flat("key")]`."""
-    objective: Callable[[Any], Objective] | None = None
-    """Options → the objective that the task trains; the key `objective` is then refused. None: the key chooses it."""
+    objective: Callable[..., Objective] | None = None
+    """Options → the objective that the task trains; the key `objective` is then refused. None: the key chooses it. A
+    task with `parts` gets them, kind → `Part`, as second argument."""
+    parts: Callable[[Any, Registry], Mapping[str, str]] | None = None
+    """(options, the installed plugins) → kind → the name of the bundle of that kind which the options choose, such as
+    ``policy_loss``. A name that no plugin offers is a mistake in the configuration. Flat keys set a part's options.
+    """
     online: Callable[[OnlineContext], OnlineTask] | None = None
     """Instead of `build`: makes a task whose steps are sampled from the model while it is trained."""
     reads_data: bool = False
@@ -279,6 +287,18 @@ class TaskSpec:
     def options_of(self, config: RunConfig) -> Any:
         """The options, which flat keys of the configuration set."""
         return options_from_flat(self.options, config.flat)
+
+    def chosen(self, config: RunConfig, registry: Registry) -> Mapping[str, str]:
+        """Kind → the name of the part that the options choose of it."""
+        return {} if self.parts is None else self.parts(self.options_of(config), registry)
+
+    def parts_of(self, config: RunConfig, registry: Registry) -> dict[str, Part]:
+        """Kind → the part that the options choose of it."""
+        found = {}
+        for kind, name in self.chosen(config, registry).items():
+            spec, plugin = registry.get(kind, name), registry.bundles(kind)[name].plugin
+            found[kind] = part_of(kind, spec, spec.options_of(config), plugin=plugin.label)
+        return found
 
     def task_of(self, config: RunConfig, data: PreparedData) -> Task:
         """The task that `build` makes."""

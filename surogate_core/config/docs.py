@@ -50,8 +50,14 @@ def key_docs(flat: Mapping[str, FlatKey] | None = None) -> Iterator[KeyDoc]:
                 for sub, hint in _types(_NODES[name]).items():
                     yield _doc(_NODES[name], sub, f"{name}.{sub}", section, hint)
         for found in (flat or {}).values():
-            if found.settings[0].group in listed:
+            if _section_key(found, flat or {}) in listed:
                 yield _flat_doc(found, section)
+
+
+def _section_key(found: FlatKey, flat: Mapping[str, FlatKey]) -> str:
+    """The key of the core that chooses the bundle, or the task whose option chooses it."""
+    group = found.settings[0].group
+    return flat[group].settings[0].group if group in flat else group
 
 
 def _flat_doc(flat: FlatKey, section: str) -> KeyDoc:

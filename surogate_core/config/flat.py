@@ -73,7 +73,7 @@ class FlatValues:
                 continue
             if not any(s.kind not in chosen or s.name in chosen[s.kind] for s in flat.settings):
                 first = flat.settings[0]
-                message = f"is set, but {first.kind} {first.name}, which does it, is not chosen."
+                message = f"is set, but {first.group} {first.name}, which does it, is not chosen."
                 is_list = first.kind in LIST_GROUPS
                 fix = f"add {first.name} to `{first.kind}`" if is_list else f"{first.group}: {first.name}"
                 problems.append(Problem(key=key, message=message, where=self.where(key), fix=fix))

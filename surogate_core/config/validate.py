@@ -10,7 +10,7 @@ from typing import Any
 
 from surogate_core.bundles.fabrics import FabricSpec
 from surogate_core.bundles.offloaders import OffloaderSpec
-from surogate_core.bundles.options import field_types, flat_marks, flat_values
+from surogate_core.bundles.options import field_types, flat_marks, flat_values, options_from_flat
 from surogate_core.bundles.tasks import TaskSpec
 from surogate_core.config import offload, peers, sharing
 from surogate_core.config.checks import RULES, model_dtype
@@ -33,6 +33,7 @@ from surogate_core.config.typed import Builder, split_names
 from surogate_core.errors import PluginError, Problem
 from surogate_core.files.paths import too_long
 from surogate_core.files.prompts import fault_of
+from surogate_core.plugins.flat_keys import CHOSEN_BY, PART_KINDS
 from surogate_core.plugins.functions import code_of, mistake
 from surogate_core.plugins.registry import Registry
 
@@ -358,6 +359,7 @@ class _Validator:
             return
         self._own_options(cls, "task", built)
         assert spec is not None
+        self.problems += self.flat.without_use(self._parts(spec, built))
         for key, example in spec.needs.items():
             if built["flat"].get(key) is None and not any(p.key == key for p in self.problems):
                 self._problem(key, f"is not set, and task {built['task']} needs it.", f"{key}={example}")
@@ -366,6 +368,18 @@ class _Validator:
         """The chosen task; None if no plugin offers it, which is a mistake elsewhere."""
         offered = self.registry.bundles("task").get(built["task"]) if isinstance(built["task"], str) else None
         return None if offered is None else offered.bundle
+
+    def _parts(self, spec: TaskSpec, built: dict[str, Any]) -> dict[str, list[str]]:
+        """Take the options of what the task's options choose; kind → what is chosen of it."""
+        wrong_keys = {p.key.partition(".")[0] for p in self.problems}
+        if wrong_keys & {mark.key for mark in flat_marks(spec.options).values()}:
+            return {}
+        chosen = {} if spec.parts is None else spec.parts(options_from_flat(spec.options, built["flat"]), self.registry)
+        for kind, name in chosen.items():
+            key = CHOSEN_BY.get(kind, kind)
+            if (cls := self._offered_options(kind, name, key)) is not None:
+                self._own_options(cls, key, built)
+        return {kind: [chosen[kind]] if kind in chosen else [] for kind in PART_KINDS}
 
     def task_check(self, config: RunConfig) -> None:
         """Ask the chosen task what is wrong with a configuration."""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from surogate_core.plugins.discovery import InstalledPlugin
     from surogate_core.plugins.registry import Registry
 
+PART_KINDS = ("policy_loss", "advantage")
+"""Kinds whose bundle the options of a task choose."""
 KINDS_WITH_FLAT_KEYS = (
     "objective",
     "optimizer",
@@ -24,11 +26,12 @@ KINDS_WITH_FLAT_KEYS = (
     "rollout",
     "monitor",
     "task",
+    *PART_KINDS,
 )
 """Kinds whose bundle is chosen for the run as a whole; entries of `datasets` have fields instead."""
 
 
-CHOSEN_BY = {"quant": "qlora_format", "schedule": "lr_scheduler_type"}
+CHOSEN_BY = {"quant": "qlora_format", "schedule": "lr_scheduler_type", "policy_loss": "loss_type"}
 """Kind → the key that chooses a bundle of it, where that is not the kind."""
 
 

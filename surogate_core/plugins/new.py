@@ -53,6 +53,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "task": Kind(what="the task", file="steps", use="surogate task=@NAME@"),
     "advantage": Kind(what="the advantage", file="advantage", use="surogate grpo advantage=@NAME@", has_option=False),
+    "policy_loss": Kind(what="the policy loss", file="loss", use="surogate grpo loss_type=@NAME@", has_option=False),
     "environment": Kind(what="the environment", file="environment", use="surogate env check @NAME@"),
     "launcher": Kind(what="the launcher", file="launch", use="surogate launcher=@NAME@"),
     "fabric": Kind(what="the fabric", file="links", use="surogate gpus=2 device=cpu fabric=@NAME@"),
@@ -67,34 +68,14 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
 
     Raises `UserError` for a name that cannot be one or is an installed plugin's, and where the directory exists.
     """
-    from surogate_core import API_VERSION, __version__
-
     if not _NAME.fullmatch(name):
         raise UserError(
             f"{name!r} cannot be the name of a plugin. Fix: lower-case letters and digits with dashes between, "
             "the first a letter"
         )
     _refuse_taken(name, kind)
-    major, minor, *_ = __version__.split(".")
-    distribution = f"surogate-{kind}-{name}"
-    directory, module = parent / distribution, distribution.replace("-", "_")
-    facts = KINDS[kind]
-    values = {
-        "USE": facts.use,
-        "NAME": name,
-        "KEY": name.replace("-", "_"),
-        "KIND": kind,
-        "WHAT": facts.what,
-        "FILE": facts.file,
-        "POINT": f"{kind}-{name}",
-        "DIST": distribution,
-        "MODULE": module,
-        "CLASS": "".join(part.capitalize() for part in name.split("-")),
-        "API": f">={API_VERSION},<{API_VERSION + 1}",
-        "CORE": f"{major}.{minor}",
-        # Before 1.0 a minor version may change the plugin API.
-        "NEXT": f"{major}.{int(minor) + 1}",
-    }
+    facts, values = KINDS[kind], _values(name, kind)
+    directory, module = parent / values["DIST"], values["MODULE"]
     package = f"src/{module}"
     files = {
         "pyproject.toml": "common/pyproject.toml",
@@ -122,6 +103,30 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
     except OSError as error:
         raise UserError(f"{directory}: the package cannot be written: {error.strerror}.") from None
     return directory
+
+
+def _values(name: str, kind: str) -> dict[str, str]:
+    """Placeholder of the templates → its text."""
+    from surogate_core import API_VERSION, __version__
+
+    major, minor, *_ = __version__.split(".")
+    point, facts = f"{kind.replace('_', '-')}-{name}", KINDS[kind]
+    return {
+        "USE": facts.use,
+        "NAME": name,
+        "KIND": kind,
+        "WHAT": facts.what,
+        "FILE": facts.file,
+        "POINT": point,
+        "KEY": name.replace("-", "_"),
+        "DIST": f"surogate-{point}",
+        "MODULE": f"surogate-{point}".replace("-", "_"),
+        "CLASS": "".join(part.capitalize() for part in name.split("-")),
+        "API": f">={API_VERSION},<{API_VERSION + 1}",
+        "CORE": f"{major}.{minor}",
+        # Before 1.0 a minor version may change the plugin API.
+        "NEXT": f"{major}.{int(minor) + 1}",
+    }
 
 
 def _refuse_taken(name: str, kind: str) -> None:

@@ -230,7 +230,7 @@ class Registry:
         known = sorted(known)
         near = get_close_matches(name, known, n=1, cutoff=0.5)
         listed = ", ".join(known) or "none is installed"
-        what = {"dataset": "type", "quant": "weight format"}.get(group, group)
+        what = {"dataset": "type", "quant": "weight format", "policy_loss": "policy loss"}.get(group, group)
         message = f"there is no such {what}; known: {listed}."
         if not near and self.broken:
             message += " Not loaded: " + "; ".join(str(b) for b in self.broken.values()) + "."

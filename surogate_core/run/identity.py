@@ -61,6 +61,7 @@ def identity_of(config: RunConfig, registry: Registry, resolved: ResolvedModel) 
             ("schedule", config.lr_scheduler_type),
             ("objective", config.objective) if task.objective is None else ("task", task.name),
             *([("quant", weight_format.name)] if weight_format is not None else []),
+            *task.chosen(config, registry).items(),
         ]
     )
     versions = {p["name"]: p["version"] for p in used}

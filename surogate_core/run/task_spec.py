@@ -16,14 +16,27 @@ from surogate_core.config.sharing import online_problems
 from surogate_core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_core.bundles import Objective, ObjectiveSpec, ScheduleSpec, Steps, Task, TaskSpec
+    from surogate_core.bundles import (
+        AdvantageSpec,
+        Objective,
+        ObjectiveSpec,
+        PolicyLossSpec,
+        ScheduleSpec,
+        Steps,
+        Task,
+        TaskSpec,
+    )
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
     from surogate_core.events import Event
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.assemble import ResolvedModel
+
+    NamedOffer: TypeAlias = TaskSpec | ObjectiveSpec | ScheduleSpec | PolicyLossSpec | AdvantageSpec
 
 
 def task_spec(config: RunConfig, registry: Registry) -> TaskSpec:
@@ -32,10 +45,11 @@ def task_spec(config: RunConfig, registry: Registry) -> TaskSpec:
     return spec
 
 
-def named_offers(config: RunConfig, registry: Registry) -> list[TaskSpec | ObjectiveSpec | ScheduleSpec]:
-    """The task, and the other offers that a key of the configuration names."""
+def named_offers(config: RunConfig, registry: Registry) -> list[NamedOffer]:
+    """The task, its parts, and the other offers that a key of the configuration names."""
     task = task_spec(config, registry)
-    return [task, *(registry.get(kind, getattr(config, key)) for kind, key in named_for(task).items())]
+    named = {kind: getattr(config, key) for kind, key in named_for(task).items()}
+    return [task, *(registry.get(kind, name) for kind, name in {**named, **task.chosen(config, registry)}.items())]
 
 
 def option_keys(config: RunConfig, registry: Registry) -> frozenset[str]:
@@ -47,7 +61,8 @@ def objective_of(config: RunConfig, registry: Registry) -> Objective:
     """The task's own objective, or the one that the key `objective` names."""
     spec = task_spec(config, registry)
     if spec.objective is not None:
-        return spec.objective(spec.options_of(config))
+        parts = () if spec.parts is None else (spec.parts_of(config, registry),)
+        return spec.objective(spec.options_of(config), *parts)
     chosen: ObjectiveSpec = registry.get("objective", config.objective)
     return chosen.build(chosen.options_of(config))
 
@@ -93,6 +108,7 @@ def online_task(
             emit=surroundings.emit,
             stopped=surroundings.stopped,
             directory=Path(config.place),
+            parts=spec.parts_of(config, registry),
             data=data,
             together=surroundings.together,
         )

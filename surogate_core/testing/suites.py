@@ -22,6 +22,7 @@ _MODULES = {
     "objective": "objectives",
     "task": "tasks",
     "advantage": "advantages",
+    "policy_loss": "policy_losses",
     "recipe": "recipes",
     "quant": "weight_formats",
     "optimizer": "optimizers",

@@ -6,6 +6,8 @@ Shape suffixes: P prompts, G completions of each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -80,6 +82,8 @@ def _deviation(rewards_PG: Values, axis: int | None) -> Values:
     return np.sqrt(squared.sum(1, keepdims=True) / np.maximum(count - 1, 1))
 
 
-ADVANTAGES = tuple(
-    AdvantageSpec(name=function.__name__, compute=function) for function in (group, batch, mean, rloo, maxrl, opo)
-)
+def _offer(function: Callable[[Values, Lengths], Values]) -> AdvantageSpec:
+    return AdvantageSpec(name=function.__name__, build=lambda options: function)
+
+
+ADVANTAGES = tuple(map(_offer, (group, batch, mean, rloo, maxrl, opo)))

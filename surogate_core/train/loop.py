@@ -436,9 +436,11 @@ class Loop:
             self.emit(stats)
 
     def _suspect(self) -> str:
-        """How to find out whether the precision recipe makes what is not finite."""
-        name = self.config.recipe.name
-        return "" if name == "bf16" else f"; recipe {name} may also be the cause: recipe=bf16 shows whether it is"
+        """What may make values that are not finite, besides the model: a plugin's loss, and the precision recipe."""
+        label, name = self.engine.assembly.objective.label, self.config.recipe.name
+        loss = f"; {label} may also be the cause" if label else ""
+        recipe = "" if name == "bf16" else f"; recipe {name} may also be the cause: recipe=bf16 shows whether it is"
+        return f"{loss}{recipe}"
 
     def _divergence(self, what: str, *, at_start: bool) -> str:
         saved, rate = self._saved_step, f"learning_rate (now {self.config.learning_rate:g})"

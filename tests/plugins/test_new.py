@@ -16,7 +16,7 @@ from surogate_core.plugins.new import KINDS, TEMPLATES
 
 def make(kind: str, name: str, tmp_path: Path) -> tuple[Path, Environment]:
     assert main(["plugins", "new", name, "--kind", kind, "--output", str(tmp_path)]) == 0
-    package = tmp_path / f"surogate-{kind}-{name}"
+    package = tmp_path / f"surogate-{kind.replace('_', '-')}-{name}"
     environment = Environment(tmp_path)
     install = ["install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", str(package)]
     environment.run("pip", *install, cwd=tmp_path)
@@ -27,7 +27,9 @@ def make(kind: str, name: str, tmp_path: Path) -> tuple[Path, Environment]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_package_installs_is_discovered_and_passes_its_tests(kind: str, tmp_path: Path) -> None:
     package, environment = make(kind, "first-try", tmp_path)
-    shown = environment.run("surogate_core.cli.main", "plugins", "show", f"{kind}-first-try", "--json", cwd=tmp_path)
+    shown = environment.run(
+        "surogate_core.cli.main", "plugins", "show", f"{kind.replace('_', '-')}-first-try", "--json", cwd=tmp_path
+    )
     facts = json.loads(shown)
     assert facts["state"] == "ok"
     assert facts["offers"] == [f"{kind} first-try"]
@@ -50,11 +52,14 @@ def test_a_new_package_passes_strict_types(kind: str, tmp_path: Path, tmp_path_f
 def test_every_placeholder_is_filled_and_every_template_used(tmp_path: Path, capsys: Any) -> None:
     for kind in KINDS:
         assert main(["plugins", "new", "two-words", "--kind", kind, "--output", str(tmp_path)]) == 0
-        directory = tmp_path / f"surogate-{kind}-two-words"
+        directory = tmp_path / f"surogate-{kind.replace('_', '-')}-two-words"
         assert f"pip install -e '{directory}[dev]'" in capsys.readouterr().out
         texts = {f.relative_to(directory).as_posix(): f.read_text() for f in directory.rglob("*") if f.is_file()}
         left = [
-            path for path, text in texts.items() for key in ("NAME", "KIND", "MODULE", "CLASS") if f"@{key}@" in text
+            path
+            for path, text in texts.items()
+            for key in ("NAME", "KIND", "MODULE", "CLASS", "FLAT")
+            if f"@{key}@" in text
         ]
         assert not left
         assert {"README.md", ".github/workflows/ci.yml", "tests/test_two_words.py"} <= texts.keys()

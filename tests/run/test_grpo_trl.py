@@ -16,17 +16,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from surogate_model_qwen3.model import build
-from surogate_task_grpo.losses import aggregation, columns, kl_penalty, objective
 from surogate_task_grpo.options import GRPOOptions, advantage_name
+from surogate_task_grpo.policy_losses import POLICY_LOSSES
 from tiny_qwen3 import ADAMW, BF16, tiny_config
 from torch import Tensor
 from trl_parity import END, distance
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.bundles import part_of
 from surogate_core.bundles.advantages import advantages
 from surogate_core.engine.engine import Engine
 from surogate_core.testing import tiny
 from surogate_core.train.advantages import ADVANTAGES
+from surogate_core.train.policy import Policy
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
@@ -35,6 +37,13 @@ LR, NORM = 1e-3, 0.5
 MOST = 6
 """Tokens of the longest completion."""
 TOKENS = 128
+
+
+SPECS = {spec.name: spec for spec in POLICY_LOSSES}
+
+
+def policy(options: GRPOOptions) -> Policy:
+    return Policy(part_of("policy_loss", SPECS[options.loss_type]), options)
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ def of_trl(saved: Path, options: GRPOOptions, steps: list[Step], output: Path) -
 
 
 def names_of_trl(options: GRPOOptions) -> dict[str, str]:
-    name = advantage_name(options)
+    name = advantage_name(options, SPECS[options.loss_type])
     found = {"loss_type": options.loss_type, "scale_rewards": "none" if name == "mean" else name}
     # A loss type of its own here, a choice of the ratio there.
     level = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
@@ -138,7 +147,7 @@ def names_of_trl(options: GRPOOptions) -> dict[str, str]:
 
 def of_surogate(saved: Path, options: GRPOOptions, steps: list[Step]) -> tuple[list[float], dict[str, Tensor]]:
     """The same of the engine, with packed completions, two micro-batches a step."""
-    made = objective(options)
+    made = policy(options).objective()
     names = (*made.columns, "weights")
     parts = {"build": build, "recipe": BF16, "optimizer": ADAMW, "objective": made, "columns": names}
     settings = {"tokens": TOKENS, "borders": 16, "max_grad_norm": NORM, "weight_decay": 0.0}
@@ -161,17 +170,18 @@ def packed(step: Step, options: GRPOOptions, engines: Mapping[str, Engine]) -> l
     rewards = np.array([reward(ids) for ids in step.completions])
     for n, prompt in enumerate(prompts):
         old, base = (logprobs[name][n][prompt:] for name in ("old_logprobs", "reference_logprobs"))
-        rewards[n] -= kl_penalty(options, old, base, [True] * len(old))
+        rewards[n] -= policy(options).kl_penalty(old, base, [True] * len(old))
     lengths = np.array([len(ids) for ids in step.completions]).reshape(PROMPTS, GROUP)
-    spec = next(spec for spec in ADVANTAGES if spec.name == advantage_name(options))
-    advantage = advantages(spec, rewards.reshape(PROMPTS, GROUP), lengths).reshape(-1)
+    spec = next(spec for spec in ADVANTAGES if spec.name == advantage_name(options, SPECS[options.loss_type]))
+    advantage = advantages(part_of("advantage", spec), rewards.reshape(PROMPTS, GROUP), lengths).reshape(-1)
     halves = (range(5), range(5, PROMPTS * GROUP))
-    divided = aggregation(options, [[len(step.completions[n]) for n in half] for half in halves], PROMPTS * GROUP)
+    counts = [[len(step.completions[n]) for n in half] for half in halves]
+    divided = policy(options).aggregation(counts, PROMPTS * GROUP)
     found = []
     for half, one in zip(halves, divided, strict=True):
         labelled = [[t >= prompts[n] for t in range(len(documents[n]))] for n in half]
         batch = tiny.batch([documents[n] for n in half], tokens=TOKENS, borders=16, labelled=labelled)
-        values = {name: torch.zeros(TOKENS) for name in (*columns(options), "weights")}
+        values = {name: torch.zeros(TOKENS) for name in (*policy(options).columns, "weights")}
         at = 0
         for n, weight in zip(half, one.weights, strict=True):
             here = slice(at + prompts[n] - 1, at + len(documents[n]) - 1)
@@ -191,7 +201,7 @@ def scored(engine: Engine, documents: list[list[int]], options: GRPOOptions) -> 
     found = []
     for ids in documents:
         batch = tiny.batch([ids], tokens=TOKENS, borders=16)
-        blank = {name: torch.zeros(TOKENS) for name in (*columns(options), "weights")}
+        blank = {name: torch.zeros(TOKENS) for name in (*policy(options).columns, "weights")}
         logits_TV = engine.logits(replace(batch, columns=blank))[: len(ids) - 1]
         logprobs_TV = torch.log_softmax(logits_TV / options.temperature, -1)
         found.append([0.0, *logprobs_TV.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()])

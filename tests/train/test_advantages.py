@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from surogate_core.bundles import AdvantageSpec
+from surogate_core.bundles import AdvantageSpec, Part, part_of
 from surogate_core.bundles.advantages import advantages
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry
@@ -16,6 +18,7 @@ NAN = float("nan")
 REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [2.0, 1.0, 3.0, 2.0]])
 LENGTHS = np.array([[10, 20, 30, 40], [1, 1, 1, 2]])
 SPECS = {spec.name: spec for spec in ADVANTAGES}
+PARTS = {name: part_of("advantage", spec) for name, spec in SPECS.items()}
 BY_HAND = {
     # Deviations with n - 1: sqrt(0.75 / 3) = 0.5, sqrt(2 / 3), and of all eight sqrt(8.875 / 7).
     "group": [[0.75 / 0.5001, *[-0.25 / 0.5001] * 3], np.array([0.0, -1.0, 1.0, 0.0]) / (np.sqrt(2 / 3) + 1e-4)],
@@ -29,35 +32,39 @@ BY_HAND = {
 }
 
 
+def odd(compute: Any) -> Part:
+    return part_of("advantage", AdvantageSpec(name="odd", build=lambda options: compute), plugin="plugin x")
+
+
 def test_every_one_is_computed_by_hand_here() -> None:
     assert set(SPECS) == set(BY_HAND)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_values(name: str) -> None:
-    np.testing.assert_allclose(advantages(SPECS[name], REWARDS, LENGTHS), BY_HAND[name], rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(advantages(PARTS[name], REWARDS, LENGTHS), BY_HAND[name], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_equal_rewards_give_no_signal(name: str) -> None:
     rewards = np.array([[1.0] * 4, [0.0] * 4, [0.1] * 4])
-    np.testing.assert_allclose(advantages(SPECS[name], rewards, np.ones((3, 4), np.int64)), 0.0, atol=1e-12)
+    np.testing.assert_allclose(advantages(PARTS[name], rewards, np.ones((3, 4), np.int64)), 0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_missing_reward_is_as_a_smaller_group(name: str) -> None:
     rewards = np.array([[1.0, NAN, 0.0, 0.25, NAN]])
     lengths = np.array([[3, 1000, 4, 5, 7]])
-    found = advantages(SPECS[name], rewards, lengths)
+    found = advantages(PARTS[name], rewards, lengths)
     there = [0, 2, 3]
     np.testing.assert_array_equal(found[:, [1, 4]], 0.0)
-    np.testing.assert_allclose(found[:, there], advantages(SPECS[name], rewards[:, there], lengths[:, there]))
+    np.testing.assert_allclose(found[:, there], advantages(PARTS[name], rewards[:, there], lengths[:, there]))
 
 
 @pytest.mark.parametrize("rewards", [[NAN, NAN], [NAN, 0.5]])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_group_with_less_than_two_rewards_has_no_signal(name: str, rewards: list[float]) -> None:
-    np.testing.assert_array_equal(advantages(SPECS[name], np.array([rewards]), np.array([[3, 4]])), 0.0)
+    np.testing.assert_array_equal(advantages(PARTS[name], np.array([rewards]), np.array([[3, 4]])), 0.0)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -79,8 +86,8 @@ def test_the_core_offers_them(installed: Registry) -> None:
     ],
 )
 def test_a_wrong_one_is_named(compute: object, message: str) -> None:
-    with np.errstate(divide="ignore"), pytest.raises(PluginError, match=f"^advantage odd {message}"):
-        advantages(AdvantageSpec(name="odd", compute=compute), REWARDS, LENGTHS)  # type: ignore[arg-type]
+    with np.errstate(divide="ignore"), pytest.raises(PluginError, match=f"^advantage odd of plugin x {message}"):
+        advantages(odd(compute), REWARDS, LENGTHS)
 
 
 def test_the_function_may_write_into_its_arguments() -> None:
@@ -90,6 +97,6 @@ def test_the_function_may_write_into_its_arguments() -> None:
         return rewards
 
     rewards, lengths = REWARDS.copy(), LENGTHS.copy()
-    advantages(AdvantageSpec(name="inside", compute=compute), rewards, lengths)
+    advantages(odd(compute), rewards, lengths)
     assert (rewards == REWARDS).all()
     assert (lengths == LENGTHS).all()

@@ -8,10 +8,15 @@ from surogate_task_grpo.play import Played, Sample
 from surogate_task_grpo.record import Record
 from surogate_task_grpo.rollout import Collector, Generation, rollouts_event, samples_event, unused_weights
 
-from surogate_core.bundles import AdvantageSpec, EnvironmentTask
+from surogate_core.bundles import AdvantageSpec, EnvironmentTask, part_of
 from surogate_core.errors import UserError
 
-MEAN = AdvantageSpec(name="mean", compute=lambda rewards, lengths: rewards - np.nanmean(rewards, 1, keepdims=True))
+
+def mean(rewards, lengths):
+    return rewards - np.nanmean(rewards, 1, keepdims=True)
+
+
+MEAN = part_of("advantage", AdvantageSpec(name="mean", build=lambda options: mean))
 TASK = EnvironmentTask(messages=({"role": "user", "content": "?"},))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from surogate_core import bundles, hookimpl
 from surogate_task_grpo.checks import problems
-from surogate_task_grpo.options import GRPOOptions
+from surogate_task_grpo.options import GRPOOptions, parts
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
@@ -26,14 +27,28 @@ def surogate_config_path() -> str:
 def surogate_task() -> bundles.TaskSpec:
     """The task `grpo`."""
     return bundles.TaskSpec(
-        name="grpo", options=GRPOOptions, objective=_objective, online=_task, planned=_planned, check=problems
+        name="grpo",
+        options=GRPOOptions,
+        parts=parts,
+        objective=_objective,
+        online=_task,
+        planned=_planned,
+        check=problems,
     )
 
 
-def _objective(options: GRPOOptions) -> bundles.Objective:
-    from surogate_task_grpo.losses import objective
+@hookimpl
+def surogate_policy_loss() -> list[bundles.PolicyLossSpec]:
+    """The published losses, and prime-rl's."""
+    from surogate_task_grpo.policy_losses import POLICY_LOSSES
 
-    return objective(options)
+    return [*POLICY_LOSSES]
+
+
+def _objective(options: GRPOOptions, parts: Mapping[str, bundles.Part]) -> bundles.Objective:
+    from surogate_core.train.policy import Policy
+
+    return Policy(parts["policy_loss"], options).objective()
 
 
 def _task(context: bundles.OnlineContext) -> GRPOTask:

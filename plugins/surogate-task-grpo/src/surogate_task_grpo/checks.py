@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from surogate_core.config import sharing
-from surogate_core.config.names import unknown_name
 from surogate_core.errors import Problem
-from surogate_task_grpo.options import GRPOOptions, advantage_name
+from surogate_task_grpo.options import GRPOOptions
 
 if TYPE_CHECKING:
+    from surogate_core.bundles import TaskSpec
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
+    from surogate_core.train.policy import Policy
 
 LARGEST_WEIGHT = 1e18
 """Largest size of a reward's weight; a reward is not larger either."""
@@ -37,14 +38,22 @@ def problems(config: RunConfig, options: GRPOOptions, registry: Registry) -> Ite
         if not abs(weight) <= LARGEST_WEIGHT:
             message = f"has the weight {weight:g} for {reward}, with which sums of rewards overflow."
             yield Problem(key="reward_weights", message=message, fix=f"a weight of at most {LARGEST_WEIGHT:g}")
-    name = advantage_name(options)
-    known = registry.names("advantage")
-    if name not in known:
-        yield unknown_name("advantage", name, "", registry, known)
+    kl = policy_of(config, options, registry).loss.kl
+    if options.beta > 0 and kl is None:
+        message = f"is {options.beta:g}, and loss_type={options.loss_type} has no divergence from a reference."
+        yield Problem(key="beta", message=message, fix="beta=0, or another loss_type")
     if config.gpus > 1:
         yield from _of_several_gpus(config, options, registry)
     if options.max_staleness:
-        yield from _of_staleness(config, options, registry)
+        yield from _of_staleness(config, options, registry, kl)
+
+
+def policy_of(config: RunConfig, options: GRPOOptions, registry: Registry) -> Policy:
+    """The policy loss of a run."""
+    from surogate_core.train.policy import Policy
+
+    task: TaskSpec = registry.get("task", config.task)
+    return Policy(task.parts_of(config, registry)["policy_loss"], options)
 
 
 def _of_several_gpus(config: RunConfig, options: GRPOOptions, registry: Registry) -> Iterator[Problem]:
@@ -57,7 +66,7 @@ def _of_several_gpus(config: RunConfig, options: GRPOOptions, registry: Registry
         yield Problem(key="beta", message=message, fix="zero_level=0, lora=true, or beta=0")
 
 
-def _of_staleness(config: RunConfig, options: GRPOOptions, registry: Registry) -> Iterator[Problem]:
+def _of_staleness(config: RunConfig, options: GRPOOptions, registry: Registry, kl: str | None) -> Iterator[Problem]:
     rollout, key, fix = config.rollout.name, "max_staleness", "max_staleness=0"
     if not registry.get("rollout", rollout).apart:
         message = f"is {options.max_staleness}, and rollout={rollout} samples with the weights that are being trained."
@@ -66,6 +75,6 @@ def _of_staleness(config: RunConfig, options: GRPOOptions, registry: Registry) -
     if options.reward_model is not None:
         message = f"is {options.max_staleness}, and reward_model scores completions on the device that trains."
         yield Problem(key=key, message=message, fix=fix)
-    if options.loss_type == "rloo" and options.beta > 0:
-        message = f"is {options.max_staleness}, and rloo with beta needs the reference for its rewards."
+    if kl == "reward" and options.beta > 0:
+        message = f"is {options.max_staleness}, and {options.loss_type} with beta needs the reference for its rewards."
         yield Problem(key=key, message=message, fix=f"{fix}, or beta=0")

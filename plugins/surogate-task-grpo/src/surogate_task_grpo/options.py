@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
 
 from surogate_core.bundles import Flat
 
-LossType = Literal["dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo", "dppo"]
+if TYPE_CHECKING:
+    from surogate_core.bundles import PolicyLossSpec
+    from surogate_core.plugins.registry import Registry
+
 Advantage = Literal["group", "batch", "none"]
 
 
@@ -33,8 +36,10 @@ class GRPOOptions:
     """Sample only from this many most probable tokens; 0 keeps all."""
     min_p: Annotated[float, Interval(ge=0, le=1), Flat("min_p", essential=True)] = 0.0
     """Sample only tokens with at least this share of the largest probability."""
-    loss_type: Annotated[LossType, Flat("loss_type", essential=True)] = "dapo"
-    """The loss, with how it is averaged over tokens and sequences."""
+    loss_type: Annotated[str, Flat("loss_type", essential=True)] = "dapo"
+    """The policy loss, with how it is averaged over tokens and sequences: dapo, grpo, dr_grpo, bnpo, gspo, cispo, rloo,
+    dppo, or one of another plugin.
+    """
     beta: Annotated[float, Interval(ge=0, le=1000), Flat("beta", essential=True)] = 0.0
     """Coefficient of the KL divergence to the model of step 0; 0 needs no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], Flat("kl_estimator", essential=True)] = "k3"
@@ -56,8 +61,8 @@ class GRPOOptions:
     takes what the loss type's paper has: nothing for dr_grpo and dppo, otherwise group.
     """
     advantage: Annotated[str | None, Flat("advantage", essential=True)] = None
-    """Name of the way to compute advantages from rewards; null follows `scale_rewards`, and is rloo for the loss type
-    rloo.
+    """Name of the way to compute advantages from rewards; null follows `scale_rewards`, and is what the loss type takes
+    where that is null too.
     """
     truncated_completions: Annotated[
         Literal["keep", "mask", "penalty"], Flat("truncated_completions", essential=True)
@@ -121,10 +126,17 @@ def truncation(options: GRPOOptions) -> Literal["keep", "mask", "penalty"]:
     return "mask" if options.mask_truncated_completions else options.truncated_completions
 
 
-def advantage_name(options: GRPOOptions) -> str:
+def parts(options: GRPOOptions, registry: Registry) -> dict[str, str]:
+    """The policy loss and the advantage that options choose, as `TaskSpec.parts` gives them."""
+    chosen = {"policy_loss": options.loss_type}
+    spec: PolicyLossSpec | None = registry.all("policy_loss").get(options.loss_type)
+    return chosen if spec is None else {**chosen, "advantage": advantage_name(options, spec)}
+
+
+def advantage_name(options: GRPOOptions, loss: PolicyLossSpec) -> str:
     """The name of the `AdvantageSpec` that options choose."""
     if options.advantage is not None:
         return options.advantage
     if options.scale_rewards is not None:
         return {"group": "group", "batch": "batch", "none": "mean"}[options.scale_rewards]
-    return {"dr_grpo": "mean", "dppo": "mean", "rloo": "rloo"}.get(options.loss_type, "group")
+    return loss.advantage

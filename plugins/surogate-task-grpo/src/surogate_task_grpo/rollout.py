@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_core.bundles import AdvantageSpec
+from surogate_core.bundles import Part
 from surogate_core.bundles.advantages import advantages
 from surogate_core.errors import UserError
 from surogate_core.events import Rollouts, RolloutSample, RolloutSamples, Spread
@@ -67,7 +67,8 @@ class Collector:
     """Plays prompts until a step has as many groups with signal as it wants."""
 
     options: GRPOOptions
-    advantage: AdvantageSpec
+    advantage: Part
+    """The built `AdvantageSpec`."""
     draw: Callable[[int], Prompts]
     """The next prompts of the run."""
     play: Callable[[Prompts], list[Played]]

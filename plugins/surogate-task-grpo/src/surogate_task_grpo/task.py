@@ -34,13 +34,14 @@ from surogate_core.files.atomic import human_bytes
 from surogate_core.run.generation import stop_ids
 from surogate_core.run.texts import MOST_SLOTS, fitting_slots, needed_bytes
 from surogate_core.train.loop import total_steps
+from surogate_core.train.policy import Policy
+from surogate_core.train.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE
 from surogate_task_grpo.ahead import Ahead, Ready
 from surogate_task_grpo.conversation import Renderer
 from surogate_task_grpo.exchange import gathered
 from surogate_task_grpo.forward import Reference, logprobs
-from surogate_task_grpo.losses import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE, aggregation, columns, kl_penalty
 from surogate_task_grpo.no_signal import is_trained
-from surogate_task_grpo.options import GRPOOptions, advantage_name
+from surogate_task_grpo.options import GRPOOptions
 from surogate_task_grpo.packing import Batch, Document, Shape, arranged, micro_batch
 from surogate_task_grpo.play import Limits, Played, Player, Sample
 from surogate_task_grpo.record import Record
@@ -73,6 +74,8 @@ class GRPOTask:
 
     def __init__(self, context: OnlineContext):
         self.context, self.options = context, context.options
+        self.policy = Policy(context.parts["policy_loss"], context.options)
+        self.policy.check()
         self._steps: GRPOSteps | None = None
 
     @property
@@ -83,7 +86,7 @@ class GRPOTask:
             rows=config.per_device_train_batch_size,
             sequence_len=config.sequence_len,
             documents=max(1, min(completions, config.sequence_len // 16)),
-            columns=(WEIGHTS, *columns(options)),
+            columns=(WEIGHTS, *self.policy.columns),
             padding_id=self.context.tokenizer.pad_token_id or 0,
         )
 
@@ -99,7 +102,7 @@ class GRPOTask:
     def steps(self) -> GRPOSteps:
         """The steps from the beginning."""
         if self._steps is None:
-            self._steps = GRPOSteps(self.context, self._shape)
+            self._steps = GRPOSteps(self.context, self._shape, self.policy)
         return self._steps
 
     def evaluation(self) -> None:
@@ -154,8 +157,8 @@ def open_arena(context: OnlineContext, first_fault: Callable[[Fault], None]) -> 
 class GRPOSteps:
     """The steps of a run: prompts in the order of the seed, completions of the model as it is."""
 
-    def __init__(self, context: OnlineContext, shape: Shape):
-        self.context, self.shape, self.options = context, shape, context.options
+    def __init__(self, context: OnlineContext, shape: Shape, policy: Policy):
+        self.context, self.shape, self.options, self.policy = context, shape, context.options, policy
         self._together = context.together
         self._judge: RewardModel | None = None
         if self.options.reward_model is not None:
@@ -446,7 +449,7 @@ class GRPOSteps:
         )
         return Collector(
             options=options,
-            advantage=self.context.registry.get("advantage", advantage_name(options)),
+            advantage=self.context.parts["advantage"],
             draw=self._draw,
             play=lambda prompts: self._play(prompts, options.num_generations, sampling, watch),
             penalties=self._penalties,
@@ -534,10 +537,10 @@ class GRPOSteps:
         return self._reference.in_place()
 
     def _penalties(self, played: Sequence[Played]) -> list[float]:
-        """What each completion's reward loses because it differs from the reference; 0 unless the loss type has this
-        in the reward.
+        """What each completion's reward loses because it differs from the reference; 0 unless the policy loss has
+        this in the reward.
         """
-        if self.options.loss_type != "rloo" or self._reference is None:
+        if self.policy.loss.kl != "reward" or self._reference is None:
             return [0.0] * len(played)
         documents = [_document(sample, 0.0) for one in played for sample in one.samples]
         with self._referring():
@@ -551,14 +554,14 @@ class GRPOSteps:
 
     def _penalty(self, document: Document) -> float:
         behaviour, reference = document.columns[BEHAVIOUR].tolist(), document.columns[REFERENCE].tolist()
-        return kl_penalty(self.options, behaviour, reference, document.trained_T.tolist())
+        return self.policy.kl_penalty(behaviour, reference, document.trained_T.tolist())
 
     def _packed(self, batch: Batch) -> list[MicroBatch]:
         documents = batch.documents
         rows = arranged([len(document) for document in documents], self.shape)
         counts = [[int(documents[place].trained_T.sum()) for row in some for place in row] for some in rows]
         batches = []
-        for some, divided in zip(rows, aggregation(self.options, counts, batch.completions), strict=True):
+        for some, divided in zip(rows, self.policy.aggregation(counts, batch.completions), strict=True):
             weights = iter(divided.weights)
             chosen = [[documents[place].with_column(WEIGHTS, next(weights)) for place in row] for row in some]
             batches.append(micro_batch(chosen, self.shape, divisor=divided.divisor))

@@ -8,25 +8,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any
 
 import pytest
 import torch
-from surogate_task_grpo import terms
-from surogate_task_grpo.losses import aggregation, columns, kl_penalty, objective
-from surogate_task_grpo.options import GRPOOptions, LossType, advantage_name
-from surogate_task_grpo.terms import bounds
+from surogate_task_grpo.options import GRPOOptions, advantage_name
+from surogate_task_grpo.policy_losses import POLICY_LOSSES
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Objective
+from surogate_core.bundles import Objective, part_of
 from surogate_core.testing import tiny
+from surogate_core.testing.suites import bundle_checks
+from surogate_core.train.policy import Policy
+from surogate_core.train.policy_terms import bounds
 
-TYPES: tuple[LossType, ...] = get_args(LossType)
+SPECS = {spec.name: spec for spec in POLICY_LOSSES}
+TYPES = tuple(SPECS)
 LENGTHS = (3, 1, 5, 2)
 ADVANTAGES = (1.5, -0.5, -2.0, 0.75)
 PROMPT = 2
 V = 7
+
+
+def policy(options: GRPOOptions) -> Policy:
+    return Policy(part_of("policy_loss", SPECS[options.loss_type]), options)
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ def chosen(logits_BTV: Tensor, tokens_BT: Tensor, options: GRPOOptions) -> Tenso
 
 def reference_loss(case: Case, logits_BTV: Tensor, options: GRPOOptions) -> Tensor:
     """The loss of a step, from the papers' formulas on padded rows."""
-    low, high = bounds(options)
+    low, high = bounds(policy(options).loss, options)
     kind, a, mask = options.loss_type, case.advantages_B1, case.mask_BT
     logp = chosen(logits_BTV, case.tokens_BT, options)
     old = case.old_BT if options.num_iterations > 1 else logp.detach()
@@ -108,11 +114,11 @@ def packed_loss(
     case: Case, logits_BTV: Tensor, options: GRPOOptions, batches: Sequence[Sequence[int]] = ((0, 1, 2, 3),)
 ) -> Tensor:
     """The same as the engine computes it: completions behind their prompts, one after another in micro-batches."""
-    divided = aggregation(options, [[LENGTHS[b] for b in batch] for batch in batches], len(LENGTHS))
+    divided = policy(options).aggregation([[LENGTHS[b] for b in batch] for batch in batches], len(LENGTHS))
     total, divisor = torch.zeros((), dtype=torch.float64), 0.0
     for batch, one in zip(batches, divided, strict=True):
         arguments = micro_batch(case, logits_BTV, options, batch, one.weights)
-        total = total + engine_loss(objective(options), *arguments)
+        total = total + engine_loss(policy(options).objective(), *arguments)
         divisor += one.divisor
     return total / divisor
 
@@ -146,7 +152,7 @@ def micro_batch(
         for name, value in values.items():
             parts[name].append(torch.nn.functional.pad(value, around))
     whole = {name: torch.cat([*padding[name], *part, *padding[name]]) for name, part in parts.items()}
-    wanted = {name: whole[name] for name in (*columns(options), "weights")}
+    wanted = {name: whole[name] for name in (*policy(options).columns, "weights")}
     return whole["logits"], whole["labels"], whole["positions"], wanted
 
 
@@ -178,7 +184,7 @@ def agree(options: GRPOOptions) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_equals_plain_autograd(kind: LossType) -> None:
+def test_equals_plain_autograd(kind: str) -> None:
     for iterations in (1, 2):
         for correction in ("token", "sequence", "none"):
             if kind not in ("gspo", "rloo") or correction != "token":
@@ -186,7 +192,7 @@ def test_equals_plain_autograd(kind: LossType) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gspo", "rloo"])
-def test_each_token_of_a_completions_ratio_has_its_own_importance_weight(kind: LossType) -> None:
+def test_each_token_of_a_completions_ratio_has_its_own_importance_weight(kind: str) -> None:
     """The gradient by a token's logits is that without weights, times the token's."""
     for iterations in (1, 2):
         gradients = []
@@ -199,7 +205,7 @@ def test_each_token_of_a_completions_ratio_has_its_own_importance_weight(kind: L
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_with_divergence_temperature_and_bounds(kind: LossType) -> None:
+def test_with_divergence_temperature_and_bounds(kind: str) -> None:
     for estimator in ("k2", "k3"):
         options = GRPOOptions(
             loss_type=kind,
@@ -242,7 +248,7 @@ def test_all_estimators_have_the_gradient_of_k2() -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_the_first_gradient_is_the_policy_gradient(kind: LossType) -> None:
+def test_the_first_gradient_is_the_policy_gradient(kind: str) -> None:
     """With one iteration and an exact engine it is that of -A log π, averaged as the loss type says."""
     options = GRPOOptions(loss_type=kind, max_completion_length=9)
     case = made(options)
@@ -261,7 +267,7 @@ def test_the_first_gradient_is_the_policy_gradient(kind: LossType) -> None:
 
 
 @pytest.mark.parametrize("kind", [k for k in TYPES if k != "bnpo"])
-def test_packing_does_not_matter(kind: LossType) -> None:
+def test_packing_does_not_matter(kind: str) -> None:
     for correction in ("token", "sequence"):
         options = GRPOOptions(loss_type=kind, num_iterations=2, importance_correction=correction)
         case = made(options)
@@ -288,17 +294,17 @@ def by_hand(options: GRPOOptions, probabilities: Sequence[float], advantage: flo
     values = {name: torch.tensor(column, dtype=torch.float64).log() for name, column in others.items()}
     values |= {"advantages": torch.full((n,), advantage, dtype=torch.float64)}
     values.setdefault("behaviour_logprobs", p_N.log())
-    (one,) = aggregation(options, [[n]], 1)
+    (one,) = policy(options).aggregation([[n]], 1)
     values["weights"] = torch.full((n,), one.weights[0], dtype=torch.float64)
     arguments = (torch.stack((p_N, 1 - p_N), 1).log(), torch.zeros(n, dtype=torch.int64), torch.arange(n), values)
-    return (engine_loss(objective(options), *arguments) / one.divisor).item()
+    return (engine_loss(policy(options).objective(), *arguments) / one.divisor).item()
 
 
 def test_values_by_hand() -> None:
     """Two tokens; ratios .6/.5 = 1.2 and .2/.4 = .5, whose product is .6 and whose geometric mean is sqrt(.6)."""
     p, old = [0.6, 0.2], {"old_logprobs": [0.5, 0.4], "behaviour_logprobs": [0.5, 0.4]}
 
-    def loss(kind: LossType, advantage: float, **changes: object) -> float:
+    def loss(kind: str, advantage: float, **changes: object) -> float:
         options = GRPOOptions(loss_type=kind, num_iterations=2, **changes)
         return by_hand(options, p, advantage, **old)
 
@@ -339,7 +345,7 @@ def test_importance_weights_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_missing_behaviour_logprob_counts_as_the_trainers(kind: LossType) -> None:
+def test_a_missing_behaviour_logprob_counts_as_the_trainers(kind: str) -> None:
     for iterations, correction in ((1, "token"), (2, "token"), (1, "sequence")):
         options = GRPOOptions(loss_type=kind, num_iterations=iterations, importance_correction=correction)
         case = made(options)
@@ -369,34 +375,42 @@ def test_weights_and_divisors() -> None:
     }
     assert set(expected) == set(TYPES)
     for kind, (weights, divisor) in expected.items():
-        found = aggregation(GRPOOptions(loss_type=kind, max_completion_length=100), [[4, 2], [6]], 4)
+        found = policy(GRPOOptions(loss_type=kind, max_completion_length=100)).aggregation([[4, 2], [6]], 4)
         assert ([one.weights for one in found], sum(one.divisor for one in found)) == (weights, divisor)
 
 
 def test_bounds_follow_the_options() -> None:
-    assert bounds(GRPOOptions(loss_type="dapo")) == (0.2, 0.28)
-    assert bounds(GRPOOptions(loss_type="dapo", epsilon=0.1)) == (0.1, 0.1)
-    assert bounds(GRPOOptions(loss_type="dapo", epsilon_high=0.4)) == (0.2, 0.4)
-    assert bounds(GRPOOptions(loss_type="gspo")) == (3e-4, 4e-4)
-    assert bounds(GRPOOptions(loss_type="cispo", epsilon=0.1)) == (0.1, 5.0)
-    assert set(terms.PUBLISHED) == set(TYPES)
+    def found(kind: str, **changes: Any) -> tuple[float, float]:
+        options = GRPOOptions(loss_type=kind, **changes)
+        return bounds(policy(options).loss, options)
+
+    assert found("dapo") == (0.2, 0.28)
+    assert found("dapo", epsilon=0.1) == (0.1, 0.1)
+    assert found("dapo", epsilon_high=0.4) == (0.2, 0.4)
+    assert found("gspo") == (3e-4, 4e-4)
+    assert found("cispo", epsilon=0.1) == (0.0, 5.0), "it has no lower bound"
+    assert found("cispo", epsilon_high=3.0) == (0.0, 3.0)
 
 
 def test_advantages_follow_the_loss_type() -> None:
-    names = {kind: advantage_name(GRPOOptions(loss_type=kind)) for kind in TYPES}
+    names = {kind: advantage_name(GRPOOptions(loss_type=kind), spec) for kind, spec in SPECS.items()}
     others = {"dr_grpo": "mean", "dppo": "mean", "rloo": "rloo"}
     assert names == dict.fromkeys(TYPES, "group") | others
-    for kind in TYPES:
-        assert advantage_name(GRPOOptions(loss_type=kind, scale_rewards="none")) == "mean"
-        assert advantage_name(GRPOOptions(loss_type=kind, scale_rewards="none", advantage="opo")) == "opo"
+    for kind, spec in SPECS.items():
+        assert advantage_name(GRPOOptions(loss_type=kind, scale_rewards="none"), spec) == "mean"
+        assert advantage_name(GRPOOptions(loss_type=kind, scale_rewards="none", advantage="opo"), spec) == "opo"
 
 
 def test_rloo_pays_the_divergence_in_the_reward() -> None:
     behaviour, reference, trained = [-1.0, -2.0, -9.0], [-1.5, -1.0, 0.0], [True, True, False]
-    assert kl_penalty(GRPOOptions(loss_type="rloo", beta=0.1), behaviour, reference, trained) == pytest.approx(-0.05)
-    assert kl_penalty(GRPOOptions(loss_type="rloo"), behaviour, reference, trained) == 0
-    assert kl_penalty(GRPOOptions(loss_type="grpo", beta=0.1), behaviour, reference, trained) == 0
-    assert "reference_logprobs" in columns(GRPOOptions(loss_type="rloo", beta=0.1))
+
+    def penalty(kind: str, **changes: Any) -> float:
+        return policy(GRPOOptions(loss_type=kind, **changes)).kl_penalty(behaviour, reference, trained)
+
+    assert penalty("rloo", beta=0.1) == pytest.approx(-0.05)
+    assert penalty("rloo") == 0
+    assert penalty("grpo", beta=0.1) == 0
+    assert "reference_logprobs" in policy(GRPOOptions(loss_type="rloo", beta=0.1)).columns
 
 
 @pytest.mark.parametrize(
@@ -412,7 +426,7 @@ def test_rloo_pays_the_divergence_in_the_reward() -> None:
 def test_the_engine_runs_them(options: GRPOOptions) -> None:
     """Traced, in one chunk and in four, in fp32; the gradient is that of float64 with the engine's logits."""
     batch = tiny.batches(0)[0]
-    made_objective = objective(options)
+    made_objective = policy(options).objective()
     generator = torch.Generator().manual_seed(2)
     n = len(batch.labels)
     values = {name: torch.randn(n, generator=generator) - 2.0 for name in made_objective.columns}
@@ -430,3 +444,10 @@ def test_the_engine_runs_them(options: GRPOOptions) -> None:
         assert loss == pytest.approx(expected.item(), rel=2e-5)
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert norms[0] > 0
+
+
+@pytest.mark.slow_cases("grpo", "dr_grpo", "bnpo", "rloo", "cispo", "dapo")
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_checks_for_plugins_hold(kind: str) -> None:
+    for check in bundle_checks("policy_loss", SPECS[kind]):
+        check.run()

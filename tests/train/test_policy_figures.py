@@ -11,14 +11,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from surogate_task_grpo.losses import objective
 from surogate_task_grpo.options import GRPOOptions
+from surogate_task_grpo.policy_losses import POLICY_LOSSES
 
 from surogate_core.batch import IGNORE_LABEL
+from surogate_core.bundles import Objective, part_of
 from surogate_core.testing import tiny
+from surogate_core.train.policy import Policy
+
+SPECS = {spec.name: spec for spec in POLICY_LOSSES}
 
 LENGTHS = (4, 3)
 """Tokens of two completions' documents; the first token of each is a prompt."""
+
+
+def objective(options: GRPOOptions) -> Objective:
+    return Policy(part_of("policy_loss", SPECS[options.loss_type]), options).objective()
 
 
 def step(
