@@ -202,15 +202,19 @@ def trains(spec: PolicyLossSpec) -> None:
     """It is traced with the head, whole or in chunks, and the loss is the one that plain torch computes."""
     batch = tiny.batches(0)[0]
     trained_N = batch.labels != IGNORE_LABEL
+    divisor, labels_N1 = float(trained_N.sum()), batch.labels.clamp(min=0)[:, None]
     for policy, chunks in zip(_policies(spec), (1, 4), strict=True):
-        objective, generator = policy.objective(), torch.Generator().manual_seed(0)
-        columns = {name: torch.randn(tiny.TOKENS, generator=generator) - 2.0 for name in policy.columns}
-        columns[WEIGHTS] = torch.ones(tiny.TOKENS)
-        columns = {name: value.masked_fill(~trained_N, 0.0) for name, value in columns.items()}
-        divisor = float(trained_N.sum())
-        whole = replace(batch, columns=columns, divisor=divisor)
-        engine = tiny.engine(objective=objective, head_chunks=chunks, columns=tuple(columns))
-        expected = _loss(policy, (engine.logits(whole), batch.labels, batch.positions, columns)) / divisor
+        generator, names = torch.Generator().manual_seed(0), (*policy.columns, WEIGHTS)
+        engine = tiny.engine(objective=policy.objective(), head_chunks=chunks, columns=names)
+        blank = replace(batch, columns=dict.fromkeys(names, torch.zeros(tiny.TOKENS)), divisor=divisor)
+        logits_NV = engine.logits(blank)
+        # The model has moved so little that no bound is reached.
+        past_N = logits_NV.log_softmax(-1).gather(1, labels_N1)[:, 0] - 1e-4
+        advantages_N = torch.randn(tiny.TOKENS, generator=generator)
+        found = {ADVANTAGES: advantages_N, BEHAVIOUR: past_N, OLD: past_N, WEIGHTS: torch.ones(tiny.TOKENS)}
+        columns = {name: found[name].masked_fill(~trained_N, 0.0) for name in names}
+        expected = _loss(policy, (logits_NV, batch.labels, batch.positions, columns)) / divisor
+        whole = replace(blank, columns=columns)
         loss, norm = engine.train_step([whole], step=0, lr=0.0).read()[:2]
         ensure(math.isfinite(norm) and norm > 0, f"the gradient norm is {norm}")
         ensure(
