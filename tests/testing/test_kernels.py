@@ -58,20 +58,22 @@ def test_a_kernel_that_fails_with_what_it_knows_is_found() -> None:
         kernels.equals_references(pack(bad))
 
 
-def test_every_extension_of_attention_changes_its_inputs_results() -> None:
+@pytest.mark.parametrize("op", ["attention", "rms_norm"])
+def test_every_extension_changes_the_results_of_some_inputs(op: str) -> None:
     """Otherwise a kernel could ignore it unseen."""
-    seen: set[str] = set()
-    for inputs in kernels.CASES["attention"]():
+    reference, seen = references[op].function, set()
+    for inputs in kernels.CASES[op]():
         leaves = list(inputs.leaves.values())
         known = kernels._extensions(inputs, leaves)
-        whole = inputs.call(references["attention"].function, leaves)
+        whole = inputs.call(reference, leaves)
         for name in known:
-            other = inputs.call(without(references["attention"].function, name), leaves)
+            other = inputs.call(without(reference, name), leaves)
             assert float((whole - other).abs().max() / whole.abs().max()) > 2 * max(kernels.BOUNDS.values()), (
                 inputs.what
             )
         seen |= known
-    assert seen == registry.extensions["attention"].keys() == slot_cases.SETTINGS.keys()
+    assert seen == registry.extensions[op].keys()
+    assert registry.extensions["slot_attention"].keys() == slot_cases.SETTINGS.keys()
 
 
 def test_a_kernel_with_a_parameter_that_it_does_not_say_it_knows() -> None:
