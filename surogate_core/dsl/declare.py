@@ -23,6 +23,7 @@ from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, G
 from surogate_core.dsl.tensors import Param as Param
 from surogate_core.dsl.tensors import TensorSpec as TensorSpec
 from surogate_core.dsl.tensors import adapter_specs, weight_spec
+from surogate_core.errors import PluginError
 from surogate_core.kernels import ops
 
 
@@ -126,13 +127,18 @@ class Block:
 
     def outputs(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(y_ND, side outputs by name) of `forward`. Raises `TypeError` if they are not the declared ones, and
-        `PluginError` if a mixer is not called once.
+        `PluginError` if a mixer is not called once, or if y has another shape or dtype than x.
         """
         self._calls, tables = begin(self, tables)
         given = self.forward(x, tables)
         self._calls.finish()
         y, sides = given if isinstance(given, tuple) else (given, {})
         declared, kind = {side.name for side in self._sides}, type(self)
+        if (y.shape, y.dtype) != (x.shape, x.dtype):
+            raise PluginError(
+                f"{kind.__module__}.{kind.__name__}: forward returns {list(y.shape)} in {y.dtype}, and gets "
+                f"{list(x.shape)} in {x.dtype}. Fix: return what the next layer takes, such as y.to(x.dtype)."
+            )
         if sides.keys() != declared:
             raise TypeError(
                 f"{kind.__module__}.{kind.__name__}: forward returns the side outputs {sorted(sides)}, and the class "

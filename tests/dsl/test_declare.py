@@ -15,7 +15,7 @@ from surogate_core.dsl.dims import number_of
 from surogate_core.dsl.inits import constant, uniform
 from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.engine.pieces import distinct, pieces
-from surogate_core.errors import UserError
+from surogate_core.errors import PluginError, UserError
 
 D, F, V = Dim("width"), Dim("inner"), Dim("vocab")
 ADAPTER = Adapter(rank=3, scale=2.0, dropout=0.1, dtype=torch.float32)
@@ -150,6 +150,25 @@ def test_declarations_keep_their_order_over_inheritance() -> None:
         ("out.bias", "b.0.out.bias", (10,), "bias", "zeros", False),
     ]
     assert all(s.trainable for s in specs)
+
+
+def test_a_block_returns_the_dtype_and_the_shape_of_its_input() -> None:
+    class Wide(Base):
+        rate = Param("rate", D, role="scalar", dtype="fp32")
+
+        def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+            return x * self.rate
+
+    class Short(Base):
+        def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+            return x[1:]
+
+    x = torch.ones(5, 4, dtype=torch.bfloat16)
+    for kind, said in ((Wide, r"Wide: forward returns \[5, 4\] in torch.float32"), (Short, r"Short: .* \[4, 4\] in")):
+        block = kind(CONFIG)
+        tensors = {s.name: torch.ones(s.shape) for s in block.tensor_specs("", (), train_base=True)}
+        with pytest.raises(PluginError, match=rf"{said}.*Fix: return what the next layer takes"):
+            block.bind(tensors, (), gemm=lambda x, weight, slot: x, seed=None).outputs(x, {})
 
 
 def test_a_subclass_may_declare_a_parameter_otherwise() -> None:
