@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import time
+from difflib import get_close_matches
 from textwrap import indent
 
 from surogate_core.errors import PluginError, UserError
@@ -30,8 +32,9 @@ def matrix() -> int:
 def main(names: list[str], *, only: str | None = None, verbose: bool = False) -> int:
     """Try the plugins; 0 when every check that applies here holds.
 
-    Each check is printed when it ends. `only`: run the checks whose name contains this text. `verbose`: with the
-    traceback of what does not hold.
+    Each check is printed when it ends; on a terminal its name is there while it runs. `only`: run the checks whose name
+    contains this text. `verbose`: with the traceback of what does not hold. Raises `UserError` with the nearest names
+    if no check has `only` in its name.
     """
     import torch
 
@@ -42,10 +45,13 @@ def main(names: list[str], *, only: str | None = None, verbose: bool = False) ->
     torch.set_num_threads(1)
     registry = load_plugins(import_policy())
     bad, tried = 0, 0
+    known: dict[str, None] = {}
     for name in names or sorted(p for p in registry.plugins if p != "core"):
         counts = {"holds": 0, "FAILED": 0, "skipped": 0}
         try:
-            found = [check for check in checks(name, registry) if only is None or _plain(only) in _plain(str(check))]
+            found = checks(name, registry)
+            known |= dict.fromkeys(check.title for check in found)
+            found = [check for check in found if only is None or _plain(only) in _plain(str(check))]
         except PluginError as error:
             print(f"  FAILED  {error}", flush=True)
             counts["FAILED"], found = 1, []
@@ -54,6 +60,8 @@ def main(names: list[str], *, only: str | None = None, verbose: bool = False) ->
             continue
         for check in found:
             started = time.monotonic()
+            if sys.stdout.isatty():
+                print(f"  ...     {check}", end="\r", flush=True)
             word, detail = _outcome(check, verbose=verbose)
             counts[word] += 1
             print(f"  {word:<7} {check}{detail} ({time.monotonic() - started:.1f} s)", flush=True)
@@ -62,7 +70,9 @@ def main(names: list[str], *, only: str | None = None, verbose: bool = False) ->
         print(f"{name} {verdict}: {counts['holds']} checks hold, {counts['FAILED']} do not{skipped}", flush=True)
         bad += bool(counts["FAILED"])
     if only is not None and not tried and not bad:
-        raise UserError(f"--check {only}: no check has this in its name. Fix: leave it out, which lists all")
+        near = get_close_matches(_plain(only), known, n=3, cutoff=0.5)
+        fix = " or ".join(f"--check '{title}'" for title in near) or f"one of: {', '.join(known)}"
+        raise UserError(f"--check {only}: no check has this in its name. Fix: {fix}")
     return 1 if bad else 0
 
 

@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 MOST_PARAMETERS = 5_000_000
 
 
-def _tiny(family: ModelFamily) -> dict[str, Any]:
+def tiny_preset(family: ModelFamily) -> dict[str, Any]:
     """The preset that the checks compute with."""
     if "tiny" not in family.presets:
         raise NotApplicable("the family has no preset `tiny`, a shape for a CPU")
@@ -36,12 +36,15 @@ def _tiny(family: ModelFamily) -> dict[str, Any]:
     return config
 
 
-def _reference(family: ModelFamily) -> Any:
-    """The class of transformers with random weights, in which every tensor affects the result."""
+def reference(family: ModelFamily, config: Mapping[str, Any] | None = None) -> Any:
+    """The class of transformers with random weights, in which every tensor affects the result.
+
+    `config`: by default that of the preset `tiny`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = _tiny(family)
+    config = dict(config or tiny_preset(family))
     model_type = str(config.get("model_type", ""))
     if model_type not in CONFIG_MAPPING:
         raise NotApplicable(f"transformers has no model of type {model_type!r}")
@@ -112,7 +115,7 @@ def describes_itself_to_formats(family: ModelFamily) -> None:
 
 def equals_transformers(family: ModelFamily) -> None:
     """Logits and every gradient agree with transformers' class to 1e-5 in fp32, on packed documents."""
-    model = _reference(family)
+    model = reference(family)
     config = model.config.to_dict()
     built = family.build(config)
     state = tiny.in_files(_state(model), built)
@@ -143,10 +146,10 @@ def _ensure_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 def balances_as_transformers(family: ModelFamily) -> None:
     """The load-balancing loss of routers and the gradients with it agree with transformers' class to 1e-5 in fp32."""
-    built = family.build(_tiny(family))
+    built = family.build(tiny_preset(family))
     if not any(spec.role == "router_probability" for _, block in built.blocks(0) for spec in block.side_specs()):
         raise NotApplicable("its blocks do not report the router's sums (`surogate_core.dsl.routing`)")
-    model, coefficient = _reference(family), 0.5
+    model, coefficient = reference(family), 0.5
     config, state = model.config.to_dict(), tiny.in_files(_state(model), built)
     (document,) = tiny.documents((29,), vocabulary=min(config["vocab_size"], 1000))
     ids = torch.tensor([document])
@@ -170,7 +173,7 @@ def generates_as_transformers(family: ModelFamily) -> None:
     from surogate_core.generate.native import NativeEngine
     from surogate_core.generate.weights import Weights
 
-    model = _reference(family)
+    model = reference(family)
     config = model.config.to_dict()
     built = family.build(config)
     assembly = tiny.assembly(config, build=family.build, lora=tiny.lora(targets=()))
@@ -211,7 +214,7 @@ def comes_back_from_an_export(family: ModelFamily) -> None:
     from surogate_core.files.tensorfile import TensorFile
     from surogate_core.hf.export import Card, export_full
 
-    config = _tiny(family)
+    config = tiny_preset(family)
     ensure(bool(config.get("model_type") and config.get("architectures")), "preset `tiny` lacks `architectures`")
     made = tiny.engine(config=config, build=family.build)
     tiny.train(made, 1)
@@ -224,13 +227,14 @@ def comes_back_from_an_export(family: ModelFamily) -> None:
         for file in sorted(directory.glob("*.safetensors")):
             written |= {name: tensor.clone() for name, tensor in TensorFile(file).items()}
         tiny.ensure_same_bits(written, kept, "the export")
-        _load_in_transformers(directory, str(config["model_type"]))
+        load_in_transformers(directory, str(config["model_type"]))
     again = tiny.engine(config=config, build=family.build, source=tiny.tensor_source(written))
     packed = tiny.batch(tiny.documents())
     ensure(torch.equal(again.logits(packed), made.logits(packed)), "logits of the export are not those of the run")
 
 
-def _load_in_transformers(directory: Path, model_type: str) -> None:
+def load_in_transformers(directory: Path, model_type: str) -> None:
+    """Ensure that transformers loads a directory with nothing missing, if it has such models."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -255,7 +259,7 @@ def trains_with(recipes: Mapping[str, RecipeSpec]) -> Callable[[ModelFamily], No
 
     def trains_under_every_recipe(family: ModelFamily) -> None:
         """Blocks are traced, full and with adapters that are computed again; losses and gradients are finite."""
-        config = _tiny(family)
+        config = tiny_preset(family)
         usable = {name: recipe for name, spec in recipes.items() if (recipe := _built_on_a_cpu(spec)) is not None}
         # Adapters are tried with recomputing and full training without; each engine costs a trace of every block.
         for name, recipe in (usable or {"reference": tiny.PLAIN}).items():

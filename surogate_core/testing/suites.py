@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from surogate_core.bundles import KINDS, ModelFamily, RecipeSpec
+from surogate_core.bundles import KINDS
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.static import locate
@@ -68,26 +68,19 @@ def checks(plugin: str, registry: Registry | None = None) -> list[Check]:
         for kind in KINDS:
             for offered in registry.bundles(kind).values():
                 if offered.plugin.name == one.name:
-                    recipes = registry.all("recipe") if kind == "model" else {}
-                    families = registry.all("model") if kind == "kernels" else {}
-                    listed += bundle_checks(kind, offered.bundle, recipes=recipes, families=families, package=package)
+                    listed += bundle_checks(kind, offered.bundle, registry=registry, package=package)
     return listed
 
 
 def bundle_checks(
-    kind: str,
-    bundle: Any,
-    *,
-    recipes: Mapping[str, RecipeSpec] | None = None,
-    families: Mapping[str, ModelFamily] | None = None,
-    package: Path | None = None,
+    kind: str, bundle: Any, *, registry: Registry | None = None, package: Path | None = None
 ) -> list[Check]:
     """Every check of one bundle.
 
-    `recipes`: the recipes for training a model family. `families`: those whose ops a kernel pack may serve. `package`:
-    the plugin's file or directory, whose lines are named.
+    `registry`: the plugins whose recipes train a model family, with which it runs, and whose families have ops that a
+    kernel pack may serve. `package`: the plugin's file or directory, whose lines are named.
     """
-    suite = _suite(kind, bundle, recipes or {}, families or {})
+    suite = _suite(kind, bundle, registry)
     apart = kind in APART
     return [
         Check(
@@ -102,22 +95,22 @@ def bundle_checks(
     ]
 
 
-def _suite(
-    kind: str, bundle: Any, recipes: Mapping[str, RecipeSpec], families: Mapping[str, ModelFamily]
-) -> Sequence[Callable[[Any], None]]:
-    own: Sequence[Callable[[Any], None]] = ()
+def _suite(kind: str, bundle: Any, registry: Registry | None) -> Sequence[Callable[[Any], None]]:
+    defines: Sequence[Callable[[Any], None]] = ()
     if kind in ("model", "kernels") and bundle.ops:
         from surogate_core.testing.own_ops import defines_its_ops
 
-        own = (defines_its_ops,)
+        defines = (defines_its_ops,)
     if kind == "model":
-        from surogate_core.testing import experts, models
+        from surogate_core.testing import experts, model_blocks, model_runs, models
 
-        return (*own, *models.CHECKS, models.trains_with(recipes), *experts.checks_of(bundle))
+        trains = models.trains_with({} if registry is None else registry.all("recipe"))
+        own = (*models.CHECKS, *model_blocks.CHECKS, *model_runs.CHECKS, model_runs.runs_with(registry))
+        return (*defines, *own, trains, *experts.checks_of(bundle))
     if kind == "kernels":
         from surogate_core.testing import kernels
 
-        return (*own, *kernels.checks_beside(families.values()))
+        return (*defines, *kernels.checks_beside(() if registry is None else registry.all("model").values()))
     suite: Sequence[Callable[[Any], None]] = import_module(f"surogate_core.testing.{_MODULES[kind]}").CHECKS
     return suite
 
