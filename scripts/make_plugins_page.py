@@ -79,9 +79,9 @@ an installed plugin:
 optimizer-adamw conforms: 15 checks hold, 0 do not
 ```
 
-Each check is printed when it ends, with its time: it holds, is FAILED with the fault, or is skipped with the reason. On a
-terminal its name is there while it runs. `--check TEXT` runs those with this text in their name: `surogate plugins check
-model-acme --check generates`. If no check has it, the message has the nearest names.
+Each check is printed when it ends, with its time: it holds, is FAILED with the fault, or is skipped with the reason.
+On a terminal its name is there while it runs. `--check TEXT` runs those with this text in their name: `surogate
+plugins check model-acme --check generates`. If no check has it, the message has the nearest names.
 
 A failed check names the broken contract and, if the plugin's code raised an error, the file and line. `--verbose`
 adds the traceback. Every check has a time limit of ten minutes. Checks of monitors and launchers run in a child
@@ -91,18 +91,18 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   and start no thread; its bundles can be listed without importing it; options are frozen and have defaults.
 - `model`: presets build, and missing sizes are named; `hf_model_types` has the `model_type` of each preset, and
   `architecture` is the class that transformers loads; logits and every gradient equal transformers' class to 1e-5 in
-  fp32, if that class exists; what it says to export formats is a mapping or a refusal; an export is read back with the
-  same bits and loads in transformers. Beside its mixers a block computes each row by itself, with other neighbours and in
-  another order of the rows; packed documents have the logits that each has alone, whatever is beside them; layers of one
-  class with other settings, and other values of a setting that a block declares or of a known key of the preset, give other
-  results; generation has the log-probabilities of the forward, in prompts and sampled tokens, with documents longer than
-  every window and than a chunk of a scan. A model directory, with the `config.json` that transformers writes if it
-  knows the family, is fine-tuned with adapters, evaluated, merged, continued and exported as the commands do it, and the
-  results agree. Blocks are traced,
-  full and with adapters, under every recipe that runs on a CPU, emulated or not, and every parameter has a gradient. A
-  family with experts: each layer reports K times its tokens, of equal probabilities the lowest number wins, recomputing
-  changes no bit, `train_router` trains the routers with the gradient of a full training, and adapters of each expert
-  add scale · B A to its weight.
+  fp32, if that class exists; what it says to export formats is a mapping or a refusal; an export is read back with
+  the same bits and loads in transformers. Beside its mixers a block computes each row by itself, with other
+  neighbours and in another order of the rows; packed documents have the logits that each has alone, whatever is
+  beside them; layers of one class with other settings, and other values of a setting that a block declares or of a
+  known key of the preset, give other results; generation has the log-probabilities of the forward, in prompts and
+  sampled tokens, with documents longer than every window and than a chunk of a scan. A model directory, with the
+  `config.json` that transformers writes if it knows the family, is fine-tuned with adapters, evaluated, merged,
+  continued and exported as the commands do it, and the results agree. Blocks are traced, full and with adapters,
+  under every recipe that runs on a CPU, emulated or not, and every parameter has a gradient. A family with experts:
+  each layer reports K times its tokens, of equal probabilities the lowest number wins, recomputing changes no bit,
+  `train_router` trains the routers with the gradient of a full training, and adapters of each expert add scale · B A
+  to its weight.
 - `recipe`: product and gradients have their shape, dtype, a relative error of at most 0.25 and the same bits twice;
   their magnitude is right to 3 % and to half their error; products of positive operands have errors of both signs, so
   rounding is not always downwards; zeros give zeros; the host reads no values; `plain` is true only if the product is
@@ -158,10 +158,10 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   With `groups=True`, four processes do the same in groups of two and of four neighbouring ranks, at different times;
   where there are only two or three GPUs, and the fabric needs some, in one group of two.
 
-A block that shifts or averages rows without a mixer, or a setting that nothing reads, is a fault that only the kit sees: no
-guard of a run can. It names the class, the layer and the line of `forward`. The preset `tiny` decides what is tried, so give
-it each kind of layer, windows of at most 256 positions, and the keys that the family reads. A block that reads the documents'
-borders itself is skipped there, with the reason: it trains, and generation refuses it.
+A block that shifts or averages rows without a mixer, or a setting that nothing reads, is a fault that only the kit
+sees: no guard of a run can. It names the class, the layer and the line of `forward`. The preset `tiny` decides what
+is tried, so give it each kind of layer, windows of at most 256 positions, and the keys that the family reads. A block
+that reads the documents' borders itself is skipped there, with the reason: it trains, and generation refuses it.
 
 The kit cannot know which tokens a format intends to train: `surogate tokenize --debug` shows them. A check that does
 not apply on this machine is reported as skipped, with the reason; for example, a kernel pack for NVIDIA GPUs needs an

@@ -164,8 +164,8 @@ def sees_other_rows_by_mixers_alone(family: ModelFamily) -> None:
 def _looks(prefix: str, block: Block, how: str) -> str:
     declared = ", ".join(mixer.name for mixer in block._mixers) or "none"
     return (
-        f"{_where(prefix, block)} looks at other rows beside its mixers ({declared}): a row {how}. In training documents "
-        f"of one micro-batch would mix, and generation would compute something else. {MOVES}"
+        f"{_where(prefix, block)} looks at other rows beside its mixers ({declared}): a row {how}. In training "
+        f"documents of one micro-batch would mix, and generation would compute something else. {MOVES}"
     )
 
 
@@ -322,8 +322,8 @@ def _ignored(family: ModelFamily, config: Mapping[str, Any], key: str, value: An
     except Exception:  # refused, or it cannot be built: the key is read
         return ""
     return (
-        f"preset `tiny` has `{key}` {value!r} ({known.what}), and with {neutral!r} the logits are the same. Fix: compute "
-        f"it, or refuse it in `build` (`check_keys`)"
+        f"preset `tiny` has `{key}` {value!r} ({known.what}), and with {neutral!r} the logits are the same. Fix: "
+        f"compute it, or refuse it in `build` (`check_keys`)"
     )
 
 

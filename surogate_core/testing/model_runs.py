@@ -95,11 +95,10 @@ def runs_with(registry: Registry | None) -> Callable[[ModelFamily], None]:
         """A model directory is fine-tuned, evaluated, merged, continued and exported, as the commands do it."""
         from surogate_core.logs import contained
 
-        config = {**tiny_preset(family)}
-        found = _with(registry, family)
+        config, found = tiny_preset(family), _with(registry, family)
         with tempfile.TemporaryDirectory() as parent, contained():
             try:
-                _Run(family, config, found, Path(parent)).check()
+                _Run(family, found, Path(parent)).check(config)
             except PluginError as error:
                 if f"model {family.name!r}" in str(error) or "not installed" not in str(error):
                     raise
@@ -110,30 +109,25 @@ def runs_with(registry: Registry | None) -> Callable[[ModelFamily], None]:
 
 def _with(registry: Registry | None, family: ModelFamily) -> Registry:
     """The plugins, this family among them."""
-    from surogate_core import hookimpl
     from surogate_core.plugins import InstalledPlugin, import_policy, load_plugins
+    from surogate_core.plugins.registry import Offered
 
     registry = load_plugins(import_policy()) if registry is None else registry
-    if registry.all("model").get(family.name) is family:
+    known = registry.bundles("model")
+    if family.name in known and known[family.name].bundle is family:
         return registry
-    # A family that no plugin offers, as tests of the kit have: plugins of its own, with the family.
+    # A family that no plugin offers, as tests have: with plugins of its own, because others use the given ones.
     registry = load_plugins(import_policy())
-
-    class Offers:
-        @hookimpl
-        def surogate_model_family(self) -> ModelFamily:
-            return family
-
-    name = f"kit-{family.name}"
-    registry.manager.register(Offers(), name=name)
-    registry.plugins[name] = InstalledPlugin(name=name, module=__name__, distribution=name, version="0")
+    plugin = InstalledPlugin(name=f"kit-{family.name}", module=__name__, distribution="kit", version="0")
+    registry.plugins[plugin.name] = plugin
+    registry._offers["model"] = {**registry.bundles("model"), family.name: Offered(bundle=family, plugin=plugin)}
     return registry
 
 
 class _Run:
     """A short run of a family in a directory."""
 
-    def __init__(self, family: ModelFamily, config: dict[str, Any], registry: Registry, parent: Path):
+    def __init__(self, family: ModelFamily, registry: Registry, parent: Path):
         self.family, self.registry, self.parent = family, registry, parent
         self.base, self.run, self.merged = parent / "base", parent / "run", parent / "merged"
         self.rows = parent / "rows.jsonl"
@@ -142,17 +136,17 @@ class _Run:
             "per_device_train_batch_size=1", f"datasets=[{{path: {self.rows}, type: conversation}}]",
             f"validation_datasets=[{{path: {self.rows}, type: conversation}}]",
         )  # fmt: skip
-        _write_model(family, config, self.base)
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Every step from a model of this configuration, and that they agree."""
+        from surogate_core.run.merge import merge
+
+        _write_model(self.family, config, self.base)
         texts = ("the chain slips when it is worn", "oil it", "a brake squeals if the rim is wet; dry it and go on")
         rows = [
             [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": t}] for n, t in enumerate(texts)
         ]
         self.rows.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows * 2), encoding="utf-8")
-
-    def check(self) -> None:
-        """Every step, and that they agree."""
-        from surogate_core.run.merge import merge
-
         self._fine_tune()
         merge(None, self.run, self.merged, families=lambda: self.registry.all("model"))
         self._ensure_merged()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -58,7 +59,21 @@ def test_check_prints_as_it_goes_and_runs_one_check(
     assert "good conforms: 1 checks hold, 0 do not" in capsys.readouterr().out
     assert main(["plugins", "check", "good", "--check", "is_seen_without"]) == 0
     assert main(["plugins", "check", "good", "--check", "nonesuch"]) == 2
-    assert "--check nonesuch: no check has this in its name" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--check nonesuch: no check has this in its name. Fix: one of: has what it requires, imports qu" in said
+    assert main(["plugins", "check", "good", "--check", "multiplys"]) == 2
+    assert "no check has this in its name. Fix: --check 'multiplies'" in capsys.readouterr().err
+
+
+def test_on_a_terminal_the_check_that_runs_is_shown(
+    install_plugin: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin("good", RECIPE.replace("NAME", "'fine'"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["plugins", "check", "good", "--check", "multiplies packed"]) == 0
+    title = "recipe fine: multiplies packed weights"
+    printed = capsys.readouterr().out
+    assert re.match(rf"  \.\.\.     {title}\r  skipped {title}: the recipe packs no weights", printed)
 
 
 def test_check_names_what_does_not_hold(install_plugin: Any, capsys: Any) -> None:

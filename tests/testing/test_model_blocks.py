@@ -109,7 +109,7 @@ def test_a_block_that_is_right_in_training_alone_is_found() -> None:
 
 def test_a_block_that_reads_the_borders_trains_and_is_not_asked_for_more() -> None:
     keeps_documents_apart(family(AttendsItself))
-    with pytest.raises(NotApplicable, match="no generation, and no rows that GPUs share: .*reads cu_seqlens itself"):
+    with pytest.raises(NotApplicable, match=r"no generation, and no rows that GPUs share: .*reads cu_seqlens itself"):
         sees_other_rows_by_mixers_alone(family(AttendsItself))
 
 
