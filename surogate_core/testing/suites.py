@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from surogate_core.bundles import KINDS
+from surogate_core.bundles import KINDS, ModelFamily
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.static import locate
@@ -73,14 +73,21 @@ def checks(plugin: str, registry: Registry | None = None) -> list[Check]:
 
 
 def bundle_checks(
-    kind: str, bundle: Any, *, registry: Registry | None = None, package: Path | None = None
+    kind: str,
+    bundle: Any,
+    *,
+    registry: Registry | None = None,
+    families: Mapping[str, ModelFamily] | None = None,
+    package: Path | None = None,
 ) -> list[Check]:
     """Every check of one bundle.
 
-    `registry`: the plugins whose recipes train a model family, with which it runs, and whose families have ops that a
-    kernel pack may serve. `package`: the plugin's file or directory, whose lines are named.
+    `registry`: the plugins whose recipes train a model family, and with which it runs. `families`: those whose ops a
+    kernel pack may serve, by default the registry's. `package`: the plugin's file or directory, whose lines are named.
     """
-    suite = _suite(kind, bundle, registry)
+    if families is None:
+        families = registry.all("model") if registry is not None and kind == "kernels" else {}
+    suite = _suite(kind, bundle, registry, families)
     apart = kind in APART
     return [
         Check(
@@ -95,7 +102,9 @@ def bundle_checks(
     ]
 
 
-def _suite(kind: str, bundle: Any, registry: Registry | None) -> Sequence[Callable[[Any], None]]:
+def _suite(
+    kind: str, bundle: Any, registry: Registry | None, families: Mapping[str, ModelFamily]
+) -> Sequence[Callable[[Any], None]]:
     defines: Sequence[Callable[[Any], None]] = ()
     if kind in ("model", "kernels") and bundle.ops:
         from surogate_core.testing.own_ops import defines_its_ops
@@ -110,7 +119,7 @@ def _suite(kind: str, bundle: Any, registry: Registry | None) -> Sequence[Callab
     if kind == "kernels":
         from surogate_core.testing import kernels
 
-        return (*defines, *kernels.checks_beside(() if registry is None else registry.all("model").values()))
+        return (*defines, *kernels.checks_beside(families.values()))
     suite: Sequence[Callable[[Any], None]] = import_module(f"surogate_core.testing.{_MODULES[kind]}").CHECKS
     return suite
 
