@@ -25,7 +25,7 @@ from surogate_core.plugins.discovery import (
     installed_plugins,
     unmet_requirements,
 )
-from surogate_core.plugins.new import KINDS, new_plugin
+from surogate_core.plugins.new import KINDS, entry_point, new_plugin
 from surogate_core.plugins.static import StaticView, config_options, static_view
 
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         return plugin_check.main(arguments.names, only=arguments.check, verbose=arguments.verbose)
     if arguments.command == "new":
         directory = new_plugin(arguments.name, arguments.kind, arguments.output)
-        point = f"{arguments.kind}-{arguments.name}"
+        point = entry_point(arguments.name, arguments.kind)
         print(f"{directory}\nnext: pip install -e '{directory}[dev]' && surogate plugins show {point}")
         return 0
     rows = _rows()

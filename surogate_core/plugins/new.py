@@ -105,12 +105,17 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
     return directory
 
 
+def entry_point(name: str, kind: str) -> str:
+    """Name of the new plugin's entry point."""
+    return f"{kind.replace('_', '-')}-{name}"
+
+
 def _values(name: str, kind: str) -> dict[str, str]:
     """Placeholder of the templates → its text."""
     from surogate_core import API_VERSION, __version__
 
     major, minor, *_ = __version__.split(".")
-    point, facts = f"{kind.replace('_', '-')}-{name}", KINDS[kind]
+    point, facts = entry_point(name, kind), KINDS[kind]
     return {
         "USE": facts.use,
         "NAME": name,
