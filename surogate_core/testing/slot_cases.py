@@ -5,7 +5,7 @@ Shape suffixes as in `surogate_core.kernels.decoding`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -18,6 +18,8 @@ from surogate_core.kernels.registry import extensions
 from surogate_core.testing.check import ensure
 from surogate_core.testing.kernel_inputs import normal
 
+REFERENCE: Callable[..., Tensor] = slot_attention
+"""The op outside of a table of kernels."""
 SLOTS, POSITIONS, PLACES = (2, 0, 3), (0, 6, 19), 24
 """Of three rows; five slots, of which the last one takes rows that do not count."""
 RING = 12
@@ -48,7 +50,7 @@ def ensure_slots_are_filled(kernel: Kernel, device: torch.device, dtype: torch.d
                 continue
             found = kernel.function(*mine, PLACES, 0.3, **named).double()
             wide = {n: v.double() if isinstance(v, Tensor) else v for n, v in named.items()}
-            wanted = slot_attention(*exact, PLACES, 0.3, **wide)
+            wanted = REFERENCE(*exact, PLACES, 0.3, **wide)
             what = f"with {', '.join(sorted(settings))}" if settings else "without extensions"
             what += ", in a ring" if places == RING else ""
             ensure(found.shape == wanted.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(wanted.shape)}")
