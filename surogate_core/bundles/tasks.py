@@ -272,8 +272,9 @@ class TaskSpec:
     needs: Mapping[str, str] = field(default_factory=dict)
     """Flat keys of its options that must not be null → an example of the value. The run is refused without them before
     any data are read."""
-    scores: bool = False
-    """Whether it trains a reward model: the head gives one score for each token, [N, 1], instead of logits."""
+    head: str = "logits"
+    """The kind of head that it trains, as `Head.kind` of `surogate_core.dsl`: "logits" over the vocabulary, [N, V];
+    "scores", one for each token, [N, 1], for a reward model; or one that model families of plugins have."""
 
     def __post_init__(self) -> None:
         if (self.build is None) == (self.online is None):

@@ -219,7 +219,7 @@ class Loader:
         for model, one in self.found.items():
             same = model == self.first or self.given is not None
             config = self.config(model, *([] if same else shared(rows, run=self.files[model] is not None)))
-            prepared[model] = prepare(one, held_out(config, named=keys), self.registry, scored=True)
+            prepared[model] = prepare(one, held_out(config, named=keys), self.registry, generates=False)
         return prepared
 
     def for_tasks(self) -> dict[str, Prepared]:

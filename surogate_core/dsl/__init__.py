@@ -5,9 +5,10 @@ A family declares the parameters of a block and writes its forward once, in plai
 (`surogate_core.dsl.trace`).
 """
 
-from surogate_core.dsl.declare import Block, Embedding, Linear, LMHead, Model, Param, Stack
+from surogate_core.dsl.declare import Block, Embedding, Linear, Model, Param, Stack
 from surogate_core.dsl.dims import Dim, Setting
 from surogate_core.dsl.experts import Experts, Routes, project, project_combined
+from surogate_core.dsl.heads import Head, LMHead, ScoreHead
 from surogate_core.dsl.mixers import Attention, Convolution, Recurrence
 from surogate_core.dsl.sides import Side
 
@@ -18,12 +19,14 @@ __all__ = [
     "Dim",
     "Embedding",
     "Experts",
+    "Head",
     "LMHead",
     "Linear",
     "Model",
     "Param",
     "Recurrence",
     "Routes",
+    "ScoreHead",
     "Setting",
     "Side",
     "Stack",

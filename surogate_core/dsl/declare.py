@@ -16,6 +16,7 @@ from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Number, Setting, number_of, size_of
 from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
+from surogate_core.dsl.heads import Head, ScoreHead
 from surogate_core.dsl.mixers import Calls, Mixer, Spec, begin, declared_in
 from surogate_core.dsl.rope import covering, longest_covered, longest_fixed, scaled_config
 from surogate_core.dsl.sides import Side, SideSpec
@@ -24,7 +25,6 @@ from surogate_core.dsl.tensors import Param as Param
 from surogate_core.dsl.tensors import TensorSpec as TensorSpec
 from surogate_core.dsl.tensors import adapter_specs, weight_spec
 from surogate_core.errors import PluginError
-from surogate_core.kernels import ops
 
 
 class Linear:
@@ -336,44 +336,6 @@ class Stack:
     prefix: str
 
 
-@dataclass(frozen=True, slots=True)
-class LMHead:
-    """Final norm and vocabulary projection; `tied` shares the embedding's weight."""
-
-    hf_name: str
-    norm_hf_name: str
-    eps: Setting
-    tied: Setting
-    offset: float = 0.0
-    """Number that is added to the weight of the norm, as in `ops.rms_norm`."""
-    scale: Number = 1.0
-    """Factor of the logits."""
-    softcap: Number = 0.0
-    """c: the logits become c·tanh(logits/c), after the factor; 0 leaves them."""
-
-
-SCORE = "score.weight"
-"""Name of a reward model's head in files."""
-CAUSAL, SCORED = "ForCausalLM", "ForSequenceClassification"
-"""Ends of the names of transformers' classes."""
-
-
-def is_scored(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is that of a reward model."""
-    return any(str(name).endswith(SCORED) for name in config.get("architectures") or ())
-
-
-def scored_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The ``config.json`` of a reward model with the layers of a language model of class `architecture`."""
-    label = "reward"
-    return {
-        **config,
-        "architectures": [architecture.replace(CAUSAL, SCORED)],
-        "id2label": {"0": label},
-        "label2id": {label: 0},
-    }
-
-
 class Model:
     """Base of a family's model: ``embed``, ``layers`` and ``head`` declare it.
 
@@ -384,10 +346,16 @@ class Model:
     """HF class name written into exported config.json files."""
     embed: ClassVar[Embedding]
     layers: ClassVar[Stack | tuple[Stack, ...]]
-    head: ClassVar[LMHead]
+    head: Head
+    """The head: that of the family's language models in a class, that which `config` names in an instance."""
+    heads: ClassVar[tuple[type[Head], ...]] = (ScoreHead,)
+    """Classes of heads that a model of the family may have instead."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.config = dict(config)
+        declared = type(self).head
+        others = (cls for cls in self.heads if not isinstance(declared, cls))
+        self.head = next((cls.beside(declared) for cls in others if cls.is_of(self.config)), declared)
 
     def tables(self, positions_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Tensors that every block reads, from the positions [N] int32; e.g. RoPE's cos and sin."""
@@ -418,19 +386,27 @@ class Model:
         return scaled_config(self.config, scaling, positions)
 
     @property
-    def scored(self) -> bool:
-        """Whether the head is a reward model's: one score for each token instead of logits."""
-        return is_scored(self.config)
-
-    @property
     def hf_class(self) -> str:
         """The class of transformers that loads it."""
-        return self.architecture.replace(CAUSAL, SCORED) if self.scored else self.architecture
+        return self.architecture if self.other_head is None else self.head.hf_class(self.architecture)
 
     @property
     def tied(self) -> bool:
         """Whether the head uses the embedding's weight."""
-        return not self.scored and bool(self.head.tied.value(self.config))
+        return self.head.tied is not None and bool(self.head.tied.value(self.config))
+
+    @property
+    def other_head(self) -> str | None:
+        """Name of the weight of the family's own head, where this model has another one."""
+        declared = type(self).head
+        return None if self.head is declared else declared.hf_name
+
+    def with_head(self, kind: str) -> dict[str, Any] | None:
+        """The ``config.json`` of this model with a head of that kind; None where the family has none."""
+        if kind == self.head.kind:
+            return dict(self.config)
+        found = next((cls for cls in self.heads if cls.kind == kind), None)
+        return None if found is None else found.config(self.config, self.architecture)
 
     @property
     def vocab_size(self) -> int:
@@ -443,18 +419,10 @@ class Model:
         return self.embed.width.size(self.config)
 
     def logits(self, x_ND: Tensor, head: Mapping[str, Tensor]) -> Tensor:
-        """[N, V] in the dtype of x: the head; [N, 1] of a reward model. `head`: the tensors of `head_specs` by name.
-        Traced with its backward.
+        """[N, O] in the dtype of x: the outputs of the head, V logits of a language model. `head`: the tensors of
+        `head_specs` by name. Traced with its backward.
         """
-        h_ND = ops.rms_norm(x_ND, head["norm"], float(self.head.eps.value(self.config)), offset=self.head.offset)
-        logits_NV = h_ND @ head["weight"].t()
-        if self.scored:
-            return logits_NV
-        scale = number_of(self.head.scale, self.config, "the factor of the logits")
-        softcap = number_of(self.head.softcap, self.config, "the soft cap of the logits")
-        if scale != 1:
-            logits_NV = logits_NV * scale
-        return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV
+        return self.head.outputs(self, x_ND, head)
 
     def embed_scale(self, dtype: torch.dtype) -> float:
         """The factor of the embedding's rows, whose weight has this dtype."""
@@ -514,25 +482,5 @@ class Model:
         )
 
     def head_specs(self, *, train_base: bool) -> tuple[TensorSpec, ...]:
-        """The head's tensors: the norm and the projection, which may be the embedding's own. The projection of a reward
-        model is trained beside adapters too, because it begins from random numbers.
-        """
-        norm = TensorSpec(
-            name="norm",
-            hf_name=self.head.norm_hf_name,
-            shape=(self.width,),
-            trainable=train_base,
-            role="norm",
-            init="zeros" if self.head.offset else "ones",
-        )
-        weight = TensorSpec(
-            name="weight",
-            hf_name=self.embed.hf_name if self.tied else self.head.hf_name,
-            shape=(self.vocab_size, self.width),
-            trainable=train_base,
-            role="embedding",
-            init="normal",
-        )
-        if self.scored:
-            weight = replace(weight, hf_name=SCORE, shape=(1, self.width), trainable=True)
-        return norm, weight
+        """The head's tensors: the norm and the weight, which may be the embedding's own."""
+        return self.head.specs(self, train_base=train_base)

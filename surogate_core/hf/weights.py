@@ -320,12 +320,13 @@ def locate(source: str | Path, *, revision: str | None = None, weights: bool = T
     return snapshot
 
 
-def unused_note(unused: Sequence[str], *, scored: bool) -> str | None:
-    """A note about tensors that the model does not use; None if this is expected.
+def unused_note(unused: Sequence[str], *, other_head: str | None) -> str | None:
+    """A note about tensors that the model does not use; None if this is expected. `other_head`: the weight of the head
+    that the model has another one instead of.
 
     If the block lacks a bias of the files, the model would differ from the trained one.
     """
-    strange = [n for n in unused if not n.endswith("rotary_emb.inv_freq") and not (scored and n == "lm_head.weight")]
+    strange = [n for n in unused if not n.endswith("rotary_emb.inv_freq") and n != other_head]
     if not strange:
         return None
     listed = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")

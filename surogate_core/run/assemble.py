@@ -17,7 +17,6 @@ from surogate_core.bundles import (
     Recipe,
     RecipeContext,
     RecipeSpec,
-    TaskSpec,
     WeightFormat,
     WeightFormatSpec,
 )
@@ -27,7 +26,7 @@ from surogate_core.config.choices import offloader_of_keys
 from surogate_core.config.model_keys import unknown_model_keys
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl import Model
-from surogate_core.dsl.declare import GROUPS, SCORE, LoRA, is_scored, scored_config, target_names
+from surogate_core.dsl.declare import GROUPS, LoRA, target_names
 from surogate_core.dsl.experts import expanded
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
@@ -41,6 +40,7 @@ from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir, config_in, locate
 from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.run.heads import built_for, new_names
 from surogate_core.run.own_head import own_head_note, read_head
 from surogate_core.run.router import router_losses
 from surogate_core.run.task_spec import objective_of, task_spec
@@ -147,13 +147,14 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         raise ConfigError(unknown)
     values.update(chosen.config)
     family, task = _family(chosen.name, values, families, title), registry.all("task").get(config.task)
-    values, model = _built(family, values, task)
+    values, model = built_for(family, values, task)
     if (other := _with_positions(config, model)) != model.config:
-        values, model = _built(family, other, task)
-    tied = model.tied
+        values, model = built_for(family, other, task)
+    tied = model.head.tied if model.tied else None
     model, weights = read_head(family, model, weights, None if config.from_scratch else place)
-    if is_own := tied and not model.tied:
-        values = {**values, model.head.tied.key: False}
+    untied = tied.key if tied is not None and not model.tied else None
+    if untied is not None:
+        values = {**values, untied: False}
     weights = weights and weights.with_experts(model.fused_tensors())
     fingerprint = f"weights {weights.fingerprint()[:16]}" if weights else f"random, train_seed {config.train_seed}"
     return ResolvedModel(
@@ -165,7 +166,7 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         adapter=_adapter(config, title, model),
         commit=commit,
         base_overrides=config_overrides(weights.config, values) if weights else {},
-        of_head=own_head_note(title, model.head.tied.key) if is_own else None,
+        of_head=own_head_note(title, untied) if untied is not None else None,
     )
 
 
@@ -195,15 +196,6 @@ def _adapter(config: RunConfig, title: str, model: Model) -> InitialAdapter | No
     return InitialAdapter.open(config.adapter_path, config.adapter_init_mode, model.fused_tensors())
 
 
-def _built(family: ModelFamily, values: dict[str, Any], task: TaskSpec | None) -> tuple[dict[str, Any], Model]:
-    """The model and its ``config.json``, with the head that the task trains."""
-    model = family.build(values)
-    if task is None or not task.scores or model.scored:
-        return values, model
-    values = scored_config(values, model.architecture)
-    return values, family.build(values)
-
-
 def _with_positions(config: RunConfig, model: Model) -> dict[str, Any]:
     """The ``config.json`` with the positions that the run asks for."""
     chosen = config.model
@@ -212,13 +204,6 @@ def _with_positions(config: RunConfig, model: Model) -> dict[str, Any]:
     if (chosen.path is None or config.from_scratch) and "max_position_embeddings" not in chosen.config:
         return model.covering(config.sequence_len)
     return model.config
-
-
-def check_head(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> None:
-    """Raise `ConfigError` if the model is a reward model and the task trains next tokens."""
-    if resolved.model.scored and not task_spec(config, registry).scores:
-        message = f"{resolved.title} is a reward model, whose head gives scores; task {config.task} trains next tokens."
-        raise ConfigError([Problem(key="task", message=message, fix="task=reward, or name a language model.")])
 
 
 def adapter_notes(config: RunConfig, resolved: ResolvedModel, files: Mapping[str, str]) -> list[str]:
@@ -564,14 +549,16 @@ def check_weights(config: RunConfig, resolved: ResolvedModel, lora: LoRA | None)
         raise ConfigError([problem])
     specs = tuple(distinct(pieces(resolved.model, lora=lora, max_seqlen=config.sequence_len)))
     shapes = {n: shape for s in specs if s.role != "adapter" for n, shape in expanded(s.hf_name, s.shape).items()}
-    if not is_scored(resolved.weights.config):
-        shapes.pop(SCORE, None)  # it begins from random numbers
+    for name in new_names(resolved.model, resolved.weights):
+        shapes.pop(name, None)
     unused = resolved.weights.check(shapes)
     if resolved.adapter is not None:
         check_merging(resolved.adapter.stack, shapes, resolved.weights, tied=resolved.model.tied, key="adapter_path")
         if lora is not None:
             start = resolved.adapter.start
-            trained = [s for s in specs if s.trainable and (s.hf_name != SCORE or (start and start.replaces(SCORE)))]
+            own = resolved.model.head.own(resolved.model)
+            lacks = {name for name in own if start is None or not start.replaces(name)}
+            trained = [s for s in specs if s.trainable and s.hf_name not in lacks]
             resolved.adapter.check_continues(
                 {n: shape for s in trained for n, shape in expanded(s.hf_name, s.shape).items()},
                 rank=lora.adapter.rank,

@@ -13,7 +13,6 @@ import torch
 from surogate_core import __version__
 from surogate_core.config.resolve import to_dict
 from surogate_core.config.schema import RunConfig
-from surogate_core.dsl.declare import SCORE
 from surogate_core.engine.engine import Engine
 from surogate_core.hf.card import Card, changed_keys
 from surogate_core.hf.export import export_adapter, export_full, generation_of
@@ -179,7 +178,7 @@ def _export_adapter(trained: Trained, own: LoraAdapter, card: Card, progress: Ca
         stacked_on=Path(below[-1].source) if below else None,
         expert_names=resolved.model.expert_names(),
         generation_config=generation_of(resolved.weights, resolved.model.config, trained.tokenizer),
-        task_type="SEQ_CLS" if resolved.model.scored else "CAUSAL_LM",
+        task_type=resolved.model.head.peft_task,
     )
 
 
@@ -194,8 +193,8 @@ def _export_model(
         # A preset has the token ids of the published model's tokenizer, not of this one.
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         values.update({name: getattr(tokenizer, name) for name in names})
-    if resolved.model.scored and values.get("pad_token_id") is None:
-        values["pad_token_id"] = tokenizer.pad_token_id  # transformers finds the last token of a text by it
+    if resolved.model.head.reads_last_token and values.get("pad_token_id") is None:
+        values["pad_token_id"] = tokenizer.pad_token_id
     # Folding starts from the files, whose dtypes are kept, and rounds once. With a quantised base it starts from the
     # weights that the adapter was trained on.
     files = resolved.weights if config.lora and trained.weight_format is None else None
@@ -211,13 +210,14 @@ def _export_model(
 
 
 def _of_files(files: ModelDir, trained: Trained) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the files. A reward model has the trained head in place of that of the language model."""
-    scored = trained.resolved.model.scored
+    """The tensors of the files, with the trained tensors of the head, in place of another head's."""
+    model = trained.resolved.model
+    own = model.head.own(model)
     for name in files.names():
-        if not (scored and name in (SCORE, "lm_head.weight")):
+        if name not in own and name != model.other_head:
             yield name, files.get(name)
-    if scored:
-        yield from ((n, t) for n, t in trained.engine.parameters.base_tensors() if n == SCORE)
+    if own:
+        yield from ((n, t) for n, t in trained.engine.parameters.base_tensors() if n in own)
 
 
 def _shown(

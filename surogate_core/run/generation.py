@@ -16,6 +16,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data.tokenizer import has_tokenizer, turn_end_id
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.experts import expanded
+from surogate_core.dsl.heads import LMHead
 from surogate_core.dsl.slots import Adapter
 from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import SurogateError, UserError
@@ -28,10 +29,10 @@ from surogate_core.run.assemble import (
     DTYPES,
     ResolvedModel,
     assemble,
-    check_head,
     check_weights,
     resolve_model,
 )
+from surogate_core.run.heads import check_head
 from surogate_core.run.initial_weights import weights_source
 from surogate_core.run.merge import named_base, open_trained, own_base
 from surogate_core.run.ranks import on_one_gpu
@@ -205,19 +206,20 @@ def stop_ids(
     return frozenset(found)
 
 
-def prepare(found: Named, config: RunConfig, registry: Registry, *, scored: bool = False) -> Prepared:
+def prepare(found: Named, config: RunConfig, registry: Registry, *, generates: bool = True) -> Prepared:
     """The model that `config` describes, with the adapters of `found` on it; no weight is read.
 
-    `scored`: whether it may be a reward model. Raises `UserError` for a model, an adapter or a tokenizer that cannot be
-    used.
+    `generates`: whether it must give logits; otherwise what its task trains. Raises `UserError` for a model, an adapter
+    or a tokenizer that cannot be used.
     """
     config = replace(on_one_gpu(config), recompute=False, lmhead_chunks=1)
     resolved = _with_adapters(resolve_model(config, registry), found)
-    if resolved.model.scored and scored:
-        check_head(config, registry, resolved)
-    elif resolved.model.scored:
+    head = resolved.model.head
+    if not generates:
+        check_head(config, registry, resolved.model, resolved.title)
+    elif head.kind != LMHead.kind:
         raise UserError(
-            f"{resolved.title} is a reward model, which scores texts and writes none. "
+            f"{resolved.title} is {head.model_name}, which gives {head.kind} and writes no text. "
             f"Fix: `surogate eval MODEL datasets=pairs.jsonl` measures it on pairs of answers"
         )
     lora, resolved, notes = _lora(resolved, DTYPES[config.lora_dtype])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.config.schema import RunConfig
-from surogate_core.dsl.declare import SCORE, TensorSpec, is_scored
+from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.experts import EXPERT, expanded
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.pieces import InFile, Kept, OneByOne, RandomSource, Source, pieces
@@ -20,6 +20,7 @@ from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, fold
 from surogate_core.hf.weights import ModelDir
 from surogate_core.run.assemble import ResolvedModel, adopts_checkpoint
 from surogate_core.run.error_start import started_from_errors
+from surogate_core.run.heads import new_names
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -48,6 +49,7 @@ def _source(config: RunConfig, registry: Registry, resolved: ResolvedModel, asse
     found = pieces(resolved.model, lora=assembly.lora, max_seqlen=settings.max_seqlen)
     return _Files(
         weights=resolved.weights,
+        new=new_names(resolved.model, resolved.weights),
         adapter=resolved.adapter,
         random=random,
         device=settings.device,
@@ -63,9 +65,11 @@ class _Files:
     """Values from the files of a model; a `Source`."""
 
     weights: ModelDir
+    new: Collection[str]
+    """Names of the head's tensors that the files lack."""
     adapter: InitialAdapter | None
     random: Source
-    """The source of new adapters, and of a new head of a reward model."""
+    """The source of new adapters, and of a new head."""
     device: torch.device
     dtype: torch.dtype
     packed: Collection[str]
@@ -109,9 +113,9 @@ class _Files:
 
     def _one(self, spec: TensorSpec, *, adopts: bool = False) -> Tensor | Kept:
         name, start, folded = spec.hf_name, self._start, self._folded
-        new = name == SCORE and not is_scored(self.weights.config) and not (start is not None and start.replaces(name))
+        new = name in self.new and not (start is not None and start.replaces(name))
         if new and (below := next((one for one in reversed(folded) if one.replaces(name)), None)) is not None:
-            return below.get(name)  # a language model has no head that it could be folded into
+            return below.get(name)  # the base has no head that it could be folded into
         if new or (spec.role == "adapter" and start is None):
             drawn = self.random(spec)
             assert isinstance(drawn, Tensor)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.tokenizer import load_tokenizer
-from surogate_core.dsl.declare import SCORE
 from surogate_core.dsl.experts import EXPERT, expanded
+from surogate_core.dsl.heads import ScoreHead
 from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.files import atomic
 from surogate_core.files.hub import split_revision
@@ -207,7 +207,7 @@ def _tokenizer(used: Path, base: Path) -> PreTrainedTokenizerBase | None:
 
 def _refuse_scores(top: LoraAdapter, used: Path) -> None:
     """Raise `UserError` for the adapter of a reward model, which has a head that its base lacks."""
-    if f"{top.prefix}{SCORE}" in top.tensors or SCORE in top.tensors:
+    if {f"{top.prefix}{ScoreHead.weight_name}", ScoreHead.weight_name} & top.tensors.keys():
         raise UserError(
             f"RUN {used}: is the adapter of a reward model, whose head only its run can write. "
             f"Fix: repeat its command with merge_adapter=true, which trains nothing again and writes the model."

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
 
 
-def next_commands(config: RunConfig, *, scored: bool = False, worse: bool = False) -> tuple[tuple[str, str], ...]:
+def next_commands(config: RunConfig, *, head: str = "logits", worse: bool = False) -> tuple[tuple[str, str], ...]:
     """(purpose, command line) of what can be done with the exported result.
 
-    `scored`: it is a reward model. `worse`: it is worse than the model that the run began with, so there is nothing to
+    `head`: the kind of its head. `worse`: it is worse than the model that the run began with, so there is nothing to
     publish or serve.
     """
     place = Path(config.place)
@@ -32,7 +32,7 @@ def next_commands(config: RunConfig, *, scored: bool = False, worse: bool = Fals
     sent = shlex.quote(str(model)) if ours else run
     tried = f"surogate generate {run} --prompt TEXT" if config.task == "pt" else f"surogate chat {run}"
     publish = ("publish (private)", f"surogate export {sent} --to hub://USER/NAME")
-    if scored:
+    if head != "logits":
         # `surogate merge` does not fold an adapter with a head of its own; a run with merge_adapter=true does.
         return (("measure it", f"surogate eval {run} datasets=pairs.jsonl"), read, *(() if ours else (publish,)))
     measured = (("measure its rewards", played),) if (played := _env_eval(config, run)) else ()

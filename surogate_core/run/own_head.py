@@ -32,6 +32,7 @@ def read_head(
         known = ModelDir.open(place)
     if known is None:
         return model, None
+    assert model.head.tied is not None
     key = model.head.tied.key
     known = known.with_head(model.head.hf_name, model.embed.hf_name, key=key)
     if known.config.get(key) is False:

@@ -30,7 +30,6 @@ from surogate_core.numbers import significant
 from surogate_core.run.assemble import (
     ResolvedModel,
     check_commit,
-    check_head,
     check_weights,
     pinned,
     resolve_device,
@@ -44,6 +43,7 @@ from surogate_core.run.assemble import (
 )
 from surogate_core.run.changes import changes_note
 from surogate_core.run.experts import expert_notes
+from surogate_core.run.heads import check_head
 from surogate_core.run.ranks import on_one_gpu
 from surogate_core.run.router import router_notes
 from surogate_core.run.task_spec import Surroundings, check_end, online_task, option_keys, task_spec
@@ -150,7 +150,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
     show(Progress(task="fetching the model", done=0, total=1))
     resolved = resolve_model(config, registry)
     show(Progress(task="fetching the model", done=1, total=1))
-    check_head(config, registry, resolved)
+    check_head(config, registry, resolved.model, resolved.title)
     check_sampled_positions(config, registry, resolved)
     config = pinned(config, resolved)
     unused = check_weights(config, resolved, resolve_lora(config, resolved.model))
@@ -168,7 +168,7 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
         *_init_notes(config, recipe, resolve_weight_format(config, registry, resolved.model)),
     ]
     notes += weight_format_notes(config, registry, resolved, device)
-    notes += [n for n in (unused_note(unused, scored=resolved.model.scored), *resolved.notes) if n]
+    notes += [n for n in (unused_note(unused, other_head=resolved.model.other_head), *resolved.notes) if n]
     contents = None
     if resolved.weights is not None and digests:
         # In the background: a run that resumes nothing needs the digests only for its first checkpoint.

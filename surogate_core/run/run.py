@@ -363,7 +363,7 @@ class _Run:
         end = self._end(reason, place, message)
         # With load_best, the best step was exported, which is not worse.
         worse = bool(end.verdict) and trained.exported_step == end.step
-        commands = next_commands(self.config, scored=base.resolved.model.scored, worse=worse)
+        commands = next_commands(self.config, head=base.resolved.model.head.kind, worse=worse)
         end = replace(end, export_step=trained.exported_step, next_commands=commands)
         self.outputs.write_result(end)
         self.bus.emit(end)

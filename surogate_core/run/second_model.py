@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from surogate_core.config.resolve import load_run_config
 from surogate_core.data.cache import digest_of
-from surogate_core.dsl.declare import SCORE, is_scored
+from surogate_core.dsl.heads import ScoreHead
 from surogate_core.errors import ConfigError, Problem, UserError
 from surogate_core.hf.contents import Contents, digest_cache
 from surogate_core.hf.lora_files import stack_fingerprint
@@ -41,7 +41,7 @@ def open_reward_model(key: str, word: str, config: RunConfig, registry: Registry
 
     Raises `ConfigError` also for a language model, and for a model with several labels.
     """
-    task = next((name for name, spec in registry.all("task").items() if spec.scores), None)
+    task = next((name for name, spec in registry.all("task").items() if spec.head == ScoreHead.kind), None)
     if task is None:
         message = "no installed plugin has a task that trains reward models, which says how one is read."
         raise _refused(key, message, fix="install one; `surogate plugins list` shows what is there")
@@ -52,7 +52,7 @@ def open_reward_model(key: str, word: str, config: RunConfig, registry: Registry
         raise _absent(key, word) from error
     _check_head(key, word, found)
     try:
-        return prepare(found, own, registry, scored=True)
+        return prepare(found, own, registry, generates=False)
     except UserError as error:
         raise UserError(f"{key}={word}: {error}") from error
 
@@ -75,8 +75,8 @@ def _check_head(key: str, word: str, found: Named) -> None:
     path, revision = found.base
     values = config_in(locate(path, revision=revision, weights=False, key=key))
     fix = "a directory or a run of `surogate reward`"
-    if not is_scored(values):
-        if found.stack and found.stack[-1].replaces(SCORE):
+    if not ScoreHead.is_of(values):
+        if found.stack and found.stack[-1].replaces(ScoreHead.weight_name):
             return
         message = f"{word} is a language model, whose head gives next tokens; a reward model gives one score."
         raise _refused(key, message, fix=fix)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily, Recipe, RecipeSpec, Request, RolloutSettings, Sampling
+from surogate_core.bundles import ModelFamily, Objective, Recipe, RecipeSpec, Request, RolloutSettings, Sampling
 from surogate_core.dsl.sides import RouterLosses
 from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import MachineError, UserError
@@ -233,6 +233,34 @@ def comes_back_from_an_export(family: ModelFamily) -> None:
     ensure(torch.equal(again.logits(packed), made.logits(packed)), "logits of the export are not those of the run")
 
 
+def trains_its_other_heads(family: ModelFamily) -> None:
+    """Each of `heads`: its configuration is read as it, and its own tensors are trained beside adapters."""
+    plain = family.build(tiny_preset(family))
+    for cls in plain.heads:
+        config = plain.with_head(cls.kind)
+        assert config is not None
+        made = family.build(config)
+        what = f"head {cls.kind}"
+        ensure(isinstance(made.head, cls), f"{what}: a model of its configuration has {type(made.head).__name__}")
+        own = made.head.own(made)
+        ensure(made.head.hf_name in own, f"{what}: {made.head.hf_name} is not trained beside adapters")
+        engine = tiny.engine(config=made.config, build=family.build, lora=tiny.lora(), objective=_SMALL_OUTPUTS)
+        before = {name: tensor.clone() for name, tensor in engine.parameters.base_tensors() if name in own}
+        loss, _ = engine.train_step(tiny.batches(0)[:1], step=0, lr=0.01).read()
+        ensure(math.isfinite(loss), f"{what}: the loss is {loss}")
+        after = dict(engine.parameters.base_tensors())
+        still = [name for name, tensor in before.items() if torch.equal(after[name], tensor)]
+        ensure(not still, f"{what}: a step does not change {still}")
+
+
+def _square(outputs_NO: Tensor, labels_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    return torch.where(labels_N >= 0, outputs_NO.float().square().mean(-1), 0.0)
+
+
+_SMALL_OUTPUTS = Objective(name="small_outputs", token_loss=_square)
+"""A loss for the outputs of any head."""
+
+
 def load_in_transformers(directory: Path, model_type: str) -> None:
     """Ensure that transformers loads a directory with nothing missing, if it has such models."""
     from transformers import AutoModelForCausalLM
@@ -280,4 +308,5 @@ CHECKS = (
     equals_transformers,
     generates_as_transformers,
     comes_back_from_an_export,
+    trains_its_other_heads,
 )

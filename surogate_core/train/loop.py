@@ -151,8 +151,7 @@ class Loop:
         gemm_flops_per_second: float | None = None,
         mesh: Mesh | None = None,
     ):
-        """`loader` is where `checkpoint` left it. Raises `UserError` when the checkpoint does not fit, and as
-        `Schedule.rates`.
+        """`loader` is where `checkpoint` left it. Raises `UserError` if that does not fit, and as `Schedule.rates`.
 
         `gemm_flops_per_second`: the device's rate that `StepEnd.speed_of_light` compares with.
         """

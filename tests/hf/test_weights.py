@@ -360,8 +360,9 @@ def test_tensors_without_use_are_told(
     run_here(tmp_path / "out", *base_on(model_copy), "max_steps=1", "eval_steps=0")
     (note,) = [n for n in records(tmp_path / "out", "run_start")[0]["notes"] if "has no use for" in n]
     assert bias in note
-    assert unused_note(["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], scored=True) is None
-    assert "a, b, c and 1 more" in str(unused_note(list("abcd"), scored=False))
+    expected = ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert unused_note(expected, other_head="lm_head.weight") is None
+    assert "a, b, c and 1 more" in str(unused_note(list("abcd"), other_head=None))
 
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"

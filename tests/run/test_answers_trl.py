@@ -25,7 +25,7 @@ from trl_parity import END, PAD, distance, engine_of
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.data.referenced import REFERENCE
-from surogate_core.dsl.declare import scored_config
+from surogate_core.dsl import ScoreHead
 from surogate_core.engine.engine import Engine
 from surogate_core.testing import tiny
 
@@ -179,7 +179,7 @@ def test_twenty_steps_of_a_reward_model(saved: Path, centre: float, tmp_path: Pa
     model.save_pretrained(tmp_path / "start")
     rows = pairs()
     theirs = of_trl("Reward", model, saved, rows, tmp_path, center_rewards_coefficient=centre or None)
-    config = scored_config(tiny_config(), "Qwen3ForCausalLM")
+    config = ScoreHead.config(tiny_config(), "Qwen3ForCausalLM")
     engine = engine_of(tmp_path / "start", reward.objective(RewardOptions(centre=centre)), config=config, **SIZES)
     firsts = range(0, STEPS * ANSWERS, ANSWERS)
     # Two micro-batches a step: of one pair and of three.

@@ -34,11 +34,11 @@ def test_what_got_worse_is_neither_published_nor_served() -> None:
 
 
 def test_a_reward_model_is_measured_since_it_writes_no_text() -> None:
-    commands = next_commands(replace(SCRATCH, lora=False), scored=True)
+    commands = next_commands(replace(SCRATCH, lora=False), head="scores")
     assert commands[0] == ("measure it", "surogate eval runs/a datasets=pairs.jsonl")
     assert [purpose for purpose, _ in commands] == ["measure it", "read the report", "publish (private)"]
     adapter = replace(SCRATCH, model=ModelSelection(path="a/b"), from_scratch=False)
-    assert "surogate merge" not in str(next_commands(adapter, scored=True)), "it refuses such an adapter"
+    assert "surogate merge" not in str(next_commands(adapter, head="scores")), "it refuses such an adapter"
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def test_a_reward_model_is_trained_on_and_refused_where_text_is_wanted(
     run_here(tmp_path / "more", *base_on(trained / "model"), *pairs, "lora=false", "max_steps=1", "learning_rate=1e-6")
     first, *_ = records(tmp_path / "more", "eval_end")
     assert first["loss"] == pytest.approx(records(trained, "eval_end")[-1]["loss"], rel=1e-3)
-    with pytest.raises(ConfigError, match="is a reward model, whose head gives scores; task sft trains next tokens"):
+    with pytest.raises(ConfigError, match="is a reward model, whose head gives scores; task sft needs logits"):
         run_here(tmp_path / "sft", *base_on(trained / "model"), "task=sft")
 
 

@@ -24,7 +24,7 @@ def surogate_config_path() -> str:
 def surogate_task() -> bundles.TaskSpec:
     """Training of a reward model."""
     return bundles.TaskSpec(
-        name="reward", build=_build, options=RewardOptions, objective=_objective, scores=True, group=2
+        name="reward", build=_build, options=RewardOptions, objective=_objective, head="scores", group=2
     )
 
 
