@@ -119,15 +119,13 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
 
     def figures() -> dict[str, Any]:
         runner = engine._runner
-        tables = [assembly.kernels]
         step = found = None
         if isinstance(runner, SteppedRunner):
-            tables += [runner._table, runner._layers.table]
             if (replay := captured(runner, slots, words.prompt + words.new // 2)) is not None:
                 step = seconds_of(replay)
                 found = profile(replay, 4) if words.profile else None
         return {
-            "kernels": {" ".join(key): name for table in tables for key, name in table.chosen.items()},
+            "kernels": {" ".join(key): name for key, name in assembly.kernels.chosen.items()},
             "eager": getattr(runner, "eager", None),
             "step": step,
             "roof": slots / step if step else None,

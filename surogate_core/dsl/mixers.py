@@ -94,8 +94,9 @@ Spec = KeyValues | States
 class Mixing(Protocol):
     """How the rows of a block see each other. `number`: that of the mixer in the order of declaration."""
 
-    hides_borders: str
-    """Where a block cannot read the documents' borders itself, for a message; empty where it can."""
+    @property
+    def hides_borders(self) -> str:
+        """Where a block cannot read the documents' borders itself, for a message; empty where it can."""
 
     def attend(self, number: int, spec: KeyValues, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """[N, H, F]."""
