@@ -286,13 +286,16 @@ def trains_with(recipes: Mapping[str, RecipeSpec]) -> Callable[[ModelFamily], No
     """The check of a step under each recipe that this machine's CPU can run, natively or emulated."""
 
     def trains_under_every_recipe(family: ModelFamily) -> None:
-        """Blocks are traced, full and with adapters that are computed again; losses and gradients are finite."""
+        """Blocks are traced, full in fp32, and in bf16 with adapters that are computed again; losses and gradients are
+        finite.
+        """
         config = tiny_preset(family)
         usable = {name: recipe for name, spec in recipes.items() if (recipe := _built_on_a_cpu(spec)) is not None}
         # Adapters are tried with recomputing and full training without; each engine costs a trace of every block.
         for name, recipe in (usable or {"reference": tiny.PLAIN}).items():
-            for lora, recompute in ((None, False), (tiny.lora(), True)):
-                made = tiny.engine(config=config, build=family.build, recipe=recipe, lora=lora, recompute=recompute)
+            for lora, recompute, dtype in ((None, False, torch.float32), (tiny.lora(), True, torch.bfloat16)):
+                parts: dict[str, Any] = {"recipe": recipe, "lora": lora, "recompute": recompute, "dtype": dtype}
+                made = tiny.engine(config=config, build=family.build, **parts)
                 loss = made.accumulate([tiny.batch(tiny.documents())])
                 ensure(math.isfinite(loss), f"recipe {name}: the loss is not finite")
                 for tensor, gradient in made.parameters.gradients_by_name().items():
