@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 CLOSE = 1e-4
 """Largest difference of log-probabilities in fp32."""
 NEW = 12
+STEPS = 3
+"""Of the run from a checkpoint directory."""
 RING = 128
 """Positions of a slot in which a small window is a ring."""
 
@@ -148,6 +150,7 @@ class _Run:
         ]
         self.rows.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows * 2), encoding="utf-8")
         self._fine_tune()
+        self._ensure_adapter()
         merge(None, self.run, self.merged, families=lambda: self.registry.all("model"))
         self._ensure_merged()
         before, after, folded = self._losses()
@@ -167,12 +170,22 @@ class _Run:
         from surogate_core.run.job import launch
 
         settings = (
-            "lora=true", "lora_rank=4", "lora_target_modules=[all]", "max_steps=3", "warmup_steps=0", "eval_steps=0",
-            "learning_rate=0.02", "monitor=[]", f"output_dir={self.run}",
+            "lora=true", "lora_rank=4", "lora_target_modules=[all]", f"max_steps={STEPS}", "warmup_steps=0",
+            "eval_steps=0", "learning_rate=0.02", "monitor=[]", f"output_dir={self.run}",
         )  # fmt: skip
         overrides = [f"model={self.base}", *self.overrides, *settings]
         code = launch(load_run_config(overrides, task="sft", registry=self.registry), self.registry)
         ensure(code == 0, f"the run ends with exit code {code}")
+
+    def _ensure_adapter(self) -> None:
+        """The exported adapter has the bits of the checkpoint, which are the engine's."""
+        from surogate_core.run.merge import open_trained
+
+        exported, saved = (
+            {name.removeprefix(top.prefix): tensor for name, tensor in top.tensors.items()}
+            for top in (open_trained(self.run / place)[0][-1] for place in ("adapter", f"checkpoint-{STEPS}"))
+        )
+        tiny.ensure_same_bits(exported, saved, "the exported adapter and the checkpoint")
 
     def _ensure_merged(self) -> None:
         """The merged directory has the tensors of the base, and those that have an adapter are changed."""
@@ -224,6 +237,10 @@ class _Run:
         from surogate_core.run.conversion import convert, options_of
 
         for name in self.family.exports.keys() & set(self.registry.names("export")):
+            try:
+                self.family.exports[name](self._config())
+            except UserError:
+                continue  # the format does not have such a model, and says so
             spec, place = self.registry.get("export", name), self.parent / f"export.{name}"
             done = convert(str(self.run), spec, options_of(spec, {}), place, self.registry, overrides=self.overrides)
             ensure(done.file.stat().st_size > 0, f"export {name}: the file is empty")

@@ -385,7 +385,7 @@ def snapshot(made: Engine) -> dict[str, Tensor]:
 
 def ensure_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
     """Raise `AssertionError` naming the first tensor that is not equal."""
-    ensure(found.keys() == expected.keys(), f"{what}: other tensors: {sorted(found.keys() ^ expected.keys())}")
+    ensure(found.keys() == expected.keys(), f"{what}: other tensors: {sorted(found.keys() ^ expected.keys())[:5]}")
     for name, tensor in expected.items():
         equal = torch.equal(found[name], tensor)
         ensure(equal, f"{what}: {name} differs by {_difference(found[name], tensor)}")
