@@ -233,16 +233,16 @@ class _Run:
             ensure(list(own.ids) == list(merged.ids), f"the run continues with {own.text!r}, merged {merged.text!r}")
 
     def _export(self) -> None:
-        """A file in each installed format to which the family describes itself, with the adapter folded in."""
+        """A file in each installed format to which the family describes itself, or a refusal that names the tensor."""
         from surogate_core.run.conversion import convert, options_of
 
         for name in self.family.exports.keys() & set(self.registry.names("export")):
-            try:
-                self.family.exports[name](self._config())
-            except UserError:
-                continue  # the format does not have such a model, and says so
             spec, place = self.registry.get("export", name), self.parent / f"export.{name}"
-            done = convert(str(self.run), spec, options_of(spec, {}), place, self.registry, overrides=self.overrides)
+            options = options_of(spec, {})
+            try:
+                done = convert(str(self.run), spec, options, place, self.registry, overrides=self.overrides)
+            except UserError:
+                continue  # the format has no place for such a model, and says so
             ensure(done.file.stat().st_size > 0, f"export {name}: the file is empty")
 
 
