@@ -48,7 +48,8 @@ def check_decoder(
             f"`num_key_value_heads` ({kv_heads.size(config)})."
         )
     Rope(config, head_dim.size(config))
-    for prefix, block in {type(b): (p, b) for p, b in model.blocks(0)}.values():
+    for prefix, block in {b.identity: (p, b) for p, b in model.blocks(0)}.values():
+        block.mixer_specs()
         block.tensor_specs(prefix, block.linear_slots(None), train_base=False, experts=block.expert_slots(None))
     model.embed_specs(train_base=False)
     model.head_specs(train_base=False)

@@ -100,12 +100,27 @@ Number = float | Setting | Callable[[Mapping[str, Any]], float]
 """A number, or how it is found in a ``config.json``."""
 
 
-def number_of(value: Any, config: Mapping[str, Any], what: str) -> float:
-    """The number under a ``config.json`` mapping; `UserError` naming `what` for anything else."""
+def number_of(
+    value: Any,
+    config: Mapping[str, Any],
+    what: str,
+    *,
+    least: float = -math.inf,
+    whole: bool = False,
+    absent: float | None = None,
+) -> float:
+    """The number under a ``config.json`` mapping; `UserError` naming `what` for anything else, and for one below
+    `least` or, if it has to be `whole`, with a fraction. `absent`: what null stands for, if it is allowed.
+    """
     if isinstance(value, Setting):
         what, value = f"`{value.key}`", value.value(config)
     elif callable(value):
         value = value(config)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise UserError(f"config.json: {what} must be a finite number, not {value!r}.")
+    if value is None and absent is not None:
+        return absent
+    kinds = int if whole else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value) or value < least:
+        kind = "an integer" if whole else "a finite number"
+        floor = "" if least == -math.inf else f" of at least {least:g}"
+        raise UserError(f"config.json: {what} must be {kind}{floor}, not {value!r}.")
     return float(value)

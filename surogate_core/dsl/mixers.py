@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from surogate_core.dsl.dims import Dim, Setting, size_of
+from surogate_core.dsl.dims import Dim, Number, number_of, size_of
 from surogate_core.errors import PluginError, UserError
 from surogate_core.kernels import ops
 from surogate_core.kernels.convolutions import causal_convolution_scan
@@ -87,6 +87,24 @@ class States:
     multiplications: int
     """Of one row, beside its linear slots."""
 
+    def run(
+        self,
+        rows: Sequence[Tensor],
+        borders: Tensor | None,
+        initial: Sequence[Tensor] | None,
+        parameters: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """(y, final states) of the scan. Refuses states that are not the declared ones: the next row begins there."""
+        y, finals = self.scan(*rows, borders=borders, initial=initial, finals=True, **parameters)
+        found = tuple(tuple(state.shape[1:]) for state in finals)
+        if found != self.shapes or any(state.dtype.itemsize < 4 for state in finals):
+            kinds = ", ".join(str(state.dtype).removeprefix("torch.") for state in finals)
+            raise PluginError(
+                f"{self.name}: its scan gives states of shapes {found} in {kinds or 'no dtype'}, and is declared with "
+                f"{self.shapes}, which are fp32. Fix: declare Recurrence with the shapes that the scan carries"
+            )
+        return y, finals
+
 
 Spec = KeyValues | States
 
@@ -140,11 +158,6 @@ class Packed:
 
     def recur(self, number: int, spec: States, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Every document from zeros."""
-        if size := ranks_sharing_rows():
-            raise UserError(
-                f"context_parallel_size is {size}, and {spec.name} is a recurrence or a convolution, which needs the "
-                f"rows of a document in one place. Fix: context_parallel_size=1"
-            )
         y, _ = spec.scan(*rows, borders=self.borders, initial=None, finals=False, **parameters)
         return y
 
@@ -152,10 +165,10 @@ class Packed:
 class Mixer:
     """Base of what a block declares; `spec` is it with sizes."""
 
-    name = ""
+    name = owner = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        self.name, self.owner = name, _name_of(owner)
 
     def spec(self, config: Mapping[str, Any]) -> Spec:
         """The declaration under a ``config.json`` mapping."""
@@ -165,10 +178,6 @@ class Mixer:
         """(number, declaration, how rows see each other) of the call that begins."""
         number = next(n for n, mixer in enumerate(bound._mixers) if mixer is self)
         return number, *bound._calls.begin(number)
-
-
-def _value(value: Any, config: Mapping[str, Any]) -> Any:
-    return value.value(config) if isinstance(value, Setting) else value
 
 
 class Attention(Mixer):
@@ -185,9 +194,9 @@ class Attention(Mixer):
         features: Dim | int,
         *,
         values: Dim | int | None = None,
-        scale: float | Setting | None = None,
-        window: int | Setting = 0,
-        softcap: float | Setting = 0.0,
+        scale: Number | None = None,
+        window: Number = 0,
+        softcap: Number = 0.0,
     ):
         self.heads, self.kv_heads, self.features = heads, kv_heads, features
         self.values = features if values is None else values
@@ -197,17 +206,26 @@ class Attention(Mixer):
         return self if bound is None else _Attend(self, bound)
 
     def spec(self, config: Mapping[str, Any]) -> KeyValues:
-        """The declaration under a ``config.json`` mapping."""
-        keys, scale = size_of(self.features, config), _value(self.scale, config)
+        """The declaration under a ``config.json`` mapping. Raises `UserError` naming a key that makes none."""
+        keys, heads, kv_heads = (size_of(size, config) for size in (self.features, self.heads, self.kv_heads))
+        if heads % kv_heads:
+            raise UserError(
+                f"config.json: {self.name} has {heads} heads (`{self.heads}`), which must be a multiple of its "
+                f"{kv_heads} heads of keys (`{self.kv_heads}`)."
+            )
+
+        def number(which: str, value: Any, **bounds: Any) -> float:
+            return number_of(value, config, f"the {which} of {self.name}", **bounds)
+
         return KeyValues(
             name=self.name,
-            heads=size_of(self.heads, config),
-            kv_heads=size_of(self.kv_heads, config),
+            heads=heads,
+            kv_heads=kv_heads,
             keys=keys,
             values=size_of(self.values, config),
-            scale=float(keys**-0.5 if scale is None else scale),
-            window=int(_value(self.window, config) or 0),
-            softcap=float(_value(self.softcap, config) or 0.0),
+            scale=keys**-0.5 if self.scale is None else number("scale", self.scale),
+            window=int(number("window", self.window, least=0, whole=True, absent=0)),
+            softcap=number("soft cap", self.softcap, least=0, absent=0),
         )
 
 
@@ -243,7 +261,7 @@ class Recurrence(Mixer):
         shapes = tuple(tuple(size_of(d, config) for d in dims) for dims in self.states)
         count = self.multiplications
         return States(
-            name=self.name,
+            name=f"{self.owner}.{self.name}",
             scan=self.scan,
             shapes=shapes,
             multiplications=sum(scan_multiplications(self.scan, s) for s in shapes)
@@ -335,7 +353,15 @@ def begin(block: Block, tables: Mapping[str, Tensor]) -> tuple[Calls, Mapping[st
     how, where = _active.get(), ""
     if how is None:
         how = Packed(tables.get(BORDERS), block.max_seqlen)
-        where = "where GPUs share a row" if ranks_sharing_rows() else ""
+        if size := ranks_sharing_rows():
+            where = "where GPUs share a row"
+            for mixer in block._mixers:
+                if isinstance(mixer, Recurrence):
+                    raise UserError(
+                        f"{_name_of(type(block))}: context_parallel_size is {size}, and {mixer.name} is a recurrence "
+                        f"or a convolution, which needs the rows of a document in one place. Fix: "
+                        f"context_parallel_size=1"
+                    )
     calls = Calls(block, how)
     return calls, _Tables(tables, calls, where or how.hides_borders)
 

@@ -97,9 +97,12 @@ class Carried:
         return [state[slots_R] for state in self.now]
 
     def write(self, slots_R: Tensor, finals: Sequence[Tensor]) -> None:
-        """The states of these slots after a scan."""
+        """The states of these slots after a scan. Rows that do not count begin with zeros each time: otherwise one that
+        is repeated for long could grow to infinity.
+        """
         for now, final in zip(self.now, finals, strict=True):
             now[slots_R] = final
+            now[-1].zero_()
 
 
 Slots = Sequence[int] | Tensor
@@ -162,7 +165,7 @@ class Places:
             borders = torch.tensor([0, count], dtype=torch.int32, device=slots.device)
             initial = carried.initial(slots) if start else None
             some = [row[first : first + count] for row in rows]
-            y, finals = spec.scan(*some, borders=borders, initial=initial, finals=True, **parameters)
+            y, finals = spec.run(some, borders, initial, parameters)
             carried.write(slots, finals)
             found.append(torch.cat([y, y.new_zeros(self.width - count, *y.shape[1:])]))
         return torch.cat(found)
@@ -193,7 +196,7 @@ class Documents:
 
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """[N, …] by the scan of training; writes the states behind the prompts."""
-        y, finals = spec.scan(*rows, borders=self.cu_seqlens_D, initial=None, finals=True, **parameters)
+        y, finals = spec.run(rows, self.cu_seqlens_D, None, parameters)
         carried.write(self.slots_D, finals)
         return y
 
@@ -215,7 +218,7 @@ class Steps:
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """[N, …]: every row is a run of its own."""
         initial = carried.initial(self.slots_N)
-        y, finals = spec.scan(*rows, borders=None, initial=initial, finals=True, **parameters)
+        y, finals = spec.run(rows, None, initial, parameters)
         carried.write(self.slots_N, finals)
         return y
 

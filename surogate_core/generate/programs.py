@@ -6,9 +6,11 @@ and single tokens, every layer of a kind, and every length.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,16 +61,21 @@ def _(q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, number: int, scale: float, si
 def _cached_recurrence(
     rows: Sequence[Tensor], parameters: Sequence[Tensor], names: str, number: int, scan: str
 ) -> Tensor:
+    """`names`: JSON of the names of the tensors among the parameters, and of the other parameters by name."""
     how = _running()
     spec = how.cache.mixers[how.layer][number]
     assert isinstance(spec, States)
-    return how.recur(number, spec, rows, dict(zip(names.split(), parameters, strict=True))).contiguous()
+    return how.recur(number, spec, rows, _named(parameters, names)).contiguous()
+
+
+def _named(parameters: Sequence[Tensor], names: str) -> dict[str, Any]:
+    tensors, others = json.loads(names)
+    return dict(zip(tensors, parameters, strict=True)) | others
 
 
 @_cached_recurrence.register_fake
 def _(rows: Sequence[Tensor], parameters: Sequence[Tensor], names: str, number: int, scan: str) -> Tensor:
-    named = dict(zip(names.split(), parameters, strict=True))
-    y, _ = _SCANS[scan](*rows, borders=None, initial=None, finals=False, **named)
+    y, _ = _SCANS[scan](*rows, borders=None, initial=None, finals=False, **_named(parameters, names))
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
@@ -83,7 +90,9 @@ class _Traced:
         return found
 
     def recur(self, number: int, spec: States, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        names, given = " ".join(parameters), list(parameters.values())
+        tensors = {name: value for name, value in parameters.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in parameters.items() if name not in tensors}
+        names, given = json.dumps([[*tensors], others]), list(tensors.values())
         found: Tensor = torch.ops.surogate.cached_recurrence(list(rows), given, names, number, _name_of(spec.scan))
         return found
 

@@ -50,6 +50,19 @@ class Misshapen(tiny.TinyBlock):
     attend = Attention(4, 2, 8)
 
 
+class Configured(tiny.TinyBlock):
+    """Everything from the configuration."""
+
+    attend = Attention(
+        Dim("num_attention_heads"),
+        Dim("heads"),
+        8,
+        scale=Setting("scale", default=0.5),
+        window=Setting("window", default=0),
+        softcap=Setting("cap", default=None),
+    )
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [
@@ -64,6 +77,35 @@ class Misshapen(tiny.TinyBlock):
 def test_a_mixer_is_called_as_it_is_declared(block: type, message: str) -> None:
     with pytest.raises(PluginError, match=message):
         outputs(block)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"window": True}, r"config\.json: `window` must be an integer of at least 0, not True"),
+        ({"window": "8"}, r"`window` must be an integer of at least 0, not '8'"),
+        ({"window": -1}, r"`window` must be an integer of at least 0, not -1"),
+        ({"window": 5.5}, r"`window` must be an integer of at least 0, not 5\.5"),
+        ({"cap": float("nan")}, r"`cap` must be a finite number of at least 0, not nan"),
+        ({"cap": -3.0}, r"`cap` must be a finite number of at least 0, not -3\.0"),
+        ({"scale": "1"}, r"`scale` must be a finite number, not '1'"),
+        ({"scale": float("inf")}, r"`scale` must be a finite number, not inf"),
+        ({"heads": 3}, r"attend has 4 heads \(`num_attention_heads`\), .* multiple of its 3 heads of keys \(`heads`\)"),
+    ],
+)
+def test_what_makes_no_attention_is_refused_by_its_key(given: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Configured({**tiny.CONFIG, "heads": 4, **given}).mixer_specs()
+
+
+def test_null_is_no_window_and_no_cap_and_a_number_may_be_computed() -> None:
+    (spec,) = Configured({**tiny.CONFIG, "heads": 4, "window": None, "cap": None}).mixer_specs()
+    assert (spec.window, spec.softcap, spec.scale) == (0, 0.0, 0.5)
+
+    class Computed(tiny.TinyBlock):
+        attend = Attention(4, 4, 8, scale=lambda config: config["scalar"] ** -0.5)
+
+    assert Computed({**tiny.CONFIG, "scalar": 16}).mixer_specs()[0].scale == 0.25
 
 
 def test_a_mixer_that_something_hides_is_an_error() -> None:

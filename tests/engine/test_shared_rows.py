@@ -250,7 +250,7 @@ class Bordered(tiny.TinyBlock):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (Convolved, r"context_parallel_size is 2, and conv is a recurrence or a convolution.*Fix: context_parallel_s"),
+        (Convolved, r"Convolved: context_parallel_size is 2, and conv is a recurrence or a convolution.*Fix: context_parallel_s"),
         (Bordered, r"Bordered reads cu_seqlens itself, and where GPUs share a row it cannot.*declared mixers: attend"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import hybrid_family
@@ -11,8 +12,12 @@ import torch
 from hybrid_family import CONFIG
 
 from surogate_core.bundles import Request, RolloutSettings, Sampling
+from surogate_core.dsl import Recurrence
+from surogate_core.errors import PluginError
+from surogate_core.generate.cache import Carried
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
+from surogate_core.kernels.scans import gated_delta_scan
 from surogate_core.testing import tiny
 
 torch.set_num_threads(1)
@@ -152,3 +157,63 @@ def test_compiled_steps_have_the_log_probabilities_of_the_forward() -> None:
         expected = [own[len(request.prompt) - 1 + i, token].item() for i, token in enumerate(done.ids)]
         assert list(done.logprobs) == pytest.approx(expected, abs=2e-5)
     assert len(native.weights.compiled) == 3
+
+
+def test_a_scan_may_have_constants_in_compiled_layers() -> None:
+    """Such as no bias, or a chunk. A GPU compiles layers, a CPU's tests run them one operation after the other."""
+
+    class Constant(hybrid_family.Delta):
+        def __getattribute__(self, name: str) -> Any:
+            found = super().__getattribute__(name)
+            constants = {"conv": {"bias_C": None}, "scan": {"chunk": 16}}.get(name)
+            return found if constants is None else partial(found, **constants)
+
+    model = type(
+        "M",
+        (hybrid_family.Hybrid,),
+        {"blocks": lambda self, longest: iter([("layers.0.", Constant(self.layer_config(0), longest))])},
+    )
+    made = tiny.engine(config={**CONFIG, "kinds": ["delta"]}, build=model, tokens=LONG, max_seqlen=LONG)
+    native = NativeEngine(Weights.of(made), RolloutSettings(slots=2, context=128), stepped=True)
+    asked = [Request(prompt=(3, 4, 5), max_new_tokens=9, number=0, sampling=Sampling(temperature=0))]
+    plain = native.generate(asked)
+    native._runner._layers.least_rows = 1
+    compiled = native.generate(asked)
+    assert len(native.weights.compiled) == 1
+    assert compiled[0].ids == plain[0].ids
+    assert compiled[0].logprobs == pytest.approx(plain[0].logprobs, abs=1e-5)
+
+
+def test_rows_that_do_not_count_leave_no_state(trained: Any) -> None:
+    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=3, context=128), stepped=True)
+    native.generate([Request(prompt=(3, 4, 5), max_new_tokens=20, number=0, sampling=Sampling(temperature=0))])
+    carried = [one for layer in native.cache.layers for one in layer if isinstance(one, Carried)]
+    assert carried
+    assert all(not state[-1].any() and state.any() for one in carried for state in one.now)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_scan_with_other_states_than_declared_is_refused(stepped: bool) -> None:
+    """A shape that would broadcast, and a dtype that would lose what rows add."""
+
+    def one_head(*rows: Any, **named: Any) -> Any:
+        y, (state,) = gated_delta_scan(*rows, **named)
+        return y, (state[:, :1],)
+
+    def halves(*rows: Any, **named: Any) -> Any:
+        y, (state,) = gated_delta_scan(*rows, **named)
+        return y, (state.bfloat16(),)
+
+    for scan, message in ((one_head, r"shapes \(\(1, 8, 8\),\) in float32"), (halves, "shapes .* in bfloat16")):
+        declared = Recurrence(scan, (hybrid_family.H, hybrid_family.E, hybrid_family.E))
+        odd = type("Odd", (hybrid_family.Delta,), {"scan": declared})
+        model = type(
+            "M",
+            (hybrid_family.Hybrid,),
+            {"blocks": lambda self, longest, kind=odd: iter([("layers.0.", kind(self.layer_config(0), longest))])},
+        )
+        made = tiny.engine(config={**CONFIG, "kinds": ["delta"]}, build=model)
+        native = NativeEngine(Weights.of(made), RolloutSettings(slots=1, context=32), stepped=stepped)
+        asked = Request(prompt=(1, 2, 3), max_new_tokens=2, sampling=Sampling(temperature=0))
+        with pytest.raises(PluginError, match=rf"Odd\.scan: its scan gives states of {message}.*Fix: declare"):
+            native.generate([asked])
