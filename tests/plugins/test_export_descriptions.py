@@ -40,7 +40,9 @@ def described(family: ModelFamily, **changes: Any) -> Architecture:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_tensor_of_a_shipped_family_has_a_place_in_a_gguf_file(name: str) -> None:
-    dense = {"mlp_only_layers": []} if name == "qwen3-moe" else {}  # llama.cpp has experts in every layer
+    dense: dict[str, Any] = (
+        {"mlp_only_layers": []} if name == "qwen3-moe" else {}
+    )  # llama.cpp has experts in every layer
     found = described(model_families()[name], **dense)
     assert found.name == ARCHITECTURES[name]
     assert len({tensor.name for tensor in found.tensors}) == len(found.tensors) > 10
