@@ -212,8 +212,9 @@ class Steps:
 
     def attend(self, spec: KeyValues, kept: Kept, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """[N, H, F]: every row writes its key and value, and reads its slot up to itself."""
-        where = (self.slots_N, self.positions_N, self.longest)
-        return slot_attention(q, k, v, *kept.now, *where, spec.scale, **spec.named(sinks))
+        keys, values = kept.now
+        slots, positions, named = self.slots_N, self.positions_N, spec.named(sinks)
+        return slot_attention(q, k, v, keys, values, slots, positions, self.longest, spec.scale, **named)
 
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """[N, …]: every row is a run of its own."""
