@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from surogate_core.errors import UserError
@@ -27,11 +27,26 @@ class Kind:
     use: str
     """A command that uses it."""
     has_option: bool = True
-    """Whether there is an option file in the config group of the kind's name."""
+    """Whether there is an option file in the config group of the last of `offers`."""
+    offers: tuple[str, ...] = ()
+    """Kinds of its bundles, if not only one of the kind's name."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """Further module → its template."""
+
+    def offered(self, kind: str) -> tuple[str, ...]:
+        """Kinds of the bundles that a package of `kind` offers."""
+        return self.offers or (kind,)
 
 
 KINDS: Mapping[str, Kind] = {
     "model": Kind(what="the model family", file="model", use="surogate model=@NAME@ lora=false"),
+    "head": Kind(
+        what="the head",
+        file="head",
+        use="surogate task=@NAME@ model.name=@NAME@ model.preset=tiny lora=false",
+        offers=("model", "task"),
+        more={"model": "model/code.py"},
+    ),
     "objective": Kind(what="the objective", file="objective", use="surogate objective=@NAME@", has_option=False),
     "recipe": Kind(what="the precision recipe", file="linear", use="surogate recipe=@NAME@"),
     "quant": Kind(
@@ -87,9 +102,11 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
         "tests/test_conformance.py": "common/test_conformance.py",
         f"tests/test_{name.replace('-', '_')}.py": f"{kind}/test.py",
     }
+    files |= {f"{package}/{other}.py": template for other, template in facts.more.items()}
     if facts.has_option:
-        files |= {f"{package}/conf/__init__.py": "", f"{package}/conf/{kind}/__init__.py": ""}
-        files[f"{package}/conf/{kind}/{name}.yaml"] = f"{kind}/option.yaml"
+        group = facts.offered(kind)[-1]
+        files |= {f"{package}/conf/__init__.py": "", f"{package}/conf/{group}/__init__.py": ""}
+        files[f"{package}/conf/{group}/{name}.yaml"] = f"{kind}/option.yaml"
     try:
         directory.mkdir(parents=True)
         for path, template in files.items():
@@ -135,10 +152,11 @@ def _values(name: str, kind: str) -> dict[str, str]:
 
 
 def _refuse_taken(name: str, kind: str) -> None:
-    """Raise `UserError` where an installed plugin offers a bundle of the kind by this name."""
+    """Raise `UserError` where an installed plugin offers a bundle that the package would offer too."""
     for plugin in (core_plugin(), *installed_plugins()):
-        if (kind, name) in static_view(plugin.module).bundles:
-            raise UserError(
-                f"{plugin.label} offers {kind} {name} already, and a duplicate name stops every run. "
-                "Fix: choose another name"
-            )
+        for offered in KINDS[kind].offered(kind):
+            if (offered, name) in static_view(plugin.module).bundles:
+                raise UserError(
+                    f"{plugin.label} offers {offered} {name} already, and a duplicate name stops every run. "
+                    "Fix: choose another name"
+                )
