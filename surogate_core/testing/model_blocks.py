@@ -145,10 +145,10 @@ def sees_other_rows_by_mixers_alone(family: ModelFamily) -> None:
         in_order = torch.arange(rows)
         try:
             alone = result(x_ND, in_order)
-        except UserError as error:
-            if BORDERS not in str(error):
+        except UserError as refusal:
+            if BORDERS not in str(refusal):
                 raise
-            own.append(str(error))
+            own.append(str(refusal))
             continue
         for kept in (in_order % 2 == 0, in_order % 2 == 1):
             others = torch.where(kept[:, None], x_ND, _drawn(model, rows, 1))
@@ -350,7 +350,7 @@ def _logits(model: Model) -> tuple[Any, ...]:
     for prefix, block in model.blocks(longest):
         shapes.append((prefix, tuple(_shapes(block))))
         x_ND = _rows(_bound(block, source, prefix), x_ND, tables)
-    head = {spec.name: source(spec) for spec in model.head_specs(train_base=True)}
+    head: dict[str, Any] = {spec.name: source(spec) for spec in model.head_specs(train_base=True)}
     return tuple(shapes), model.logits(x_ND, head).tolist()
 
 

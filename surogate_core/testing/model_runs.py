@@ -63,8 +63,8 @@ def generates_as_it_computes(family: ModelFamily) -> None:
         try:
             engine = NativeEngine(weights, RolloutSettings(slots=2, context=context), stepped=stepped)
             found = engine.generate(requests)
-        except UserError as error:
-            raise NotApplicable(str(error)) from None
+        except UserError as refusal:
+            raise NotApplicable(str(refusal)) from None
         for request, completion in zip(requests, found, strict=True):
             _ensure_of_forward(forward([*request.prompt, *completion.ids]), request.prompt, completion, how)
         for ids, own in zip(prompts, engine.logprobs(prompts), strict=True):
