@@ -364,7 +364,9 @@ def cpu_attention(
     """The same, group by group: the bits of a group depend on its own slot only. Plain attention goes through torch's
     blocked kernel.
     """
-    width, plain, dummy = places.width, not spec.named(sinks_H), len(kept.now[0]) - 1
+    width, dummy = places.width, len(kept.now[0]) - 1
+    # torch's kernel wants values of as many features as keys.
+    plain = not spec.named(sinks_H) and spec.keys == spec.values
     out = q_NHE.new_zeros(*q_NHE.shape[:2], v_NKF.shape[2])
     for group, (slot, start) in enumerate(zip(places.slots_G.tolist(), places.starts_G.tolist(), strict=True)):
         if slot == dummy:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,6 +43,20 @@ def test_both_forms_equal_the_op_on_a_whole_document(dtype):
         assert tiny.relative_error(torch.cat(parts), expected) < bound
         assert torch.equal(kept.now[0][1], k)
         assert not kept.now[0][[0, 2]].any()
+
+
+@pytest.mark.parametrize("features", [8, 24])
+def test_values_may_have_other_features_than_keys(features):
+    spec = replace(SPEC, values=features)
+    q, k, _ = drawn(32)
+    v = torch.randn(32, 2, features, generator=torch.Generator().manual_seed(1))
+    expected = ops.attention(q, k, v, torch.tensor([0, 32]), 32, 0.25)
+    kept = Cache([[spec]], slots=3, context=32, dtype=torch.float32, device=CPU).layers[0][0]
+    for start, width in ((0, 16), (16, 16), (31, 1)):
+        rows = slice(start, start + width)
+        places = Places(slots_G=torch.tensor([1]), starts_G=torch.tensor([start]), width=width)
+        found = cpu_attention(spec, q[rows], k[rows], v[rows], kept, places)
+        assert tiny.relative_error(found, expected[rows]) < 1e-5
 
 
 def test_groups_do_not_see_each_other():
