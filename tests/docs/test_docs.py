@@ -222,4 +222,4 @@ def test_hook_examples_train_together(shell):
     assert "kept in int8_rows" in printed
     assert '"figures": {"entropy": ' in (shell.work / "out/metrics.jsonl").read_text(encoding="utf-8")
     log = (shell.work / "out/surogate.log").read_text(encoding="utf-8")
-    assert '"swiglu float32": "plain"' in log
+    assert '"swiglu float32": "plain/plain"' in log
