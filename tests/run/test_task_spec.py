@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from surogate_core.bundles.options import essential_values
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.plugins import load_plugins
-from surogate_core.run.task_spec import objective_of
+from surogate_core.run.task_spec import named_offers, objective_of, option_keys
 
 OFFERS = '''
 """A multiple of the cross-entropy, and a schedule that is torn at a step."""
@@ -63,30 +64,34 @@ def offers(install_plugin: Any) -> None:
     install_plugin("offers", OFFERS)
 
 
-def test_options_reach_objective_and_schedule_and_hold_when_the_run_resumes(
-    offers: None, base: list[str], tmp_path: Path, records: Any, capsys: Any
-) -> None:
-    words = [*(word for word in base if not word.startswith("max_steps")), "learning_rate=1e-3", "warmup_steps=0"]
-    twice = [
-        *words,
-        "objective=multiple",
-        "lr_scheduler_type=torn",
-        "multiple_factor=2",
-        f"output_dir={tmp_path}/twice",
-    ]
-    assert main(["sft", *twice, "max_steps=1"]) == 0
-    (step,) = records(tmp_path / "twice", "step_end")
-    assert step["lr"] == 5e-4
+CHOSEN = ("objective=multiple", "lr_scheduler_type=torn", "multiple_factor=2")
+
+
+def test_options_reach_what_the_keys_name(offers: None, base: list[str]) -> None:
     registry = load_plugins()
-    config = load_run_config([], config_file=tmp_path / "twice" / "config.yaml", registry=registry)
+    config = load_run_config([*base, *CHOSEN], registry=registry)
     assert config.flat == {"multiple_factor": 2.0, "torn_at": -1}
     logits, labels = torch.randn(3, 8), torch.tensor([1, 2, -100])
     own, plain = (objective_of(one, registry) for one in (config, replace(config, objective="cross_entropy")))
     torch.testing.assert_close(own.token_loss(logits, labels, {}), 2 * plain.token_loss(logits, labels, {}))
+    assert {"multiple_factor", "torn_at"} <= option_keys(config, registry)
+    essential = [essential_values(offer.options_of(config)) for offer in named_offers(config, registry)]
+    assert essential == [{}, {"multiple_factor": 2.0}, {}]
+
+
+@pytest.mark.slow
+def test_options_hold_when_the_run_resumes(
+    offers: None, base: list[str], tmp_path: Path, records: Any, capsys: Any
+) -> None:
+    words = [*(word for word in base if not word.startswith("max_steps")), "learning_rate=1e-3", *CHOSEN]
+    words.append(f"output_dir={tmp_path}/twice")
+    assert main(["sft", *words, "max_steps=1"]) == 0
+    (step,) = records(tmp_path / "twice", "step_end")
+    assert step["lr"] == 5e-4
     capsys.readouterr()
-    assert main(["sft", *twice, "max_steps=2", "multiple_factor=3"]) == 2
+    assert main(["sft", *words, "max_steps=2", "multiple_factor=3"]) == 2
     assert "multiple_factor" in capsys.readouterr().err
-    assert main(["sft", *twice, "max_steps=2", "torn_at=7"]) == 0
+    assert main(["sft", *words, "max_steps=2", "torn_at=7"]) == 0
     (start,) = records(tmp_path / "twice", "run_start")[-1:]
     assert any("torn_at: -1 → 7" in note for note in start["notes"])
     assert not any("no effect" in note for note in start["notes"])
