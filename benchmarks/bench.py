@@ -86,12 +86,13 @@ def assemble(
     context = RecipeContext(device=device, dtype="bf16" if settings.dtype == torch.bfloat16 else "fp32")
     offloader = replace(found.get("offload", "host"), kinds=offload) if offload or offload_experts else NO_OFFLOAD
     packed = None if weight_format is None else found.get("quant", weight_format)
+    objective = found.get("objective", "cross_entropy")
     return Assembly(
         model=model,
         settings=settings,
         kernels=kernels or KernelTable.build(device, packs(PACKS if device.type == "cuda" else ())),
         recipe=chosen.build(recipe_options or chosen.options(), context),
-        objective=found.get("objective", "cross_entropy"),
+        objective=objective.build(objective.options()),
         optimizer=optimizer_spec,
         optimizer_options=optimizer_options or optimizer_spec.options(),
         offloader=offloader,

@@ -109,7 +109,7 @@ def test_ranks_that_share_rows_have_parts_of_one_step(world: int) -> None:
     assert training.total(world) == 1
     assert training.tokens(world) == 32_768
     shared = bench_world.assembly_of(training.tiny(), world, torch.device("cpu")).settings
-    assert (shared.tokens, shared.context) == (32 // world, world)
+    assert (shared.tokens, shared.axes.context) == (32 // world, world)
 
 
 def test_where_two_runs_differ_first() -> None:
