@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from surogate_core.dsl.mixers import KeyValues, Spec, mixing
+from surogate_core.dsl.mixers import KeyValues, Spec, States, mixing
 from surogate_core.engine.assembly import Assembly
-from surogate_core.generate.cache import Cache, Documents, FromCache, Places, Reader, Steps, features_of
+from surogate_core.generate.cache import Cache, Documents, FromCache, Places, Reader, Steps, features_of, places_of
 from surogate_core.generate.masks import packed_masks, unpacked, words_of
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
@@ -50,6 +50,10 @@ GATHER = 16
 """Slots are filled again when one in GATHER is free: a pass with few tokens costs nearly as much as one with many."""
 PREFILL_ROWS = 8192
 """Tokens of prompts that go through the layers together, unless one prompt has more."""
+REFERENCE_ROWS = 1024
+"""The same where the reference of attention forms the scores of all pairs of them."""
+PAIR_BYTES = 20
+"""Bytes that it takes for the score of a pair of tokens and a head: the score, hidden, with a sink, and its weight."""
 BATCH_ROWS = 65536
 """Tokens of prompts for which each layer is fetched once."""
 LOGIT_BYTES = 40
@@ -94,12 +98,22 @@ def working_bytes(weights: Weights, mixers: Sequence[Sequence[Spec]], slots: int
     model = plan.assembly.model
     tokens = slots * context
     # A prompt that is longer goes through the layers alone.
-    rows, kept = (min(tokens, max(most, context)) for most in (PREFILL_ROWS, BATCH_ROWS))
+    heads = 0
+    if any(isinstance(s, States) or places_of(s, context) < context for specs in mixers for s in specs):
+        heads = max((s.heads for s in attentions(mixers) if not _offered(weights, s, "attention")), default=0)
+    packed = REFERENCE_ROWS if heads else PREFILL_ROWS
+    rows, kept = (min(tokens, max(most, context)) for most in (packed, BATCH_ROWS))
+    pairs = heads * rows**2 * PAIR_BYTES
     features = max(map(_features, plan.layers), default=0)
     activations = rows * (2 * features + 6 * model.width) * itemsize
     outputs = 2 * kept * model.width * itemsize
     keys = min(SCORES, tokens * _widest(mixers)) * SCORE_BYTES
-    return activations + outputs + keys + max(slots, FEWEST) * model.vocab_size * LOGIT_BYTES
+    return activations + outputs + keys + pairs + max(slots, FEWEST) * model.vocab_size * LOGIT_BYTES
+
+
+def _offered(weights: Weights, spec: KeyValues, op: str) -> bool:
+    """Whether a pack has a kernel of an op of attention for this one."""
+    return weights.programs.kernels.offers(op, weights.parameters.dtype, spec.extensions)
 
 
 def _features(piece: Piece) -> int:
@@ -233,7 +247,8 @@ class SteppedRunner:
         self._table = weights.programs.kernels
         compiles = assembly.settings.compiler == "inductor"
         # The reference of attention would form the scores of all pairs of tokens of a pass.
-        self._packs = cache.whole or self._has_kernel("attention")
+        kernel = self._has_kernel("attention")
+        self._packs, self._most = cache.whole or kernel, PREFILL_ROWS if kernel else REFERENCE_ROWS
         self._shortest = SHORTEST_OF_KERNELS if self._has_kernel("slot_attention") else SHORTEST
         self.gather = max(1, cache.slots // GATHER)
         self._layers = Layers(weights, COMPILED_ROWS if compiles else None)
@@ -258,9 +273,7 @@ class SteppedRunner:
 
     def _has_kernel(self, op: str) -> bool:
         """Whether a pack has a kernel of an op of attention for every attention of the model."""
-        specs = [spec for specs in self.cache.mixers for spec in specs if isinstance(spec, KeyValues)]
-        offers, dtype = self._table.offers, self.weights.parameters.dtype
-        return all(offers(op, dtype, spec.extensions) for spec in specs)
+        return all(_offered(self.weights, spec, op) for spec in attentions(self.cache.mixers))
 
     # -------------------------------------------------------------------------- prompts
 
@@ -297,7 +310,7 @@ class SteppedRunner:
         group: list[int] = []
         for number in [*chosen, None]:
             rows = sum(len(fills[n].ids) for n in group)
-            if group and (number is None or rows + len(fills[number].ids) > PREFILL_ROWS):
+            if group and (number is None or rows + len(fills[number].ids) > self._most):
                 yield self._documents(fills, group)
                 group = []
             if number is not None:
@@ -538,7 +551,12 @@ class _Pass:
 
 def _widest(mixers: Sequence[Sequence[Spec]]) -> int:
     """Most features of keys and values that an attention reads for a position."""
-    return max((features_of(spec) for specs in mixers for spec in specs if isinstance(spec, KeyValues)), default=1)
+    return max(map(features_of, attentions(mixers)), default=1)
+
+
+def attentions(mixers: Sequence[Sequence[Spec]]) -> list[KeyValues]:
+    """The attentions of all layers."""
+    return [spec for specs in mixers for spec in specs if isinstance(spec, KeyValues)]
 
 
 def _longest(needed: int, context: int, *, shortest: int = SHORTEST) -> int:

@@ -10,11 +10,13 @@ import hybrid_family
 import pytest
 import torch
 from hybrid_family import CONFIG
+from peak_bytes import PeakBytes
 
 from surogate_core.bundles import Request, RolloutSettings, Sampling
 from surogate_core.dsl import Recurrence
 from surogate_core.errors import PluginError
 from surogate_core.generate.cache import Carried
+from surogate_core.generate.decoding import working_bytes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.scans import gated_delta_scan
@@ -217,3 +219,17 @@ def test_a_scan_with_other_states_than_declared_is_refused(stepped: bool) -> Non
         asked = Request(prompt=(1, 2, 3), max_new_tokens=2, sampling=Sampling(temperature=0))
         with pytest.raises(PluginError, match=rf"Odd\.scan: its scan gives states of {message}.*Fix: declare"):
             native.generate([asked])
+
+
+def test_prompts_without_a_kernel_of_attention_take_the_memory_that_is_planned() -> None:
+    """A soft cap has no kernel on a CPU, and a ring wants whole prompts; so all pairs of their tokens have scores."""
+    made = hybrid_family.engine(config={"kinds": ["window"]})
+    weights, settings = Weights.of(made), RolloutSettings(slots=8, context=256)
+    native = NativeEngine(weights, settings, stepped=True)
+    asked = [
+        Request(prompt=tuple(ids), max_new_tokens=1, number=n, sampling=Sampling(temperature=0))
+        for n, ids in enumerate(tiny.documents((240,) * 8, seed=1))
+    ]
+    with PeakBytes() as peak:
+        native.generate(asked)
+    assert 0.4 < peak.peak / working_bytes(weights, native.cache.mixers, 8, 256) < 1
