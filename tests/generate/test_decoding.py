@@ -305,6 +305,6 @@ def test_the_reasons_to_run_without_graphs(shared, installed):
 
     assert why_eager(on_gpu()) is None
     assert why_eager(on_gpu(cuda_graphs=False)) == "use_cuda_graphs is off"
-    assert why_eager(on_gpu(ranks=2, shard_weights=True)) == "the GPUs share out the weights"
+    assert why_eager(on_gpu(axes=tiny.axes(ranks=2, shard_weights=True))) == "the GPUs share out the weights"
     offloaded = replace(on_gpu(), offloader=installed.get("offload", "host"))
     assert why_eager(offloaded) == "weights are offloaded to the host"
