@@ -93,9 +93,15 @@ class States:
         borders: Tensor | None,
         initial: Sequence[Tensor] | None,
         parameters: Mapping[str, Tensor],
+        *,
+        wanted: bool = True,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """(y, final states) of the scan. Refuses states that are not the declared ones: the next row begins there."""
-        y, finals = self.scan(*rows, borders=borders, initial=initial, finals=True, **parameters)
+        """(y, final states) of the scan. Refuses states that are not the declared ones: the next row begins there. A
+        scan may give anything where they are not wanted; those of the core give no state of the right shape.
+        """
+        y, finals = self.scan(*rows, borders=borders, initial=initial, finals=wanted, **parameters)
+        if not wanted and [state.ndim for state in finals] != [len(shape) + 1 for shape in self.shapes]:
+            return y, ()
         found = tuple(tuple(state.shape[1:]) for state in finals)
         if found != self.shapes or any(state.dtype.itemsize < 4 for state in finals):
             kinds = ", ".join(str(state.dtype).removeprefix("torch.") for state in finals)
@@ -158,8 +164,7 @@ class Packed:
 
     def recur(self, number: int, spec: States, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Every document from zeros."""
-        y, _ = spec.scan(*rows, borders=self.borders, initial=None, finals=False, **parameters)
-        return y
+        return spec.run(rows, self.borders, None, parameters, wanted=False)[0]
 
 
 class Mixer:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Request, RolloutSettings, Sampling
-from surogate_core.dsl import Attention, Dim, Model, Setting, Stack
+from surogate_core.dsl import Attention, Convolution, Dim, Model, Param, Setting, Stack
 from surogate_core.dsl.mixers import KeyValues
 from surogate_core.errors import PluginError, UserError
 from surogate_core.generate.native import NativeEngine
@@ -119,6 +119,19 @@ def test_a_mixer_that_something_hides_is_an_error() -> None:
 
         class Binds(tiny.TinyBlock):
             bind = Attention(4, 4, 8)
+
+
+def test_a_convolution_of_another_width_than_its_weight_does_not_train() -> None:
+    class Wide(tiny.TinyBlock):
+        weight = Param("conv.weight", tiny.D, 4, init="normal", role="weight")
+        conv = Convolution(tiny.D, 3)
+
+        def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+            y: Tensor = super().forward(x + self.conv(x, weight_CW=self.weight), tables)
+            return y
+
+    with pytest.raises(PluginError, match=r"Wide\.conv: its scan gives states .*\(\(3, 32\),\).*\(\(2, 32\),\)"):
+        outputs(Wide)
 
 
 def test_a_mixer_outside_of_outputs_is_an_error() -> None:

@@ -214,11 +214,15 @@ def test_a_scan_with_other_states_than_declared_is_refused(stepped: bool) -> Non
             (hybrid_family.Hybrid,),
             {"blocks": lambda self, longest, kind=odd: iter([("layers.0.", kind(self.layer_config(0), longest))])},
         )
-        made = tiny.engine(config={**CONFIG, "kinds": ["delta"]}, build=model)
-        native = NativeEngine(Weights.of(made), RolloutSettings(slots=1, context=32), stepped=stepped)
-        asked = Request(prompt=(1, 2, 3), max_new_tokens=2, sampling=Sampling(temperature=0))
         with pytest.raises(PluginError, match=rf"Odd\.scan: its scan gives states of {message}.*Fix: declare"):
-            native.generate([asked])
+            generated(model, stepped)
+
+
+def generated(model: type, stepped: bool) -> Any:
+    """Some tokens of a model with one recurrent layer."""
+    made = tiny.engine(config={**CONFIG, "kinds": ["delta"]}, build=model)
+    native = NativeEngine(Weights.of(made), RolloutSettings(slots=1, context=32), stepped=stepped)
+    return native.generate([Request(prompt=(1, 2, 3), max_new_tokens=2, sampling=Sampling(temperature=0))])
 
 
 def test_prompts_without_a_kernel_of_attention_take_the_memory_that_is_planned() -> None:
