@@ -30,7 +30,9 @@ from surogate_core.errors import PluginError
 class Linear:
     """A linear slot: weight [outputs, inputs] and, if `bias` is true, bias [outputs]."""
 
-    def __init__(self, module: str, inputs: Dim, outputs: Dim, *, region: str, bias: bool | Setting = False):
+    def __init__(
+        self, module: str, inputs: Dim | int, outputs: Dim | int, *, region: str, bias: bool | Setting = False
+    ):
         self.module, self.inputs, self.outputs = module, inputs, outputs
         self.region, self.bias = region, bias
 
@@ -156,8 +158,8 @@ class Block:
             LinearSlot(
                 name=linear.name,
                 module=linear.module,
-                inputs=linear.inputs.size(self.config),
-                outputs=linear.outputs.size(self.config),
+                inputs=size_of(linear.inputs, self.config),
+                outputs=size_of(linear.outputs, self.config),
                 bias=linear.bias.value(self.config) if isinstance(linear.bias, Setting) else linear.bias,
                 region=linear.region,
                 adapter=lora.of(linear.module, linear.region) if lora else None,

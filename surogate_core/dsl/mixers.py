@@ -55,18 +55,27 @@ class KeyValues:
     window: int
     """Positions that one sees, itself among them; 0: all before it."""
     softcap: float
+    sinks: bool = False
+    """Whether each head has a further score whose value is zero."""
 
     @property
-    def extensions(self) -> dict[str, Any]:
-        """What the ops of attention take by name beyond plain causal attention."""
-        return {name: value for name in ("window", "softcap") if (value := getattr(self, name))}
+    def extensions(self) -> frozenset[str]:
+        """What a kernel must know beyond plain causal attention."""
+        return frozenset(name for name in ("window", "softcap", "sinks") if getattr(self, name))
 
     def named(self, sinks: Tensor | None) -> dict[str, Any]:
         """The extensions of a call."""
-        return self.extensions if sinks is None else {**self.extensions, "sinks": sinks}
+        values = {"window": self.window, "softcap": self.softcap, "sinks": sinks}
+        return {name: values[name] for name in self.extensions}
 
-    def check(self, kind: type, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def check(self, kind: type, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         """Refuse rows of other shapes than the declared ones."""
+        if (None if sinks is None else tuple(sinks.shape)) != ((self.heads,) if self.sinks else None):
+            how = f"sinks of shape {tuple(sinks.shape)}" if sinks is not None else "no sinks"
+            raise PluginError(
+                f"{_name_of(kind)}: {self.name} is called with {how}, and is declared with sinks={self.sinks} and "
+                f"{self.heads} heads. Fix: declare Attention(..., sinks=True) and give one number for each head"
+            )
         found = tuple(q.shape[1:]), tuple(k.shape[1:]), tuple(v.shape[1:])
         declared = (self.heads, self.keys), (self.kv_heads, self.keys), (self.kv_heads, self.values)
         if found != declared:
@@ -189,7 +198,8 @@ class Attention(Mixer):
     """Causal attention with grouped queries; read on a block it is `attend`.
 
     `features` E of queries and keys, `values` F of values (by default E), `scale` of the scores (by default E^-0.5),
-    `window`: positions that one sees, itself among them (0: all before it), `softcap` c: scores become c·tanh(s / c).
+    `window`: positions that one sees, itself among them (0: all before it), `softcap` c: scores become c·tanh(s / c),
+    `sinks`: whether it is called with a further score of each head, whose value is zero.
     """
 
     def __init__(
@@ -202,10 +212,11 @@ class Attention(Mixer):
         scale: Number | None = None,
         window: Number = 0,
         softcap: Number = 0.0,
+        sinks: bool = False,
     ):
         self.heads, self.kv_heads, self.features = heads, kv_heads, features
         self.values = features if values is None else values
-        self.scale, self.window, self.softcap = scale, window, softcap
+        self.scale, self.window, self.softcap, self.sinks = scale, window, softcap, sinks
 
     def __get__(self, bound: Any, owner: type) -> Any:
         return self if bound is None else _Attend(self, bound)
@@ -231,6 +242,7 @@ class Attention(Mixer):
             scale=keys**-0.5 if self.scale is None else number("scale", self.scale),
             window=int(number("window", self.window, least=0, whole=True, absent=0)),
             softcap=number("soft cap", self.softcap, least=0, absent=0),
+            sinks=self.sinks,
         )
 
 
@@ -240,10 +252,10 @@ class _Attend:
     block: Block
 
     def __call__(self, q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        """[N, H, F]; `sinks` [H]: a further score of each head, whose value is zero."""
+        """[N, H, F]; `sinks` [H]."""
         number, spec, how = self.mixer._call(self.block)
         assert isinstance(spec, KeyValues)
-        spec.check(type(self.block), q_NHE, k_NKE, v_NKF)
+        spec.check(type(self.block), q_NHE, k_NKE, v_NKF, sinks)
         return how.attend(number, spec, q_NHE, k_NKE, v_NKF, sinks)
 
 

@@ -44,6 +44,12 @@ class Never(tiny.TinyBlock):
     other = Attention(4, 4, 8)
 
 
+class Sinking(tiny.TinyBlock):
+    """Declares sinks that it does not give."""
+
+    attend = Attention(4, 4, 8, sinks=True)
+
+
 class Misshapen(tiny.TinyBlock):
     """Declares other heads than it has."""
 
@@ -67,6 +73,10 @@ class Configured(tiny.TinyBlock):
     ("block", "message"),
     [
         (Twice, r"test_mixers\.Twice: forward calls attend 2 times.*Fix: declare one for each call, which has a cache"),
+        (
+            Sinking,
+            r"Sinking: attend is called with no sinks, and is declared with sinks=True and 4 heads\. Fix: declare",
+        ),
         (Never, r"Never: forward calls other 0 times"),
         (
             Misshapen,
@@ -183,7 +193,8 @@ def test_the_declaration_has_the_sizes_of_the_configuration() -> None:
     (spec,) = Sized({**tiny.CONFIG, "window": 5}).mixer_specs()
     expected = {"heads": 4, "kv_heads": 2, "keys": 8, "values": 16, "scale": 8**-0.5, "window": 5, "softcap": 0.0}
     assert spec == KeyValues(name="attend", **expected)
-    assert spec.extensions == {"window": 5}
+    assert spec.extensions == {"window"}
+    assert spec.named(None) == {"window": 5}
 
 
 class Scaled(tiny.TinyBlock):

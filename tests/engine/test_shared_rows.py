@@ -250,7 +250,10 @@ class Bordered(tiny.TinyBlock):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (Convolved, r"Convolved: context_parallel_size is 2, and conv is a recurrence or a convolution.*Fix: context_parallel_s"),
+        (
+            Convolved,
+            r"Convolved: context_parallel_size is 2, and conv is a recurrence or a convolution.*Fix: context_par",
+        ),
         (Bordered, r"Bordered reads cu_seqlens itself, and where GPUs share a row it cannot.*declared mixers: attend"),
     ],
 )

@@ -78,7 +78,9 @@ class Windowed(Mixed):
     k = Linear("k_proj", D, H * E, region="qkv")
     v = Linear("v_proj", D, H * E, region="qkv")
     sinks = Param("sinks", H, init="zeros", role="scalar")
-    attend = Attention(H, H, E, window=Setting("layer_window", default=0), softcap=Setting("softcap", default=0.0))
+    attend = Attention(
+        H, H, E, window=Setting("layer_window", default=0), softcap=Setting("softcap", default=0.0), sinks=True
+    )
 
     def mixed(self, h: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         q, k, v = (product(h).unflatten(1, (self.heads, -1)) for product in (self.q, self.k, self.v))
