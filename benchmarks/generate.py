@@ -120,10 +120,10 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
     def figures() -> dict[str, Any]:
         runner = engine._runner
         step = found = None
-        if isinstance(runner, SteppedRunner):
-            if (replay := captured(runner, slots, words.prompt + words.new // 2)) is not None:
-                step = seconds_of(replay)
-                found = profile(replay, 4) if words.profile else None
+        replay = captured(runner, slots, words.prompt + words.new // 2) if isinstance(runner, SteppedRunner) else None
+        if replay is not None:
+            step = seconds_of(replay)
+            found = profile(replay, 4) if words.profile else None
         return {
             "kernels": {" ".join(key): name for key, name in assembly.kernels.chosen.items()},
             "eager": getattr(runner, "eager", None),
