@@ -59,6 +59,9 @@ OP_MODULES = tuple(
 )
 """The core's own `ops`: modules that define ops, as families and kernel packs name them."""
 
+_owners: dict[str, str] = {}
+"""Module that a plugin's `ops` names → the bundle that names it, e.g. ``model family acme``."""
+
 
 def define_ops(packs: Iterable[KernelPack] = (), families: Iterable[ModelFamily] = ()) -> None:
     """Import the modules that define the ops of the core and of these plugins.
@@ -70,6 +73,7 @@ def define_ops(packs: Iterable[KernelPack] = (), families: Iterable[ModelFamily]
     owned += [(f"kernel pack {pack.name}", pack.ops) for pack in packs]
     for owner, modules in owned:
         for module in modules:
+            _owners[module] = owner
             try:
                 import_module(module)
             except PluginError as error:
@@ -78,6 +82,12 @@ def define_ops(packs: Iterable[KernelPack] = (), families: Iterable[ModelFamily]
                 raise PluginError(
                     f"{owner}: the module {module} of its ops: {type(error).__name__}: {error}"
                 ) from error
+
+
+def owner_of(op: str) -> str:
+    """The bundle whose `ops` name the op's module, e.g. ``model family acme``; the module itself if none is known."""
+    module = references[op].function.__module__
+    return next((owner for named, owner in _owners.items() if f"{module}.".startswith(f"{named}.")), module)
 
 
 def unknown_op(name: str) -> str:

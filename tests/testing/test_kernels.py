@@ -158,13 +158,13 @@ def inputs():
     yield Inputs(leaves={"x": normal(6, 4, seed=0)}, call=lambda f, t: f(*t))
     yield Inputs(leaves={"x": normal(6, 4, seed=0)}, call=lambda f, t: f(*t, reverse=True), what="reversed")
 
-INPUTS = {"acme_scan": inputs, WRONG}
+INPUTS = {"acme_scan": inputs, "acme_wrong": tuple}
 '''
 
 
 @pytest.fixture
-def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], ModelFamily]:
-    """A family with an op, and optionally one whose gradient is wrong."""
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelFamily]:
+    """A family with two ops, of which `acme_wrong` has no inputs; optionally with further lines in their module."""
     for name in ("references", "extensions"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     for module in (kernels, own_ops, sys.modules["surogate_core.testing.kernel_inputs"]):
@@ -176,9 +176,9 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Mo
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "acme_nothing.py").touch()
 
-    def made(wrong: bool = False) -> ModelFamily:
-        text = OPS.replace("WRONG", '"acme_wrong": lambda: list(inputs())[:1]' if wrong else "")
-        (tmp_path / "acme_ops.py").write_text(text)
+    def made(lines: str = "") -> ModelFamily:
+        (tmp_path / "acme_ops.py").write_text(OPS + lines)
+        sys.modules.pop("acme_ops", None)
         return ModelFamily(name="acme", hf_model_types=(), build=lambda config: None, ops=("acme_ops",))  # type: ignore
 
     return made
@@ -193,8 +193,44 @@ def test_ops_of_a_family_are_checked(acme: Callable[..., ModelFamily]) -> None:
 
 
 def test_a_reference_with_a_wrong_gradient_is_found(acme: Callable[..., ModelFamily]) -> None:
+    family = acme('INPUTS["acme_wrong"] = lambda: list(inputs())[:1]')
     with pytest.raises(AssertionError, match="the reference of acme_wrong: its gradients are not those of its values"):
-        own_ops.defines_its_ops(acme(wrong=True))
+        own_ops.defines_its_ops(family)
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ("lambda: next(inputs())", "returns Inputs, not an iterable. Fix: a function without arguments that yields"),
+        ("next(inputs())", "is Inputs, not a function. Fix: a function without arguments that yields Inputs(...)"),
+        ("lambda: 1 / 0", ": ZeroDivisionError: division by zero"),
+        ("lambda: (1 / 0 for _ in 'a')", ": ZeroDivisionError: division by zero"),
+        ("lambda: [{}]", "gives dict, not Inputs"),
+        ("lambda: [Inputs(leaves=[torch.ones(2)], call=None)]", "`leaves` is list, not a mapping of names to tensors"),
+        ("lambda: [Inputs(leaves={'x': [1.0]}, call=None)]", "the leaf x is list, not a tensor"),
+        ("lambda: [Inputs(leaves={'x': torch.ones(2).int()}, call=None)]", "the leaf x is torch.int32"),
+        (None, "is missing. Fix: a function without arguments that yields Inputs(...); `tuple` for an op without"),
+    ],
+)
+def test_inputs_of_a_wrong_shape_are_named(acme: Callable[..., ModelFamily], value: str | None, fault: str) -> None:
+    change = "del INPUTS['acme_scan']" if value is None else f"INPUTS['acme_scan'] = {value}"
+    family = acme(f"from surogate_core.testing.kernel_inputs import Inputs\n{change}")
+    with pytest.raises(AssertionError) as caught:
+        own_ops.defines_its_ops(family)
+    said = str(caught.value)
+    assert said.startswith('model family acme: INPUTS["acme_scan"] of the module acme_ops')
+    assert fault in said
+
+
+def test_inputs_in_float32_are_differentiated_in_float64(acme: Callable[..., ModelFamily]) -> None:
+    single = 'INPUTS["acme_scan"] = lambda: [replace(i, leaves={"x": i.leaves["x"].float()}) for i in inputs()]'
+    own_ops.defines_its_ops(acme(f"from dataclasses import replace\n{single}"))
+
+
+def test_a_reference_that_leaves_float64_is_found(acme: Callable[..., ModelFamily]) -> None:
+    family = acme("INPUTS['acme_wrong'] = lambda: list(inputs())[:1]\nWrong.apply = lambda x: x.float()")
+    with pytest.raises(AssertionError, match=r"acme_wrong: it returns torch\.float32 for arguments in torch\.float64"):
+        own_ops.defines_its_ops(family)
 
 
 def test_kernels_for_the_op_of_another_plugin_are_checked(acme: Callable[..., ModelFamily]) -> None:
@@ -224,6 +260,7 @@ def test_kernels_for_the_op_of_another_plugin_are_checked(acme: Callable[..., Mo
 
     alone = run(serving)
     assert "names ops" not in alone
+    assert alone["equals references"] == "no installed plugin defines acme_scan; install it to compare"
     assert set(alone) == {t.__name__.replace("_", " ") for t in kernels.CHECKS} - {"names ops", "repeats its bits"}
     assert set(run(serving, acme())) == {"fills slots"}
     said = run(pack(kernel), acme())
