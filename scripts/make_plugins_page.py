@@ -81,7 +81,8 @@ optimizer-adamw conforms: 15 checks hold, 0 do not
 
 Each check is printed when it ends, with its time: it holds, is FAILED with the fault, or is skipped with the reason.
 On a terminal its name is there while it runs. `--check TEXT` runs those with this text in their name: `surogate
-plugins check model-acme --check generates`. If no check has it, the message has the nearest names.
+plugins check model-acme --check generates`. If no check has it, the message has the nearest names. All checks of a
+family take minutes, so while you work on one, run those that concern your change.
 
 A failed check names the broken contract and, if the plugin's code raised an error, the file and line. `--verbose`
 adds the traceback. Every check has a time limit of ten minutes. Checks of monitors and launchers run in a child
@@ -182,7 +183,8 @@ NVIDIA GPU. `surogate_core.testing` also has what the tests of this repository's
 of a few dozen numbers in an engine (`tiny`), a model family against transformers (`parity`), the ops by their
 definitions (`op_cases`, `attention_suite`), CUDA C++ compiled for the host (`host_cuda`), Triton's kernels in its
 interpreter (`interpreter`), chat templates on a tokenizer of bytes (`chat_templates`), and the events of a short run
-(`run_events`).
+(`run_events`). `policy_losses.terms_of(ratio_N=…, advantages_N=…)` makes the terms of a policy loss, for a test by hand.
+With `logp_N=…` it also takes log π, which is -1 otherwise.
 
 ## Combinations
 

@@ -125,8 +125,8 @@ class PolicyLoss:
     """What the ratio compares π with: the model before the first step on these completions, with which the ratio is 1
     in the first of `num_iterations`, or the rollout engine's μ."""
     bounds: tuple[float | None, float] = (0.2, 0.2)
-    """(low, high) where `epsilon` and `epsilon_high` are null. The loss says what they bound. `epsilon` sets both,
-    unless the low one is None: then the loss has no lower bound, and `epsilon` sets none."""
+    """(low, high) where `epsilon` and `epsilon_high` are null. The loss says what they bound. `epsilon` sets both.
+    If low is None the loss has no lower bound: `epsilon` then has no effect, and only `epsilon_high` sets a bound."""
     clipped: Callable[[PolicyTerms], tuple[Tensor, Tensor]] | None = None
     """The terms → [N] bool each: where a ratio fell, and where one rose, so far that it has no gradient. The step
     reports the shares as ``clip_ratio/…``. None: the loss clips nothing."""
@@ -156,7 +156,8 @@ class PolicyLossSpec:
     name: str
     """The value of a task's key such as `loss_type`."""
     build: Callable[[Any], PolicyLoss]
-    """Options → the loss. Called when the configuration is checked, so it imports no torch."""
+    """Options → the loss. Called when the configuration is checked: import torch inside `PolicyLoss.loss`, not here,
+    or the check of every configuration with this loss becomes slower."""
     options: type = NoOptions
     """Dataclass of its own options. Every field has a default and a flat key, `Annotated[T, Flat("key")]`."""
     advantage: str = "group"

@@ -35,10 +35,10 @@ class ScheduleSpec:
     options: type = NoOptions
     """Dataclass of its own options; every field has a default. Flat keys set them."""
     falls: bool = True
-    """Whether factor 0 is the final rate, learning_rate · `final_lr_fraction`: the rate is final + (learning_rate -
-    final) · factor. Otherwise it is learning_rate · factor, and only a cool-down reaches the final rate."""
+    """True: the rate falls from learning_rate (factor 1) to the final rate (factor 0), learning_rate ·
+    `final_lr_fraction`. False: the rate is learning_rate · factor, and only a cool-down ends at the final rate."""
     cooldown: float = 0.0
-    """Share of all steps of the run for the cool-down, rounded up, if `cooldown_steps` is 0."""
+    """If `cooldown_steps` is 0, the core's cool-down takes this share of the run's steps, rounded up."""
 
     def options_of(self, config: RunConfig) -> Any:
         """The options, which flat keys of the configuration set."""

@@ -39,7 +39,7 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "model": Kind(what="the model family", file="model", use="surogate model=@NAME@ lora=false"),
+    "model": Kind(what="the model family", file="model", use="surogate model=@NAME@"),
     "head": Kind(
         what="the head",
         file="head",
@@ -56,7 +56,7 @@ KINDS: Mapping[str, Kind] = {
     "schedule": Kind(
         what="the schedule of the learning rate",
         file="schedule",
-        use="surogate lr_scheduler_type=@NAME@",
+        use="surogate lr_scheduler_type=@NAME@ warmup_steps=0",
         has_option=False,
     ),
     "offload": Kind(what="the offloader", file="store", use="surogate offload=@NAME@"),

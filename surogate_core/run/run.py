@@ -422,7 +422,8 @@ class _Run:
             optimizer=optimizer.name,
             scale=optimizer.rate_scale,
         )
-        notes += [unusual] if unusual is not None else []
+        unscheduled = Schedule.of(config, self.registry).note(loop.total_steps)
+        notes += [note for note in (unusual, unscheduled) if note is not None]
         if config.lora and resolved.weights is None:
             notes.append("The base is random and stays so: adapters on random weights only make sense for benchmarks.")
         if resolved.adapter and resolved.adapter.folded and not config.merge_adapter:

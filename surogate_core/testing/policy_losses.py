@@ -41,10 +41,18 @@ class Settings:
     importance_clip: float = 2.0
 
 
-def terms_of(*, ratio_N: Tensor, advantages_N: Tensor, low: float = 0.2, high: float = 0.2) -> PolicyTerms:
-    """The terms of one completion's tokens with these ratios, sampled by the old policy, for a test by hand."""
+def terms_of(
+    *, ratio_N: Tensor, advantages_N: Tensor, logp_N: Tensor | None = None, low: float = 0.2, high: float = 0.2
+) -> PolicyTerms:
+    """The terms of one completion's tokens with these ratios, sampled by the old policy, for a test by hand.
+
+    `logp_N`: log π of each token, whose gradient the ratio then has; -1 with the gradient of the ratio if left out.
+    """
+    if logp_N is not None:
+        ratio_N = ratio_N.detach() * (logp_N - logp_N.detach()).exp()
     log_ratio_N = ratio_N.log()
-    logp_N = torch.full_like(ratio_N, -1.0) + (log_ratio_N - log_ratio_N.detach())
+    if logp_N is None:
+        logp_N = torch.full_like(ratio_N, -1.0) + (log_ratio_N - log_ratio_N.detach())
     old_N = logp_N.detach() - log_ratio_N.detach()
     return PolicyTerms(
         logp_N=logp_N,

@@ -108,6 +108,17 @@ class Schedule:
             rate(step)
         return rate
 
+    def note(self, total_steps: int) -> str | None:
+        """A sentence for a run whose warm-up leaves the schedule no step; None for any other."""
+        length = warmup_length(total_steps=total_steps, warmup_steps=self.warmup_steps, warmup_ratio=self.warmup_ratio)
+        if not 0 < total_steps <= length:
+            return None
+        key, value = ("warmup_steps", self.warmup_steps) if self.warmup_steps else ("warmup_ratio", self.warmup_ratio)
+        return (
+            f"Every step of this run ({total_steps}) is warm-up ({key}={value:g}), so "
+            f"lr_scheduler_type={self.spec.name} has no effect. Fix: {key}=0, or more steps."
+        )
+
     def _scheduled(self, context: ScheduleContext) -> Callable[[int], float]:
         """Optimizer step of the run, past the warm-up → the rate that the schedule gives it."""
         name, final = f"{self.owner}: schedule {self.spec.name}", self.peak * self.final_fraction

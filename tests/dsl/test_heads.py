@@ -11,6 +11,7 @@ import torch
 
 from surogate_core.bundles import ModelFamily, Objective
 from surogate_core.dsl import Head, LMHead, Model, ScoreHead, Setting
+from surogate_core.dsl.tensors import TensorSpec
 from surogate_core.testing import models, tiny
 
 SCORES = {**tiny.SMALL_CONFIG, "architectures": ["AnyForSequenceClassification"]}
@@ -31,6 +32,24 @@ class LabelHead(Head):
 
     def size(self, model: Model) -> int:
         return int(model.config["num_labels"])
+
+
+TEMPERATURE = Setting("label_temperature", default=1.0)
+
+
+class BiasedHead(LabelHead):
+    """Labels with a bias, divided by a temperature that `config.json` may name."""
+
+    def specs(self, model: Model, *, train_base: bool) -> tuple[TensorSpec, ...]:
+        norm, weight = super().specs(model, train_base=train_base)
+        bias = replace(
+            weight, name="bias", hf_name="classifier.bias", shape=weight.shape[:1], role="bias", init="zeros"
+        )
+        return norm, weight, bias
+
+    def outputs(self, model: Model, x_ND: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        y_NO = super().outputs(model, x_ND, tensors) + tensors["bias"]
+        return y_NO / float(TEMPERATURE.value(model.config))
 
 
 class CubedHead(LMHead):
@@ -94,6 +113,21 @@ def test_a_head_computes_what_it_declares() -> None:
     batch = tiny.batches(0)[0]
     plain, cubed = (tiny.engine(tiny.SMALL_CONFIG, build=cls) for cls in (tiny.SmallModel, Cubed))
     torch.testing.assert_close(cubed.logits(batch), plain.logits(batch) ** 3)
+
+
+def test_a_head_with_a_bias_and_a_setting_is_trained_and_read_back() -> None:
+    class Biased(tiny.SmallModel):
+        heads = (BiasedHead,)
+
+    config = {**(Biased(tiny.SMALL_CONFIG).with_head("labels") or {}), "label_temperature": 2.0}
+    model = Biased(config)
+    assert model.head.own(model) == {"classifier.weight", "classifier.bias"}
+    x_ND, norm_D = torch.randn(3, model.width), torch.ones(model.width)
+    given = {"norm": norm_D, "weight": torch.randn(3, model.width), "bias": torch.tensor([1.0, 2.0, 3.0])}
+    plain = LabelHead.beside(tiny.SmallModel.head).outputs(model, x_ND, given)
+    torch.testing.assert_close(model.head.outputs(model, x_ND, given), (plain + given["bias"]) / 2)
+    made = ModelFamily(name="made", hf_model_types=("made",), build=Biased, presets={"tiny": tiny.SMALL_CONFIG})
+    models.trains_its_other_heads(made)
 
 
 def test_a_head_without_a_size() -> None:

@@ -224,8 +224,11 @@ def test_learning_rates_of_a_run(
 def test_max_steps_wins_over_epochs_and_epochs_count_rows(
     tmp_path: Path, base: list[str], run_here: RunHere, records: Records
 ) -> None:
-    run_here(tmp_path / "steps", *base, "max_steps=2", "num_epochs=50")
+    run_here(tmp_path / "steps", *base, "max_steps=2", "num_epochs=50", "warmup_steps=2")
     assert len(records(tmp_path / "steps", "step_end")) == 2
+    assert any(
+        "Every step of this run (2) is warm-up" in note for note in records(tmp_path / "steps", "run_start")[0]["notes"]
+    )
     run_here(tmp_path / "epochs", *base, "max_steps=-1", "num_epochs=0.5", "save_steps=0")
     start, last = records(tmp_path / "epochs", "run_start")[0], records(tmp_path / "epochs", "step_end")[-1]
     assert last["step"] == start["steps"]

@@ -76,3 +76,15 @@ def test_a_loss_that_reads_a_value_cannot_be_traced() -> None:
 
     with pytest.raises(PluginError, match="policy loss odd failed"):
         policy_losses.trains(spec(loss=branching))
+
+
+def test_terms_by_hand_have_the_ratios_and_the_log_probabilities_that_are_given() -> None:
+    ratio_N, advantages_N = torch.tensor([1.0, 1.5, 0.5]), torch.ones(3)
+    logp_N = torch.tensor([-2.0, -0.5, -3.0], requires_grad=True)
+    given = policy_losses.terms_of(ratio_N=ratio_N, advantages_N=advantages_N, logp_N=logp_N)
+    assert torch.equal(given.ratio_N, ratio_N)
+    torch.testing.assert_close((given.logp_N - given.old_N).exp(), ratio_N)
+    (gradient_N,) = torch.autograd.grad(given.ratio_N.sum(), [logp_N])
+    torch.testing.assert_close(gradient_N, ratio_N)
+    usual = policy_losses.terms_of(ratio_N=ratio_N, advantages_N=advantages_N)
+    assert usual.logp_N.tolist() == [-1.0] * 3

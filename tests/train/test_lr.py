@@ -74,6 +74,28 @@ def test_warmup_length() -> None:
     assert warmup_length(total_steps=101, warmup_steps=0, warmup_ratio=0.0) == 0
 
 
+@pytest.mark.parametrize(
+    ("keys", "cause"),
+    [
+        ({"warmup_steps": 8}, "warmup_steps=8"),
+        ({"warmup_steps": 20}, "warmup_steps=20"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio=1"),
+    ],
+)
+def test_a_run_that_is_all_warm_up_says_so(keys: dict[str, Any], cause: str) -> None:
+    schedule = Schedule(spec=SPECS["cosine"], options=None, owner="core", peak=PEAK, **keys)
+    key = cause.partition("=")[0]
+    assert schedule.note(8) == (
+        f"Every step of this run (8) is warm-up ({cause}), so lr_scheduler_type=cosine has no effect. "
+        f"Fix: {key}=0, or more steps."
+    )
+
+
+def test_a_run_with_a_step_after_its_warm_up_says_nothing() -> None:
+    for keys in ({"warmup_steps": 7}, {"warmup_ratio": 0.5}, {}):
+        assert Schedule(spec=SPECS["cosine"], options=None, owner="core", peak=PEAK, **keys).note(8) is None
+
+
 @given(
     kind=st.sampled_from(["linear", "cosine", "wsd", "constant"]),
     total=st.integers(1, 300),
