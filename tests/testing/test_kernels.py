@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import blocks
 from torch import Tensor
 
+from surogate_core import API_VERSION
 from surogate_core.bundles import Kernel, KernelPack, ModelFamily
 from surogate_core.kernels import registry
 from surogate_core.kernels.decoding import slot_attention
@@ -22,6 +25,7 @@ from surogate_core.testing import kernels, own_ops, slot_cases
 from surogate_core.testing.suites import bundle_checks
 
 CPU = torch.device("cpu")
+PAGE = Path(__file__).resolve().parents[2] / "docs/kernels.md"
 ATTENTION = next(k for k in TORCH_PACK.kernels() if k.name == "torch-cpu" and k.op == "attention")
 
 
@@ -163,8 +167,8 @@ INPUTS = {"acme_scan": inputs, "acme_wrong": tuple}
 
 
 @pytest.fixture
-def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelFamily]:
-    """A family with two ops, of which `acme_wrong` has no inputs; optionally with further lines in their module."""
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of modules, whose ops are forgotten after the test."""
     for name in ("references", "extensions"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     for module in (kernels, own_ops, sys.modules["surogate_core.testing.kernel_inputs"]):
@@ -172,14 +176,26 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(registry, name))
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("acme_ops", "acme_nothing"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    (tmp_path / "acme_nothing.py").touch()
+    before = set(sys.modules)
+    yield tmp_path
+    for name in sys.modules.keys() - before:
+        if tmp_path in Path(getattr(sys.modules[name], "__file__", None) or "").parents:
+            del sys.modules[name]
+
+
+def family_of(*modules: str) -> ModelFamily:
+    return ModelFamily(name="acme", hf_model_types=(), build=lambda config: None, ops=modules)  # type: ignore
+
+
+@pytest.fixture
+def acme(workshop: Path) -> Callable[..., ModelFamily]:
+    """A family with two ops, of which `acme_wrong` has no inputs; optionally with further lines in their module."""
+    (workshop / "acme_nothing.py").touch()
 
     def made(lines: str = "") -> ModelFamily:
-        (tmp_path / "acme_ops.py").write_text(OPS + lines)
+        (workshop / "acme_ops.py").write_text(OPS + lines)
         sys.modules.pop("acme_ops", None)
-        return ModelFamily(name="acme", hf_model_types=(), build=lambda config: None, ops=("acme_ops",))  # type: ignore
+        return family_of("acme_ops")
 
     return made
 
@@ -270,3 +286,20 @@ def test_kernels_for_the_op_of_another_plugin_are_checked(acme: Callable[..., Mo
     )
     ignoring = replace(kernel, function=partial(lambda x, reverse: scan(x), reverse=False))
     assert "reversed: error" in run(pack(ignoring, serves=frozenset({"acme_scan"})), acme())["equals references"]
+
+
+def test_the_example_of_two_plugins_conforms(workshop: Path) -> None:
+    """docs/kernels.md: an op of a model family, and a kernel for it in another distribution."""
+    for block in blocks(PAGE):
+        if block.mark.startswith("file: "):
+            file = workshop / block.mark.removeprefix("file: ")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block.text)
+    family = family_of("surogate_model_acme.ops")
+    own_ops.defines_its_ops(family)
+    plugin = import_module("surogate_kernels_acme")
+    assert f">={API_VERSION},<{API_VERSION + 1}" == plugin.SUROGATE_API
+    made = plugin.surogate_kernel_pack()
+    for check in (kernels.names_ops, kernels.equals_references, kernels.computes_what_it_knows):
+        own_ops.beside([family], check)(made)
+    import_module("test_acme").test_leaky_gate_equals_the_reference()
