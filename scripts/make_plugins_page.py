@@ -183,8 +183,8 @@ NVIDIA GPU. `surogate_core.testing` also has what the tests of this repository's
 of a few dozen numbers in an engine (`tiny`), a model family against transformers (`parity`), the ops by their
 definitions (`op_cases`, `attention_suite`), CUDA C++ compiled for the host (`host_cuda`), Triton's kernels in its
 interpreter (`interpreter`), chat templates on a tokenizer of bytes (`chat_templates`), and the events of a short run
-(`run_events`). `policy_losses.terms_of(ratio_N=…, advantages_N=…)` makes the terms of a policy loss, for a test by hand.
-With `logp_N=…` it also takes log π, which is -1 otherwise.
+(`run_events`). `policy_losses.terms_of(ratio_N=…, advantages_N=…)` makes the terms of a policy loss, for a test by
+hand; with `logp_N=…` it also takes log π, which is -1 otherwise.
 
 ## Combinations
 
