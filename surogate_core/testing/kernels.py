@@ -577,6 +577,7 @@ def repeats_its_bits(pack: KernelPack) -> None:
                 first, second = (_run(case.kernel.function, case.inputs, case.leaves) for _ in range(2))
                 for name, tensor in first.items():
                     ensure(torch.equal(tensor, second[name]), f"{name} has other bits the second time")
+    _ensure_defined(pack)
 
 
 CHECKS = (
