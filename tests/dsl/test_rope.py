@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, modeling_rope_utils
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from surogate_core.dsl import Model
 from surogate_core.dsl.rope import (
     Rope,
     check_covers,
@@ -21,6 +20,7 @@ from surogate_core.dsl.rope import (
     scaled_config,
 )
 from surogate_core.errors import UserError
+from surogate_core.testing import tiny
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -295,10 +295,10 @@ def test_a_rope_for_each_layer_type_is_the_familys_to_read() -> None:
     assert longest_fixed(config) == float("inf")
     assert covering(config, 1 << 20) == config
 
-    class Layered(Model):
+    class Layered(tiny.TinyModel):
         pass
 
-    class Endless(Model):
+    class Endless(tiny.TinyModel):
         positions = float("inf")
 
     assert Layered(config).positions == 8 * 4096

@@ -49,7 +49,7 @@ class Watched(Loop):
 
     def __init__(self, fails: bool, device: str = "cuda") -> None:
         self.loader, self._work, self._telemetry = cast(StepLoader, Batches()), WORK, None
-        settings = type("Settings", (), {"device": torch.device(device), "ranks": 1})
+        settings = type("Settings", (), {"device": torch.device(device), "ranks": 1, "axes": tiny.axes()})
         self.engine = cast(Any, type("Engine", (), {"settings": settings}))
         self.leader = Leader(Mesh(), StopSignals())
         self.fails, self.frozen = fails, 0
