@@ -152,7 +152,7 @@ class _Validator:
 
     def value(self, hint: Any, value: Any, key: str) -> Any:
         """A value of the key's type; one that other trainers have for it is a mistake with a fix."""
-        # Of a key that names an offer a plugin may have the other trainers' name.
+        # A plugin may offer the name that another trainer uses.
         peer = peers.of_value(key, value) if key not in NAMED.values() else None
         if peer is not None:
             self._problem(key, f"{value!r} is not known here.", peer.fix(command_line=self.where(key) == COMMAND_LINE))

@@ -92,9 +92,9 @@ class States:
     name: str
     scan: Scan
     shapes: tuple[tuple[int, ...], ...]
-    """Of the states of one sequence."""
+    """Shapes of the states of one sequence."""
     multiplications: int
-    """Of one row, beside its linear slots."""
+    """Multiplications for one row, without its linear slots."""
 
     def run(
         self,

@@ -50,7 +50,7 @@ class Kept:
 
     @classmethod
     def of(cls, spec: KeyValues, slots: int, context: int, dtype: torch.dtype, device: torch.device) -> Kept:
-        """Of this number of slots, and one."""
+        """Zeros for `slots` slots and the one that takes rows that do not count."""
         places = places_of(spec, context)
         keys, values, *behind = (
             torch.zeros(slots + 1, places, spec.kv_heads, features, dtype=dtype, device=device)
@@ -84,7 +84,7 @@ class Carried:
 
     @classmethod
     def of(cls, spec: States, slots: int, device: torch.device) -> Carried:
-        """Of this number of slots, and one."""
+        """Zeros for `slots` slots and the one that takes rows that do not count."""
         now, behind = (tuple(torch.zeros(slots + 1, *s, device=device) for s in spec.shapes) for _ in range(2))
         return cls(now, behind)
 

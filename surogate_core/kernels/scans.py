@@ -187,7 +187,7 @@ def _backward_flops(dy: Any, dfinals: Any, q_shape: Any, k_shape: Any, v_shape: 
 
 
 def _bytes(tensors: Sequence[Tensor], chunk: int, squares: int, keys: int, values: int, states: int) -> int:
-    """Bytes of so many [C, C], [C, E], [C, F] and [E, F] of each chunk and head; of q, k, v, decay, beta, borders."""
+    """Bytes that a pass allocates, by the numbers of [C, C], [C, E], [C, F] and [E, F] of each chunk and head."""
     _, k_NGE, v_NHF, _, _, borders = tensors
     rows, heads, width = v_NHF.shape
     count = places_of(rows, len(borders) - 1, chunk) * heads * state_dtype(v_NHF).itemsize

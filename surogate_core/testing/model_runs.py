@@ -27,7 +27,7 @@ CLOSE = 1e-4
 """Largest difference of log-probabilities in fp32."""
 NEW = 12
 STEPS = 3
-"""Of the run from a checkpoint directory."""
+"""Steps of the run from a checkpoint directory."""
 RING = 128
 """Positions of a slot in which a small window is a ring."""
 

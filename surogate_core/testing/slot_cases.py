@@ -21,7 +21,7 @@ from surogate_core.testing.kernel_inputs import normal
 REFERENCE: Callable[..., Tensor] = slot_attention
 """The op outside of a table of kernels."""
 SLOTS, POSITIONS, PLACES = (2, 0, 3), (0, 6, 19), 24
-"""Of three rows; five slots, of which the last one takes rows that do not count."""
+"""Slots and positions of three rows, and places of a slot. The last of five slots takes rows that do not count."""
 RING = 12
 """Places of a slot with a window."""
 SETTINGS: Mapping[str, Any] = {"window": 5, "softcap": 1.5, "sinks": normal(4, seed=5)}

@@ -59,8 +59,8 @@ class Work:
         )
 
     def attention(self, tokens: float, pairs: float) -> float:
-        """FLOPs of tokens with so many pairs of a token and one that it attends to where there is no window. A window
-        has at most its size for each token; where documents are not much longer than it, it has a part less.
+        """FLOPs of attention. `pairs` counts a token and one that it attends to, in layers without a window. A window
+        bounds the pairs of each token: an upper estimate, unless documents are much longer than it.
         """
         return self.attention_per_pair * pairs + sum(each * min(pairs, size * tokens) for size, each in self.windows)
 

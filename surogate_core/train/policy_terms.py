@@ -54,7 +54,7 @@ class PolicySettings(Protocol):
 
     @property
     def importance_correction(self) -> Literal["token", "sequence", "none"]:
-        """Of what the importance weights are."""
+        """What the importance weights are computed for."""
 
     @property
     def importance_clip(self) -> float:

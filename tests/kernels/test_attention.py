@@ -133,7 +133,7 @@ def test_nan_is_seen(kernel: str, dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------------------- extensions
 
 WINDOWS = (1, 3, 8, 13, 50)
-"""Of documents of up to 13 positions."""
+"""Windows below and above the longest document, which has 13 positions."""
 
 
 KNOWN = {"reference": {"window", "softcap", "sinks"}, "torch-cpu": {"window", "sinks"}}

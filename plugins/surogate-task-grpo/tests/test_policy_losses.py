@@ -447,6 +447,6 @@ def test_the_engine_runs_them(options: GRPOOptions) -> None:
 
 
 def test_the_checks_for_plugins_hold() -> None:
-    """Of one loss; the core's tests run those of all."""
+    """One loss is enough here; the core's tests check all of them."""
     for check in bundle_checks("policy_loss", SPECS["gspo"]):
         check.run()
