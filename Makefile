@@ -88,7 +88,7 @@ docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python scripts/make_dockerfiles.py
 
 site: $(STAMP) ## Build the documentation into site/; its links are checked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python scripts/make_site.py
 	@echo 'site/index.html; to read and search it: $(BIN)/python -m http.server -d site'
 
 clean: ## Remove .venv and what the tools left

@@ -86,7 +86,7 @@ def test_hadolint_finds_nothing() -> None:
 def test_images_have_what_the_distributions_require() -> None:
     core = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text())["project"]
     front = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lowest = next(r.partition(">=")[2] for r in core["dependencies"] if r.startswith("torch>="))
+    lowest = next(re.match(r"torch>=([\d.]+)", r)[1] for r in core["dependencies"] if r.startswith("torch>="))
     for file in DOCKERFILES:
         text = file.read_text()
         torch = re.search(r"torch==(\d+)\.(\d+)", text)
