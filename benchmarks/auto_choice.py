@@ -26,8 +26,8 @@ from surogate_core.batch import MicroBatch
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.prediction import CUDA_CONTEXT
-from surogate_core.run.assemble import ResolvedModel, is_out_of_memory, resolve_model
-from surogate_core.run.build import Choice, build_engine, is_open
+from surogate_core.setup.assemble import ResolvedModel, is_out_of_memory, resolve_model
+from surogate_core.setup.build import Choice, build_engine, is_open
 
 LARGE = ("sequence_len=4096", "per_device_train_batch_size=4")
 LINES: dict[str, tuple[list[str], int]] = {

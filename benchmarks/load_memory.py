@@ -74,8 +74,8 @@ def load(directory: Path, base: str) -> dict[str, Any]:
     from surogate_core.batch import MicroBatch
     from surogate_core.config.resolve import load_run_config
     from surogate_core.plugins.registry import load_plugins
-    from surogate_core.run.assemble import check_weights, resolve_lora, resolve_model
-    from surogate_core.run.build import build_engine
+    from surogate_core.setup.assemble import check_weights, resolve_lora, resolve_model
+    from surogate_core.setup.build import build_engine
 
     registry = load_plugins()
     tokens = 8

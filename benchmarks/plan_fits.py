@@ -66,10 +66,10 @@ def train(name: str, proposal: dict[str, Any]) -> Result:
     import bench
     import torch
 
-    from surogate_core.cli.arguments import load, parse
+    from surogate_core.app.arguments import load, parse
     from surogate_core.engine.prediction import CUDA_CONTEXT
-    from surogate_core.run.assemble import resolve_model
-    from surogate_core.run.build import build_engine
+    from surogate_core.setup.assemble import resolve_model
+    from surogate_core.setup.build import build_engine
 
     overrides, gib = BUDGETS[name]
     budget = gib * 2**30

@@ -20,8 +20,8 @@ from surogate_core.config.resolve import load_run_config  # noqa: E402
 from surogate_core.engine.prediction import Counts  # noqa: E402
 from surogate_core.kernels.native import assuming  # noqa: E402
 from surogate_core.plugins.registry import load_plugins  # noqa: E402
-from surogate_core.run.assemble import resolve_model  # noqa: E402
-from surogate_core.run.fitting import assembly_of, placed  # noqa: E402
+from surogate_core.setup.assemble import resolve_model  # noqa: E402
+from surogate_core.setup.fitting import assembly_of, placed  # noqa: E402
 
 ONE, SEVERAL = ROOT / "README.md", ROOT / "docs" / "howto" / "several-gpus.md"
 BUDGETS = (8, 16, 24, 48, 80, 140)

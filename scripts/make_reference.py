@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from make_hook_tables import table  # noqa: E402
 
 from surogate_core import events  # noqa: E402
-from surogate_core.cli.commands import COMMANDS  # noqa: E402
+from surogate_core.app.commands import COMMANDS  # noqa: E402
 from surogate_core.cli.main import main as surogate  # noqa: E402
 
 PLUGINS = ("list", "show", "check", "new", "lock", "verify", "sbom")

@@ -34,12 +34,12 @@ from surogate_core.dsl.slots import Gemm, TracedSlot, plain_gemm
 from surogate_core.engine.pieces import Piece
 from surogate_core.generate.losses import Document, documents_of
 from surogate_core.generate.weights import Layer, Weights
+from surogate_core.inference.generation import named, prepare
+from surogate_core.measure.evaluation import ratio_stderr
+from surogate_core.measure.rounding import Roundings
 from surogate_core.plugins import load_plugins
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.assemble import resolve_recipe, resolve_weight_format
-from surogate_core.run.evaluation import ratio_stderr
-from surogate_core.run.generation import named, prepare
-from surogate_core.run.rounding import Roundings
+from surogate_core.setup.assemble import resolve_recipe, resolve_weight_format
 
 CHOICES: Mapping[str, Sequence[str]] = {
     "nvfp4": ["recipe=nvfp4"],

@@ -11,7 +11,7 @@ from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from surogate_core.bundles import TaskResult
-    from surogate_core.run.evaluation import Evaluation
+    from surogate_core.measure.evaluation import Evaluation
 
 Name = str | os.PathLike[str]
 
@@ -50,13 +50,13 @@ def evaluate(
     with contained():
         from surogate_core.cli.evaluate import loader
         from surogate_core.config.grammar import encode
-        from surogate_core.run.evaluation import evaluate_all
+        from surogate_core.measure.evaluation import evaluate_all
 
         load = loader(names, [f"{key}={encode(plain(value))}" for key, value in keys.items()], None)
         if tasks is None:
             return evaluate_all(load.for_rows(), load.registry)
+        from surogate_core.app.sampling import flags_of
         from surogate_core.cli.evaluate_tasks import Asked, evaluators_of, measured
-        from surogate_core.cli.sampling import flags_of
 
         options = dict(task_options or {})
         options["sampling"] = flags_of(options.get("sampling"))

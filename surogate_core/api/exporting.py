@@ -28,9 +28,9 @@ def export(
     `UserError` or `MachineError`.
     """
     with contained():
-        from surogate_core.cli.arguments import Arguments, registry_for
+        from surogate_core.app.arguments import Arguments, registry_for
         from surogate_core.config.yamlfile import with_keywords
-        from surogate_core.run.conversion import convert, format_by_suffix, format_of, options_of, place_of
+        from surogate_core.convert.conversion import convert, format_by_suffix, format_of, options_of, place_of
 
         source = with_keywords(None, {key: plain(value) for key, value in (keys or {}).items()})
         registry = registry_for(Arguments(config_file=source))

@@ -11,7 +11,7 @@ from surogate_core.api.process import contained, plain
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
-    from surogate_core.run.texts import Text
+    from surogate_core.inference.texts import Text
 
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """A text to continue, the messages of a chat to answer, or a row with ``messages`` and ``tools``."""
@@ -45,13 +45,13 @@ def generate(
     if not asked:
         return []
     with contained():
-        from surogate_core.cli.arguments import Arguments, registry_for
-        from surogate_core.cli.sampling import flags_of, sampling_of
+        from surogate_core.app.arguments import Arguments, registry_for
+        from surogate_core.app.sampling import flags_of, sampling_of
         from surogate_core.config.resolve import load_run_config
         from surogate_core.config.yamlfile import with_keywords
-        from surogate_core.run import texts
-        from surogate_core.run.generation import named, prepare, rollout_of
-        from surogate_core.run.tool_calls import calling
+        from surogate_core.inference import texts
+        from surogate_core.inference.generation import named, prepare, rollout_of
+        from surogate_core.inference.tool_calls import calling
         from surogate_core.tools.choosing import check_parser
 
         found = named(os.fspath(model))
@@ -80,7 +80,7 @@ def generate(
 def _row(prompt: Prompt, name: str, chat: bool, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, Any]:
     """A prompt as a row of a file has it; raises `UserError`."""
     from surogate_core.files.prompts import fault_of
-    from surogate_core.run.texts import unanswered
+    from surogate_core.inference.texts import unanswered
 
     if isinstance(prompt, str):
         if not (chat or tools):

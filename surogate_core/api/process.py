@@ -31,8 +31,8 @@ def plain(value: Any) -> Any:
 def contained() -> Iterator[None]:
     """Undo what a run changes in its process: logging and variables; then free its memory."""
     from surogate_core import logs
+    from surogate_core.app.starting import NO_EXTENSIONS
     from surogate_core.caches import VARIABLES
-    from surogate_core.cli.main import NO_EXTENSIONS
 
     if not _running.acquire(blocking=False):
         message = "a run of this process is not over; one process trains one run at a time."

@@ -15,8 +15,8 @@ from surogate_core.files.runs import run_directory
 
 if TYPE_CHECKING:
     from surogate_core.api.generation import Prompt
+    from surogate_core.inference.texts import Text
     from surogate_core.report.records import RunRecord
-    from surogate_core.run.texts import Text
 
 
 class Evaluation(NamedTuple):
@@ -182,8 +182,8 @@ class Run:
 
         `output`: by default ``merged`` in the run's directory. `base_model`: where the base is now, if it has moved.
         """
+        from surogate_core.convert.merge import merge
         from surogate_core.plugins import model_families
-        from surogate_core.run.merge import merge
 
         target = Path(output) if output is not None else self.path / "merged"
         if self.paths.model is not None:

@@ -40,11 +40,11 @@ def serve(
     """
     with contained():
         require_packages()
-        from surogate_core.cli.arguments import Arguments, registry_for
-        from surogate_core.cli.sampling import flags_of, sampling_of
+        from surogate_core.app.arguments import Arguments, registry_for
+        from surogate_core.app.sampling import flags_of, sampling_of
         from surogate_core.config.resolve import load_run_config
         from surogate_core.config.yamlfile import with_keywords
-        from surogate_core.run.texts import counted
+        from surogate_core.inference.texts import counted
         from surogate_core.serve.loading import Serving, check_address, listen, load
 
         if token is not None and not is_token(token):

@@ -72,8 +72,8 @@ def _train(
     """The run's directory and its exit code."""
     from surogate_core.api.callbacks import built
     from surogate_core.api.rows import DATA_KEYS, written
-    from surogate_core.cli.arguments import Arguments, load
-    from surogate_core.cli.train import require_own_data, start
+    from surogate_core.app.arguments import Arguments, load
+    from surogate_core.app.starting import require_own_data, start
     from surogate_core.config.yamlfile import read_yaml, with_keywords
     from surogate_core.files.paths import cache_root
     from surogate_core.run.watch import Watch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from surogate_core.run.subject import Subject
+    from surogate_core.measure.subject import Subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

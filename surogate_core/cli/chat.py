@@ -12,17 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.sampling import sampling_of
-from surogate_core.cli.words import Flags, Words
+from surogate_core.app.sampling import sampling_of
+from surogate_core.app.words import Flags, Words
 from surogate_core.errors import SurogateError, UserError
 
 if TYPE_CHECKING:
     from surogate_core.bundles import RolloutEngine, Sampling
     from surogate_core.generate.weights import Weights
+    from surogate_core.inference.adapters import Adapters
+    from surogate_core.inference.generation import Prepared
+    from surogate_core.inference.tool_calls import Calling
     from surogate_core.plugins.registry import Registry
-    from surogate_core.run.adapters import Adapters
-    from surogate_core.run.generation import Prepared
-    from surogate_core.run.tool_calls import Calling
 
 USAGE = """\
 usage: surogate chat MODEL [MODEL …] [--system TEXT] [KEY=VALUE …]
@@ -106,7 +106,7 @@ class Partner:
 
     def _answer(self, messages: list[dict[str, Any]], *, most: int, shown: Callable[[str], None]) -> str:
         from surogate_core.bundles import Request
-        from surogate_core.run.texts import generate_texts, prompt_of_messages
+        from surogate_core.inference.texts import generate_texts, prompt_of_messages
 
         prompt = prompt_of_messages(self.prepared.tokenizer, messages, name="the conversation", tools=self.tools)
         room = self.context - len(prompt.ids)
@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     if "" in words.lists.get("--stop", ()):
         raise UserError("--stop: is empty. Fix: give the text before which an answer ends.")
     from surogate_core import logs
-    from surogate_core.cli.announce import announce
+    from surogate_core.app.announce import announce
 
     announce(f"Loading {', '.join(words.models)}.")
     logs.configure()
@@ -182,13 +182,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _partners(words: Words) -> list[Partner]:
+    from surogate_core.app.arguments import Arguments, registry_for
+    from surogate_core.app.progress import shown_progress
     from surogate_core.bundles import RolloutSettings
-    from surogate_core.cli.arguments import Arguments, registry_for
-    from surogate_core.cli.progress import shown_progress
     from surogate_core.events import Progress
-    from surogate_core.run.adapters import Adapters
-    from surogate_core.run.texts import warm_up
-    from surogate_core.run.tool_calls import calling
+    from surogate_core.inference.adapters import Adapters
+    from surogate_core.inference.texts import warm_up
+    from surogate_core.inference.tool_calls import calling
     from surogate_core.tools.checks import read_tools
     from surogate_core.tools.choosing import check_parser
 
@@ -258,8 +258,8 @@ def _ready(words: Words, registry: Registry) -> tuple[dict[str, Prepared], Prepa
     """(the partners' models, the base that all of them share); notes about them are printed."""
     from surogate_core.config.resolve import load_run_config
     from surogate_core.data.chat import chat_of
-    from surogate_core.run.adapters import NotSharedError, prepare_beside
-    from surogate_core.run.generation import named, on_its_base, prepare, quantised_note, with_adapter
+    from surogate_core.inference.adapters import NotSharedError, prepare_beside
+    from surogate_core.inference.generation import named, on_its_base, prepare, quantised_note, with_adapter
 
     adapters = words.lists.get("--adapter", [])
     if adapters and len(words.models) > 1:

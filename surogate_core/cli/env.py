@@ -11,17 +11,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.kept import json_line, kept_lines
-from surogate_core.cli.sampling import number, sampling_of
-from surogate_core.cli.words import Flags, Words
+from surogate_core.app.kept import json_line, kept_lines
+from surogate_core.app.sampling import number, sampling_of
+from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig, Selection
     from surogate_core.environments.checking import Checked
     from surogate_core.environments.pool import EnvironmentPool
+    from surogate_core.measure.environment_scores import Scores
     from surogate_core.plugins.registry import Registry
-    from surogate_core.run.environment_scores import Scores
 
 USAGE = """\
 usage: surogate env list [--json]
@@ -188,8 +188,8 @@ class _Chosen:
 
 def _chosen(name: str, overrides: Sequence[str], of_model: Sequence[str] = ()) -> _Chosen:
     """The environment of a name. An override whose key is an option of it sets that option."""
+    from surogate_core.app.arguments import Arguments, registry_for
     from surogate_core.bundles.options import field_types
-    from surogate_core.cli.arguments import Arguments, registry_for
     from surogate_core.config.resolve import load_run_config
 
     registry = registry_for(Arguments(overrides=[*of_model, *overrides]))
@@ -309,7 +309,7 @@ def wrong_with(found: Checked, *, declared: bool) -> list[str]:
 def _eval(words: Words) -> int:
     from surogate_core import logs
     from surogate_core.files.atomic import replace_file
-    from surogate_core.run.environment_scores import compared
+    from surogate_core.measure.environment_scores import compared
 
     logs.configure()
     output = _output(words)
@@ -336,11 +336,11 @@ def _eval(words: Words) -> int:
 
 
 def _measured(model: str, name: str, words: Words, taken: Callable[[Mapping[str, Any]], None]) -> Scores:
-    from surogate_core.cli.progress import shown_progress
-    from surogate_core.run.environment_scores import Plan, measure
-    from surogate_core.run.generation import named, prepare, rollout_of, with_adapter
-    from surogate_core.run.subject import Subject
-    from surogate_core.run.texts import Wanted
+    from surogate_core.app.progress import shown_progress
+    from surogate_core.inference.generation import named, prepare, rollout_of, with_adapter
+    from surogate_core.inference.texts import Wanted
+    from surogate_core.measure.environment_scores import Plan, measure
+    from surogate_core.measure.subject import Subject
 
     found = with_adapter(model, words.texts["--adapter"]) if "--adapter" in words.texts else named(model)
     chosen = _chosen(name, words.overrides, found.overrides)

@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.words import Flags, Words
+from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 from surogate_core.numbers import significant
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
+    from surogate_core.inference.generation import Named, Prepared
+    from surogate_core.measure.evaluation import Evaluation
     from surogate_core.plugins.registry import Registry
-    from surogate_core.run.evaluation import Evaluation
-    from surogate_core.run.generation import Named, Prepared
 
 USAGE = """\
 usage: surogate eval MODEL [MODEL …] [datasets=FILE.jsonl] [KEY=VALUE …] [--json] [--output FILE.json]
@@ -127,8 +127,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _losses(words: Words) -> tuple[str, list[dict[str, Any]]]:
     """The table of held-out losses, and the figures as JSON."""
-    from surogate_core.cli.progress import shown_progress
-    from surogate_core.run.evaluation import evaluate_all
+    from surogate_core.app.progress import shown_progress
+    from surogate_core.measure.evaluation import evaluate_all
 
     prepared, registry = prepared_models(words.models, words.overrides, _given(words))
     _note(prepared)
@@ -139,9 +139,9 @@ def _losses(words: Words) -> tuple[str, list[dict[str, Any]]]:
 
 def _tasks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]]:
     """The table of tasks, and the figures as JSON. `output`: a file for the completions."""
+    from surogate_core.app.kept import json_line, kept_lines
+    from surogate_core.app.progress import shown_progress
     from surogate_core.cli.evaluate_tasks import Asked, evaluators_of, measured, task_table
-    from surogate_core.cli.kept import json_line, kept_lines
-    from surogate_core.cli.progress import shown_progress
     from surogate_core.files.atomic import replace_file
 
     asked = Asked.of_words(words)
@@ -195,9 +195,9 @@ class Loader:
 
     def for_rows(self) -> dict[str, Prepared]:
         """The models by name, all with the same rows."""
-        from surogate_core.run.evaluation import held_out, shared
-        from surogate_core.run.generation import prepare
-        from surogate_core.run.task_spec import task_spec
+        from surogate_core.inference.generation import prepare
+        from surogate_core.measure.evaluation import held_out, shared
+        from surogate_core.setup.task_spec import task_spec
 
         keys = set(map(_name, self.words))
         if self.files[self.first] is None and not keys & _ROWS:
@@ -224,8 +224,7 @@ class Loader:
 
     def for_tasks(self) -> dict[str, Prepared]:
         """The models by name. A model that is no run has the first run's place and precision."""
-        from surogate_core.run.evaluation import placed
-        from surogate_core.run.generation import prepare
+        from surogate_core.inference.generation import placed, prepare
 
         if named := next((word for word in self.words if _name(word) in _ROWS), None):
             raise UserError(f"{named}: tasks have rows of their own. Fix: leave it out, or leave out the tasks.")
@@ -244,9 +243,9 @@ def _name(override: str) -> str:
 
 def loader(models: Sequence[str], words: Sequence[str], given: Path | None) -> Loader:
     """The models of a command. `words`: overrides. `given`: a file of keys for all of them."""
-    from surogate_core.cli.arguments import Arguments, registry_for
+    from surogate_core.app.arguments import Arguments, registry_for
     from surogate_core.files.runs import config_of_run
-    from surogate_core.run.generation import named
+    from surogate_core.inference.generation import named
 
     files = {model: given or config_of_run(model) for model in models}
     first = next((file for file in files.values() if file is not None), None)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.sampling import sampling_of
-from surogate_core.cli.words import Words
+from surogate_core.app.sampling import sampling_of
+from surogate_core.app.words import Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from surogate_core.bundles import Evaluator, TaskResult
     from surogate_core.events import Progress
+    from surogate_core.inference.generation import Prepared
     from surogate_core.plugins.registry import Registry
-    from surogate_core.run.generation import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Asked:
     @classmethod
     def of_words(cls, words: Words) -> Asked:
         """What a command line asks for."""
-        from surogate_core.cli.sampling import number
+        from surogate_core.app.sampling import number
 
         named = ("--match", "--pattern", "--prompt", "--system", "--engine")
         counted = ("--limit", "--max-new-tokens", "--samples", "--slots")
@@ -75,10 +75,10 @@ def _key(flag: str) -> str:
 def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
     """The tasks, checked; no model is loaded."""
     from surogate_core.bundles import EvalSettings, Sampling
-    from surogate_core.run.generation import rollout_of
-    from surogate_core.run.task_scores import LocalTasks
-    from surogate_core.run.tasks import TaskOptions, read_tasks
-    from surogate_core.run.texts import Wanted
+    from surogate_core.inference.generation import rollout_of
+    from surogate_core.inference.texts import Wanted
+    from surogate_core.measure.task_scores import LocalTasks
+    from surogate_core.measure.tasks import TaskOptions, read_tasks
 
     if not asked.tasks:
         raise UserError("tasks: none is named. Fix: name a file of JSON lines")
@@ -148,8 +148,8 @@ def measured(
     progress: Callable[[Progress], None] = lambda event: None,
 ) -> list[TaskResult]:
     """The figures of the models."""
-    from surogate_core.run.generation import rollout_of
-    from surogate_core.run.task_scores import measure_all
+    from surogate_core.inference.generation import rollout_of
+    from surogate_core.measure.task_scores import measure_all
 
     engine = rollout_of(registry, asked.engine)
     return measure_all(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surogate_core.cli.arguments import Arguments, registry_for
-from surogate_core.cli.words import Flags, Words
+from surogate_core.app.arguments import Arguments, registry_for
+from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 from surogate_core.files.runs import latest_run, run_directory
 
@@ -88,7 +88,7 @@ def _value(argv: Sequence[str], flag: str) -> str | None:
 
 def _format(registry: Registry, chosen: str | None, target: str) -> ExportFormat | None:
     """The format of a name or, without one, that whose files end as the target does; None if there is none."""
-    from surogate_core.run.conversion import format_of, formats_by_suffix
+    from surogate_core.convert.conversion import format_of, formats_by_suffix
 
     if chosen is not None:
         return format_of(registry, chosen)
@@ -100,11 +100,11 @@ def _format(registry: Registry, chosen: str | None, target: str) -> ExportFormat
 
 def _convert(spec: ExportFormat, registry: Registry, argv: Sequence[str]) -> int:
     from surogate_core import logs
+    from surogate_core.app.progress import shown_progress
     from surogate_core.bundles.options import field_types
-    from surogate_core.cli.progress import shown_progress
+    from surogate_core.convert.conversion import convert, options_of, place_of
     from surogate_core.events import Progress
     from surogate_core.files.atomic import human_bytes
-    from surogate_core.run.conversion import convert, options_of, place_of
 
     logs.configure()
     switches = [field for field, hint in field_types(spec.options).items() if hint is bool]

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.kept import json_line, kept_lines
-from surogate_core.cli.sampling import sampling_of
-from surogate_core.cli.words import Flags, Words
+from surogate_core.app.kept import json_line, kept_lines
+from surogate_core.app.sampling import sampling_of
+from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
+    from surogate_core.inference.generation import Prepared
+    from surogate_core.inference.texts import Prompt, Text, Wanted
     from surogate_core.plugins.registry import Registry
-    from surogate_core.run.generation import Prepared
-    from surogate_core.run.texts import Prompt, Text, Wanted
 
 USAGE = """\
 usage: surogate generate MODEL --prompt TEXT [KEY=VALUE …]
@@ -88,13 +88,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _generate(words: Words, model: str) -> int:
-    from surogate_core.cli.arguments import Arguments, registry_for
-    from surogate_core.cli.progress import shown_progress
+    from surogate_core.app.arguments import Arguments, registry_for
+    from surogate_core.app.progress import shown_progress
     from surogate_core.config.resolve import load_run_config
     from surogate_core.events import Progress
     from surogate_core.files.atomic import ensure_writable_file
-    from surogate_core.run.generation import named, prepare, quantised_note, rollout_of, with_adapter
-    from surogate_core.run.texts import generate_texts, memory_notes, requests_of, settings_of, usual_slots
+    from surogate_core.inference.generation import named, prepare, quantised_note, rollout_of, with_adapter
+    from surogate_core.inference.texts import generate_texts, memory_notes, requests_of, settings_of, usual_slots
 
     output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
     if output is not None:
@@ -150,8 +150,8 @@ def _named(model: str) -> Iterator[None]:
 
 
 def _prompts(words: Words, prepared: Prepared, registry: Registry) -> list[Prompt]:
-    from surogate_core.run.texts import prompt_of_row, prompt_of_text
-    from surogate_core.run.tool_calls import calling
+    from surogate_core.inference.texts import prompt_of_row, prompt_of_text
+    from surogate_core.inference.tool_calls import calling
     from surogate_core.tools.checks import read_tools
     from surogate_core.tools.choosing import check_parser
 
@@ -186,7 +186,7 @@ def _rows(file: str) -> list[tuple[str, str | dict[str, Any]]]:
 
 
 def _wanted(words: Words, prepared: Prepared) -> Wanted:
-    from surogate_core.run.texts import Wanted, stop_token
+    from surogate_core.inference.texts import Wanted, stop_token
 
     several = words.counts.get("--samples", 1) > 1
     sampling = sampling_of(words.sampling, prepared.sampling, sampled=several)

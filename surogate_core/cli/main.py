@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
-from surogate_core.cli.commands import COMMANDS, CORE_TASKS, DEMO, PEERS_COMMANDS, installed_tasks
+from surogate_core.app.commands import COMMANDS, CORE_TASKS, DEMO, PEERS_COMMANDS, installed_tasks
+from surogate_core.app.starting import NO_EXTENSIONS
 from surogate_core.cli.failure import report_bug
 from surogate_core.errors import PluginError, SurogateError, UserError
 
@@ -61,9 +62,6 @@ exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 
 """
 
 PREFIXES = ("+", "~", "-")
-
-NO_EXTENSIONS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYDANTIC_DISABLE_PLUGINS": "__all__"}
-"""torch and pydantic import every entry point of their groups, before a lock is compared; no run needs one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +131,7 @@ def _dispatch(arguments: list[str]) -> int:
     if first.startswith(PREFIXES) or "=" in first:
         return _train(arguments, None)
     if first == DEMO:
-        from surogate_core.cli.announce import announce
+        from surogate_core.app.announce import announce
 
         announce("The demo trains a tiny model on data that ships with Surogate. Loading torch and the plugins.")
         return _train(arguments[1:], None)

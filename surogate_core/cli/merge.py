@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core import logs
 
     logs.configure()
+    from surogate_core.convert.merge import merge
     from surogate_core.plugins import model_families
-    from surogate_core.run.merge import merge
 
     named = values.get("--checkpoint-dir")
     trained = run_directory(named) if named else latest_run(command="surogate merge")

@@ -53,7 +53,7 @@ class _Words:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    from surogate_core.cli.arguments import parse, registry_for
+    from surogate_core.app.arguments import parse, registry_for
 
     words = _own_flags(argv)
     arguments = parse(words.rest, command="surogate numerics")
@@ -70,12 +70,12 @@ def main(argv: Sequence[str]) -> int:
     registry = registry_for(arguments)
     runs = _configs(words, arguments.overrides, arguments.config_file, registry)
 
-    from surogate_core.cli.progress import shown_progress
+    from surogate_core.app.progress import shown_progress
     from surogate_core.files.atomic import ensure_writable, replace_file
+    from surogate_core.measure.numerics import measure
     from surogate_core.report.numerics import markdown, picture
-    from surogate_core.run.assemble import is_out_of_memory
-    from surogate_core.run.fitting import out_of_memory
-    from surogate_core.run.numerics import measure
+    from surogate_core.setup.assemble import is_out_of_memory
+    from surogate_core.setup.fitting import out_of_memory
 
     ensure_writable(words.output, key="--output")
     try:

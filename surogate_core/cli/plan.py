@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from surogate_core.dsl import Model
     from surogate_core.engine.prediction import Prediction
     from surogate_core.plugins.registry import Registry
-    from surogate_core.run.assemble import ResolvedModel
+    from surogate_core.setup.assemble import ResolvedModel
 
 USAGE = """\
 usage: surogate plan [TASK] [FILE.yaml] [KEY=VALUE …] [--gpu NAME] [--fit SIZE] [--config] [--schedule] [--json]
@@ -78,7 +78,7 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], set[str]
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    from surogate_core.cli.arguments import leading_task, load, parse, with_places
+    from surogate_core.app.arguments import leading_task, load, parse, with_places
     from surogate_core.cli.cluster import own_words
 
     words, values, switches = _own_flags(argv)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     from surogate_core import logs
-    from surogate_core.cli.announce import announce
+    from surogate_core.app.announce import announce
     from surogate_core.cli.gpus import Gpu, find
 
     announce("Planning: the layers are traced to count memory and work, which takes some seconds.")
@@ -122,8 +122,8 @@ def _plan(
     from surogate_core.cli.plan_length import length_of
     from surogate_core.cli.plan_room import Room
     from surogate_core.engine.prediction import Counts
-    from surogate_core.run.assemble import resolve_device, resolve_model
-    from surogate_core.run.fitting import assembly_of, placed, settled_for
+    from surogate_core.setup.assemble import resolve_device, resolve_model
+    from surogate_core.setup.fitting import assembly_of, placed, settled_for
 
     budget = None if fit is None else plan_fit.parse_size(fit)
     device = resolve_device(config)
@@ -172,7 +172,7 @@ def _checked(
 ) -> RunConfig:
     """The configuration with a number of GPUs that can be connected; raises `ConfigError` and `UserError`."""
     from surogate_core.config import sharing
-    from surogate_core.run.links import check_planned
+    from surogate_core.setup.links import check_planned
     from surogate_core.train.lr import check_rates
 
     if cluster is not None and device.type != "cuda":
@@ -241,9 +241,9 @@ def _of_experts(
 ) -> dict[str, Any]:
     """The fields of a plan that a model with experts has; none for another model."""
     from surogate_core.engine.pieces import distinct, pieces
-    from surogate_core.run.assemble import resolve_lora
-    from surogate_core.run.experts import adapted_note, product_notes
-    from surogate_core.run.router import router_notes
+    from surogate_core.setup.assemble import resolve_lora
+    from surogate_core.setup.experts import adapted_note, product_notes
+    from surogate_core.setup.router import router_notes
 
     experts = model.expert_slots()
     if not experts:
@@ -267,8 +267,8 @@ def _samples(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> 
     if not config.sample_prompts:
         return 0, ""
     from surogate_core.engine.prediction import programs_on_meta
-    from surogate_core.run.fitting import assembly_of
     from surogate_core.run.samples import cache_note
+    from surogate_core.setup.fitting import assembly_of
 
     return cache_note(config, registry, resolved, programs_on_meta(assembly_of(config, registry, resolved)))
 
@@ -276,9 +276,9 @@ def _samples(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> 
 def _rollouts(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> tuple[int, str]:
     """What a task needs that samples its steps from the model."""
     from surogate_core.engine.prediction import programs_on_meta
-    from surogate_core.run.fitting import assembly_of
     from surogate_core.run.samples import without_values
-    from surogate_core.run.task_spec import task_spec
+    from surogate_core.setup.fitting import assembly_of
+    from surogate_core.setup.task_spec import task_spec
 
     spec = task_spec(config, registry)
     if spec.planned is None or not registry.get("rollout", config.rollout.name).caches:

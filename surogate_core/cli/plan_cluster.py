@@ -15,7 +15,7 @@ from surogate_core.cli.cluster import Cluster
 from surogate_core.cli.plan_wire import CALL, HIDDEN, HIDDEN_NCCL, Wire, wire_of
 
 if TYPE_CHECKING:
-    from surogate_core.engine.shares import Sent
+    from surogate_core.engine.ranks.shares import Sent
 
 BASE = 8.4e-6
 """Seconds of a collective before its first step: NCCL's cost model (src/graph/tuning.cc, ring, protocol Simple)."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from surogate_core import numbers
 from surogate_core.cli.cluster import HOW_TO_MEASURE, HOW_TO_TIME, Cluster
 from surogate_core.cli.plan_cluster import Cost, Traffic
-from surogate_core.engine.shares import Sent
+from surogate_core.engine.ranks.shares import Sent
 from surogate_core.files.atomic import human_bytes
 
 

@@ -181,7 +181,7 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
 
 def _placed(config: RunConfig, registry: Registry) -> bool:
     """Whether the offloader places what the keys move."""
-    from surogate_core.run.assemble import resolve_offloader
+    from surogate_core.setup.assemble import resolve_offloader
 
     moved = offload.chosen({key: getattr(config, key) for key in offload.KINDS})
     if not moved <= registry.get("offload", config.offload.name).kinds:

@@ -35,8 +35,8 @@ class Room:
     def here(cls, config: RunConfig, gpu: Gpu | None = None) -> Room:
         """The free memory and space now; with an assumed GPU its memory."""
         from surogate_core.kernels.native import assumed
-        from surogate_core.run.assemble import resolve_device
-        from surogate_core.run.build import free_memory
+        from surogate_core.setup.assemble import resolve_device
+        from surogate_core.setup.build import free_memory
 
         known = gpu.memory if gpu is not None else None
         device = known if assumed() is not None else free_memory(resolve_device(config), ranks=config.gpus)

@@ -26,8 +26,8 @@ from surogate_core.engine.prediction import Prediction
 from surogate_core.engine.schedule import render
 from surogate_core.files.atomic import human_bytes
 from surogate_core.masking import masked_values, masked_yaml
-from surogate_core.run.build import MARGIN, Choice
-from surogate_core.run.ranks import reduction_notes, tokens_per_step
+from surogate_core.setup.build import MARGIN, Choice
+from surogate_core.setup.ranks import reduction_notes, tokens_per_step
 
 PLACES = ("device", "host", "disk")
 CHOSEN_KEYS = ("recompute", "recompute_budget", "lmhead_chunks")

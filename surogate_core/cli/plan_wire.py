@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from surogate_core.cli.gpus import Gpu
 
 if TYPE_CHECKING:
-    from surogate_core.engine.shares import Sent
+    from surogate_core.engine.ranks.shares import Sent
 
 LINKED: Mapping[str, float] = {"exchange": 0.51, "gather": 0.65}
 """Share of NVLink's rate in one direction that collectives of a layer's size reach."""

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surogate_core.cli.sampling import number, sampling_of
-from surogate_core.cli.words import Flags, Words
+from surogate_core.app.sampling import number, sampling_of
+from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 from surogate_core.serve import LEAST_TOKEN, LOOPBACK, is_token, require_packages
 
@@ -144,8 +144,8 @@ def _interruptible() -> Iterator[None]:
 
 
 def _server(words: Words, *, host: str, port: int, token: str | None) -> Server:
-    from surogate_core.cli.arguments import Arguments, registry_for
-    from surogate_core.cli.progress import shown_progress
+    from surogate_core.app.arguments import Arguments, registry_for
+    from surogate_core.app.progress import shown_progress
     from surogate_core.config.resolve import load_run_config
     from surogate_core.events import Progress
     from surogate_core.serve.loading import Serving, check_address, listen, load

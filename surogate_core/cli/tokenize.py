@@ -16,7 +16,7 @@ from surogate_core.train.signals import StopSignals
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-    from surogate_core.cli.arguments import Arguments
+    from surogate_core.app.arguments import Arguments
     from surogate_core.config.schema import RunConfig
     from surogate_core.events import Progress
     from surogate_core.plugins.registry import Registry
@@ -46,7 +46,7 @@ class _Words:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    from surogate_core.cli.arguments import leading_task, load, parse
+    from surogate_core.app.arguments import leading_task, load, parse
 
     words = _own_flags(argv)
     task, rest = leading_task(words.rest)
@@ -66,11 +66,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _tokenize(config: RunConfig, registry: Registry, words: _Words, check: Callable[[], None]) -> int:
     """`check`: see `_Stopping`."""
+    from surogate_core.app.progress import shown_progress
     from surogate_core.cli import tokenize_view
-    from surogate_core.cli.progress import shown_progress
     from surogate_core.data.pipeline import prepare
     from surogate_core.data.preview import suspicious_examples
-    from surogate_core.run.tokenizer_of_run import tokenizer_of_run
+    from surogate_core.setup.tokenizer_of_run import tokenizer_of_run
 
     pretrained = config.model.path is not None and not config.from_scratch
     spec = registry.get("task", config.task)

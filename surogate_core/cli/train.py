@@ -9,15 +9,15 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.cli.arguments import Arguments, load, parse, registry_for, with_places
+from surogate_core.app.arguments import Arguments, load, parse, registry_for, with_places
+from surogate_core.app.starting import require_own_data, start
 from surogate_core.cli.sweep import STOPPED, Sweep
-from surogate_core.errors import ConfigError, Problem, SurogateError
+from surogate_core.errors import SurogateError
 from surogate_core.masking import masked_yaml
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
-    from surogate_core.run.watch import Watch
 
 USAGE = """\
 usage: surogate {form} [--config FILE.yaml] [KEY=VALUE …]
@@ -53,44 +53,6 @@ def main(argv: Sequence[str], task: str | None) -> int:
         return start(config, registry)
 
 
-def require_own_data(arguments: Arguments, task: str | None, configs: Sequence[RunConfig], registry: Registry) -> None:
-    """Raise `ConfigError` if the user's own model would be trained on the example without the user asking for it."""
-    from surogate_core.config.resolve import gather
-
-    reading = (config for config in configs if registry.get("task", config.task).needs_data)
-    model = next((config.model.path for config in reading if config.model.path is not None), None)
-    if model is None:
-        return
-    multirun, file = arguments.multirun, arguments.config_file
-    settings = gather(arguments.overrides, task=task, config_file=file, registry=registry, multirun=multirun)
-    named = any(value.key.startswith("datasets") for value in settings.values)
-    # An option of the user's own may name the data too.
-    if "dataset" in settings.choices or named or settings.where("datasets"):
-        return
-    message = f"no data set is named, and the default is a toy example that {model} should not learn."
-    fix = "datasets=my.jsonl, or dataset=embedded to train on the example"
-    raise ConfigError([Problem(key="datasets", message=message, fix=fix)])
-
-
-def start(config: RunConfig, registry: Registry, watch: Watch | None = None) -> int:
-    """Open the run's log and train; `watch`: what the caller adds to the run's monitors."""
-    from surogate_core import logs
-    from surogate_core.run.job import is_follower, launch, open_run_log
-    from surogate_core.run.place import placed
-
-    logs.configure()
-    if is_follower(config):
-        return launch(config, registry, watch)
-    with placed(config) as (config, place):
-        if place.note:
-            print(place.note, file=sys.stderr, flush=True)
-        open_run_log(config)
-        code = launch(config, registry, watch)
-        if code == 0:
-            place.done()
-        return code
-
-
 def _show(arguments: Arguments, task: str | None) -> int:
     """``--cfg`` and ``--info``: check as for a run, then let Hydra print."""
     from surogate_core.config.compose import run_hydra
@@ -108,7 +70,7 @@ def _show(arguments: Arguments, task: str | None) -> int:
 
 def _complete(arguments: Arguments) -> int:
     """Tab completion; Hydra knows groups and keys, not our sub-commands, so they are taken out of the line."""
-    from surogate_core.cli.commands import COMMANDS
+    from surogate_core.app.commands import COMMANDS
     from surogate_core.config.compose import run_hydra
     from surogate_core.plugins import load_plugins
 

@@ -22,23 +22,23 @@ from surogate_core.bundles import Optimizer, RecipeState
 from surogate_core.dsl.sides import REAL
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.device_memory import grow_segments
-from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.inputs import Inputs
-from surogate_core.engine.lanes import Lanes
-from surogate_core.engine.orders import Orders
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.pieces import Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
-from surogate_core.engine.sharded_state import ShardedState
-from surogate_core.engine.sharding import Sharing
+from surogate_core.engine.ranks.embedding_rows import EmbeddingRows
+from surogate_core.engine.ranks.lanes import Lanes
+from surogate_core.engine.ranks.orders import Orders
+from surogate_core.engine.ranks.sharded_state import ShardedState
+from surogate_core.engine.ranks.sharding import Sharing
+from surogate_core.engine.ranks.traffic import Traffic
 from surogate_core.engine.sides import SideSums
 from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, StoreSet
 from surogate_core.engine.stopwatch import Stopwatch
-from surogate_core.engine.traffic import Traffic
 from surogate_core.engine.update import StepResult, Update, norm_of
 from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import Deferred, TensorFile

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Objective
-from surogate_core.engine.traffic import Traffic
+from surogate_core.engine.ranks.traffic import Traffic
 
 
 def of_chunk(objective: Objective, logits_NV: Tensor, labels_N: Tensor, columns: Mapping[str, Tensor]) -> list[Tensor]:

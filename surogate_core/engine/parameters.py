@@ -18,8 +18,8 @@ from surogate_core.engine.flat_groups import FlatGroups
 from surogate_core.engine.panels import Panels
 from surogate_core.engine.pieces import InFile, Kept, OneByOne, Packed, Piece, Source, distinct
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.sharded_weights import ShardedWeights
-from surogate_core.engine.sharding import Sharing
+from surogate_core.engine.ranks.sharded_weights import ShardedWeights
+from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.files.tensorfile import Deferred
 
 if TYPE_CHECKING:

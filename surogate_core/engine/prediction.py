@@ -11,15 +11,15 @@ import torch
 from surogate_core.bundles import FLAT_ALIGNMENT, TensorKind
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.assembly import Assembly, EngineSettings
-from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.flat_groups import WIDE
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.pieces import Piece
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.ranks.embedding_rows import EmbeddingRows
+from surogate_core.engine.ranks.shares import GRADIENT, Sent, Shares
 from surogate_core.engine.schedule import EMBED, HEAD, Action, layer_key, training_schedule
-from surogate_core.engine.shares import GRADIENT, Sent, Shares
 from surogate_core.engine.stores import DeviceStore
 from surogate_core.kernels.heads import SharedRows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surogate_core.dsl.sides import Role, RouterLosses
 from surogate_core.engine.pieces import Piece
-from surogate_core.engine.traffic import Traffic
+from surogate_core.engine.ranks.traffic import Traffic
 
 ALIGNED = 4
 """Rows of gradients begin at multiples of this number of values, because Inductor's programs copy an input that does

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from surogate_core.bundles import GradientStore, RecipeState, Store, TensorKind
 from surogate_core.dsl.products import Product, add_products, write_gradients
-from surogate_core.engine.embedding_rows import EmbeddingRows, add_rows
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.gradient_norm import FlatNorm
 from surogate_core.engine.inputs import Inputs
@@ -23,13 +22,14 @@ from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
+from surogate_core.engine.ranks.embedding_rows import EmbeddingRows, add_rows
+from surogate_core.engine.ranks.sharded_gradients import ShardedGradients
+from surogate_core.engine.ranks.sharded_weights import ShardedWeights
+from surogate_core.engine.ranks.sharding import Sharing
+from surogate_core.engine.ranks.traffic import Traffic
 from surogate_core.engine.schedule import EMBED, Action, counting_schedule, evaluation_schedule, training_schedule
-from surogate_core.engine.sharded_gradients import ShardedGradients
-from surogate_core.engine.sharded_weights import ShardedWeights
-from surogate_core.engine.sharding import Sharing
 from surogate_core.engine.sides import SideSums
 from surogate_core.engine.stores import ExpertsApart
-from surogate_core.engine.traffic import Traffic
 
 PENDING_BYTES = 32 * 2**20
 """Gradients of several layers are collected up to this number of bytes, and are then added in one launch."""

@@ -16,10 +16,10 @@ from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.gradient_norm import FlatNorm, SegmentNorm, StreamedNorm
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.sharding import Sharing, owners, piece_ranges
+from surogate_core.engine.ranks.sharding import Sharing, owners, piece_ranges
+from surogate_core.engine.ranks.traffic import Traffic
 from surogate_core.engine.sides import SideSums
 from surogate_core.engine.step import LossSum, RecipeRows
-from surogate_core.engine.traffic import Traffic
 from surogate_core.kernels.cpu_updates import host_kernels
 from surogate_core.kernels.registry import using
 from surogate_core.mesh.sums import LANES

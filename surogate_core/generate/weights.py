@@ -18,7 +18,7 @@ from surogate_core.engine.pieces import Piece, Source
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
-from surogate_core.engine.sharding import Sharing
+from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.engine.step import RecipeRows, StoreSet
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh

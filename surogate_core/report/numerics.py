@@ -9,7 +9,7 @@ from surogate_core.report.curves import Curve
 from surogate_core.report.picture import stacked
 
 if TYPE_CHECKING:
-    from surogate_core.run.numerics import Numerics, Training
+    from surogate_core.measure.numerics import Numerics, Training
 
 
 PICTURED = {"projections": "", "experts": " of experts"}

@@ -17,7 +17,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.hf.card import Card, changed_keys
 from surogate_core.hf.export import export_adapter, export_full, generation_of
 from surogate_core.hf.lora_files import LoraAdapter, folded
-from surogate_core.run.assemble import ResolvedModel
+from surogate_core.setup.assemble import ResolvedModel
 from surogate_core.train.loop import LoopState
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import torch
 
 from surogate_core.bundles.options import essential_values
 from surogate_core.config.schema import RunConfig
-from surogate_core.run.assemble import ResolvedModel, weight_format_options, weight_format_spec
-from surogate_core.run.changes import recorded
-from surogate_core.run.task_spec import named_offers, objective_of, task_spec
+from surogate_core.setup.assemble import ResolvedModel, weight_format_options, weight_format_spec
+from surogate_core.setup.changes import recorded
+from surogate_core.setup.task_spec import named_offers, objective_of, task_spec
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry

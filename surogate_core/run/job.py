@@ -83,8 +83,8 @@ class Job:
             raise ConfigError([Problem(key="gpus", message=message, fix="launcher=local, or gpus=1")])
         config = replace(config, gpus=world)
         sharing.check(config, registry.get("optimizer", config.optimizer.name))
-        quick_import("surogate_core.run.assemble")
-        from surogate_core.run.assemble import resolve_offloader
+        quick_import("surogate_core.setup.assemble")
+        from surogate_core.setup.assemble import resolve_offloader
 
         resolve_offloader(config, registry)  # before there is a lock and a report
         met = mesh() if mesh is not None else _met(world)

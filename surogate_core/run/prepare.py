@@ -27,7 +27,8 @@ from surogate_core.events import Progress
 from surogate_core.hf.contents import Contents, check_contents, digest_cache
 from surogate_core.hf.weights import unused_note
 from surogate_core.numbers import significant
-from surogate_core.run.assemble import (
+from surogate_core.run.token_budget import adjusted_epochs, token_budget
+from surogate_core.setup.assemble import (
     ResolvedModel,
     check_commit,
     check_weights,
@@ -41,14 +42,13 @@ from surogate_core.run.assemble import (
     weight_format_keys,
     weight_format_notes,
 )
-from surogate_core.run.changes import changes_note
-from surogate_core.run.experts import expert_notes
-from surogate_core.run.heads import check_head
-from surogate_core.run.ranks import on_one_gpu
-from surogate_core.run.router import router_notes
-from surogate_core.run.task_spec import Surroundings, check_end, online_task, option_keys, task_spec
-from surogate_core.run.token_budget import adjusted_epochs, token_budget
-from surogate_core.run.tokenizer_of_run import tokenizer_of_run
+from surogate_core.setup.changes import changes_note
+from surogate_core.setup.experts import expert_notes
+from surogate_core.setup.heads import check_head
+from surogate_core.setup.ranks import on_one_gpu
+from surogate_core.setup.router import router_notes
+from surogate_core.setup.task_spec import Surroundings, check_end, online_task, option_keys, task_spec
+from surogate_core.setup.tokenizer_of_run import tokenizer_of_run
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir, check_compatible
 from surogate_core.train.flops import gemm_flops_per_second
 

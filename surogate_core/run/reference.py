@@ -24,7 +24,7 @@ from surogate_core.data.referenced import ReferencedTask, References
 from surogate_core.events import Progress
 from surogate_core.files import atomic
 from surogate_core.files.paths import cache_root
-from surogate_core.run.task_spec import named_offers
+from surogate_core.setup.task_spec import named_offers
 from surogate_core.train.loop import most_steps
 
 if TYPE_CHECKING:

@@ -24,13 +24,8 @@ from surogate_core.hf.export import check_place
 from surogate_core.mesh.lifeline import PeerFailed
 from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.run import unwatched
-from surogate_core.run.assemble import adapter_notes, is_out_of_memory, weight_format_spec
-from surogate_core.run.build import Choice, build_engine
-from surogate_core.run.experts import idle_parameters, product_notes
 from surogate_core.run.export import Trained, data_in_words, export, places
-from surogate_core.run.fitting import out_of_memory
 from surogate_core.run.identity import identity_of
-from surogate_core.run.links import check_fabric, choose_fabric, slow_links
 from surogate_core.run.next_commands import next_commands
 from surogate_core.run.outputs import Outputs
 from surogate_core.run.prepare import (
@@ -43,7 +38,18 @@ from surogate_core.run.prepare import (
     resumed_note,
     with_adjusted_epochs,
 )
-from surogate_core.run.ranks import (
+from surogate_core.run.rate_check import rate_note
+from surogate_core.run.record import new_run_id
+from surogate_core.run.reference import add_references, policy_of
+from surogate_core.run.samples import Sampler, rows_of
+from surogate_core.run.set_up_times import SetUpTimes
+from surogate_core.run.versions import untested_torch
+from surogate_core.setup.assemble import adapter_notes, is_out_of_memory, weight_format_spec
+from surogate_core.setup.build import Choice, build_engine
+from surogate_core.setup.experts import idle_parameters, product_notes
+from surogate_core.setup.fitting import out_of_memory
+from surogate_core.setup.links import check_fabric, choose_fabric, slow_links
+from surogate_core.setup.ranks import (
     check_equal,
     check_none_elsewhere,
     facts_of,
@@ -53,14 +59,8 @@ from surogate_core.run.ranks import (
     unequal_devices,
     with_kept_steps,
 )
-from surogate_core.run.rate_check import rate_note
-from surogate_core.run.record import new_run_id
-from surogate_core.run.reference import add_references, policy_of
-from surogate_core.run.samples import Sampler, rows_of
-from surogate_core.run.set_up_times import SetUpTimes
-from surogate_core.run.task_spec import Surroundings, task_spec
-from surogate_core.run.tokenizer_of_run import record_of
-from surogate_core.run.versions import untested_torch
+from surogate_core.setup.task_spec import Surroundings, task_spec
+from surogate_core.setup.tokenizer_of_run import record_of
 from surogate_core.train.at_hand import AtHand, at_hand
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir

@@ -21,9 +21,8 @@ from surogate_core.events import Notice, Progress, Samples
 from surogate_core.files.atomic import human_bytes
 from surogate_core.files.prompts import read_prompts
 from surogate_core.generate.weights import Weights
-from surogate_core.run.assemble import ResolvedModel, is_out_of_memory
-from surogate_core.run.generation import Prepared, untrained
-from surogate_core.run.texts import (
+from surogate_core.inference.generation import Prepared, untrained
+from surogate_core.inference.texts import (
     Prompt,
     Wanted,
     fitting_slots,
@@ -35,7 +34,8 @@ from surogate_core.run.texts import (
     unanswered,
     usual_slots,
 )
-from surogate_core.run.tokenizer_of_run import tokenizer_of_run
+from surogate_core.setup.assemble import ResolvedModel, is_out_of_memory
+from surogate_core.setup.tokenizer_of_run import tokenizer_of_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from surogate_core.bundles import RolloutSettings, Sampling
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import UserError
-from surogate_core.run.adapters import Adapters, prepare_beside
-from surogate_core.run.generation import (
+from surogate_core.inference.adapters import Adapters, prepare_beside
+from surogate_core.inference.generation import (
     Prepared,
     named,
     on_its_base,
@@ -21,7 +21,7 @@ from surogate_core.run.generation import (
     rollout_of,
     with_adapter,
 )
-from surogate_core.run.texts import fitting_slots, warm_up
+from surogate_core.inference.texts import fitting_slots, warm_up
 from surogate_core.serve.models import Served
 from surogate_core.serve.server import Note, Server
 from surogate_core.serve.worker import Worker

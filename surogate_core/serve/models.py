@@ -11,10 +11,10 @@ from surogate_core.bundles import Grammar, Request, Sampling, ToolParserSpec
 from surogate_core.data.chat import chat_of
 from surogate_core.errors import UserError
 from surogate_core.generate.constraints import grammars_of
-from surogate_core.run.completions import Watch, token_bytes
-from surogate_core.run.generation import Prepared
-from surogate_core.run.texts import Prompt, prompt_of_messages, prompt_of_text
-from surogate_core.run.tool_calls import OneCall, tag_ids
+from surogate_core.inference.completions import Watch, token_bytes
+from surogate_core.inference.generation import Prepared
+from surogate_core.inference.texts import Prompt, prompt_of_messages, prompt_of_text
+from surogate_core.inference.tool_calls import OneCall, tag_ids
 from surogate_core.serve.answers import Token, Usage
 from surogate_core.serve.asks import Ask, RequestError
 from surogate_core.serve.worker import Ticket

@@ -18,8 +18,8 @@ import structlog
 
 from surogate_core.bundles import Reason, Request, RolloutEngine
 from surogate_core.errors import SurogateError
+from surogate_core.inference.completions import Watch
 from surogate_core.logs import record_traceback
-from surogate_core.run.completions import Watch
 from surogate_core.serve.asks import RequestError
 
 log = structlog.get_logger(__name__)

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import SurogateError
 from surogate_core.plugins import Registry
-from surogate_core.run.assemble import resolve_device, resolve_lora, resolve_model, resolve_recipe
-from surogate_core.run.build import build_engine
+from surogate_core.setup.assemble import resolve_device, resolve_lora, resolve_model, resolve_recipe
+from surogate_core.setup.build import build_engine
 from surogate_core.testing import tiny
 
 Combination = Mapping[str, str]

@@ -20,8 +20,8 @@ from surogate_core.testing.model_blocks import longest_of
 from surogate_core.testing.models import load_in_transformers, reference, tiny_preset
 
 if TYPE_CHECKING:
+    from surogate_core.inference.generation import Prepared
     from surogate_core.plugins import Registry
-    from surogate_core.run.generation import Prepared
 
 CLOSE = 1e-4
 """Largest difference of log-probabilities in fp32."""
@@ -141,7 +141,7 @@ class _Run:
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Every step from a model of this configuration, and that they agree."""
-        from surogate_core.run.merge import merge
+        from surogate_core.convert.merge import merge
 
         _write_model(self.family, config, self.base)
         texts = ("the chain slips when it is worn", "oil it", "a brake squeals if the rim is wet; dry it and go on")
@@ -179,7 +179,7 @@ class _Run:
 
     def _ensure_adapter(self) -> None:
         """The exported adapter has the bits of the checkpoint, which are the engine's."""
-        from surogate_core.run.merge import open_trained
+        from surogate_core.setup.trained import open_trained
 
         exported, saved = (
             {name.removeprefix(top.prefix): tensor for name, tensor in top.tensors.items()}
@@ -202,21 +202,21 @@ class _Run:
 
     def _prepared(self, word: Path) -> Prepared:
         from surogate_core.config.resolve import load_run_config
-        from surogate_core.run.generation import named, prepare
+        from surogate_core.inference.generation import named, prepare
 
         found = named(str(word))
         config = load_run_config([*found.overrides, *self.overrides], registry=self.registry)
         return prepare(found, config, self.registry)
 
     def _losses(self) -> list[float]:
-        from surogate_core.run.evaluation import evaluate_all
+        from surogate_core.measure.evaluation import evaluate_all
 
         prepared = {str(word): self._prepared(word) for word in (self.base, self.run, self.merged)}
         return [one.loss for one in evaluate_all(prepared, self.registry)]
 
     def _ensure_generates(self) -> None:
         """The merged model continues as the run does."""
-        from surogate_core.run import texts
+        from surogate_core.inference import texts
 
         found = []
         for word in (self.run, self.merged):
@@ -234,7 +234,7 @@ class _Run:
 
     def _export(self) -> None:
         """A file in each installed format to which the family describes itself, or a refusal that names the tensor."""
-        from surogate_core.run.conversion import convert, options_of
+        from surogate_core.convert.conversion import convert, options_of
 
         for name in self.family.exports.keys() & set(self.registry.names("export")):
             spec, place = self.registry.get("export", name), self.parent / f"export.{name}"

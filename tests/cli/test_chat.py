@@ -17,7 +17,7 @@ from surogate_core.cli.chat import Partner, _answers, _command
 from surogate_core.cli.main import main
 from surogate_core.errors import UserError
 from surogate_core.generate.native import NativeEngine
-from surogate_core.run.generation import Prepared
+from surogate_core.inference.generation import Prepared
 
 Call = Callable[..., tuple[str, str]]
 WORDS = ("device=cpu", "--max-new-tokens=5", "--temperature=0")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from surogate_core.app.words import Words
 from surogate_core.cli.generate import _show
 from surogate_core.cli.main import main
-from surogate_core.cli.words import Words
-from surogate_core.run.completions import Watch
-from surogate_core.run.texts import Text
+from surogate_core.inference.completions import Watch
+from surogate_core.inference.texts import Text
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -14,7 +14,7 @@ from surogate_core.cli.plan_cluster import BASE, Cost, Work, cost, flat, hierarc
 from surogate_core.cli.plan_wire import CALL, HIDDEN, HIDDEN_NCCL, WAIT
 from surogate_core.cli.wires import parse
 from surogate_core.engine import assembly
-from surogate_core.engine.shares import Sent
+from surogate_core.engine.ranks.shares import Sent
 
 TABLE = ["sequence_len=2048", "per_device_train_batch_size=2", "recompute=false", "lmhead_chunks=4", "lora_dropout=0"]
 MEASURED = [

@@ -124,7 +124,7 @@ def test_the_estimate_is_calibrated_on_what_was_measured(model: str, keys: list[
     from surogate_core.config.resolve import load_run_config
     from surogate_core.engine.prediction import Prediction
     from surogate_core.plugins import load_plugins
-    from surogate_core.run.assemble import resolve_model
+    from surogate_core.setup.assemble import resolve_model
 
     registry = load_plugins()
     shape = ["sequence_len=2048", "per_device_train_batch_size=2", "gradient_accumulation_steps=4"]

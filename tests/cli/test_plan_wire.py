@@ -15,7 +15,7 @@ from surogate_core.cli.gpus import gpus
 from surogate_core.cli.main import main
 from surogate_core.cli.plan_wire import CALL, HIDDEN, UNLINKED, WAIT, WireRates, wire_of
 from surogate_core.engine import assembly
-from surogate_core.engine.shares import Sent
+from surogate_core.engine.ranks.shares import Sent
 
 SMALL = ["model.config.num_hidden_layers=2", "model.config.head_dim=128", "sequence_len=256", "recompute=false"]
 KEYS = [*SMALL, "lmhead_chunks=1", "gradient_accumulation_steps=2", "--gpu", "h200"]

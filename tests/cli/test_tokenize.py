@@ -409,7 +409,7 @@ def test_a_signal_in_a_finaliser_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from surogate_core.run import tokenizer_of_run as module
+    from surogate_core.setup import tokenizer_of_run as module
 
     class Signals:
         def __del__(self) -> None:
@@ -437,7 +437,7 @@ def test_a_signal_in_a_finaliser_is_not_lost(
 def test_progress_lines_where_there_is_no_terminal(
     tokenize: Tokenize, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from surogate_core.cli import progress as command
+    from surogate_core.app import progress as command
 
     monkeypatch.setattr(command, "PROGRESS_SECONDS", 0.0)
     assert tokenize("--json") == 0
@@ -447,7 +447,7 @@ def test_progress_lines_where_there_is_no_terminal(
 
 
 def test_progress_says_what_is_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from surogate_core.cli import progress as command
+    from surogate_core.app import progress as command
     from surogate_core.events import Progress
 
     now = [0.0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import example_commands
 import pytest
 
-from surogate_core.cli.arguments import parse
+from surogate_core.app.arguments import parse
 from surogate_core.config.resolve import load_run_config
 from surogate_core.plugins import Registry
 

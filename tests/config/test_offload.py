@@ -11,8 +11,8 @@ import torch
 from surogate_core.config.offload import KINDS, chosen
 from surogate_core.errors import ConfigError
 from surogate_core.plugins import Registry
-from surogate_core.run import assemble
-from surogate_core.run.assemble import resolve_offloader
+from surogate_core.setup import assemble
+from surogate_core.setup.assemble import resolve_offloader
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from surogate_core.bundles.tasks import next_share
 from surogate_core.data.pipeline import prepare
 from surogate_core.data.sampler import EvalBatches, StepLoader, epoch_order
 from surogate_core.data.shards import PackedRows, Row
-from surogate_core.engine.lanes import Share
+from surogate_core.engine.ranks.lanes import Share
 from surogate_core.errors import UserError
 
 

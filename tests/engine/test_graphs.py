@@ -9,7 +9,7 @@ from rank_engines import engine_of
 
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
-from surogate_core.engine.sharded_gradients import ShardedGradients
+from surogate_core.engine.ranks.sharded_gradients import ShardedGradients
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_core.testing import tiny
 

@@ -13,12 +13,12 @@ from tiny_qwen3 import make_engine
 
 from surogate_core.bundles import Objective
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.embedding_rows import EmbeddingRows
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import in_allocator, predict
+from surogate_core.engine.ranks.embedding_rows import EmbeddingRows
+from surogate_core.engine.ranks.sharded_gradients import ShardedGradients
+from surogate_core.engine.ranks.sharded_weights import ShardedWeights
 from surogate_core.engine.schedule import EMBED
-from surogate_core.engine.sharded_gradients import ShardedGradients
-from surogate_core.engine.sharded_weights import ShardedWeights
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.mesh.virtual import VirtualFabric, in_threads

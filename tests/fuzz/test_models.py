@@ -25,7 +25,7 @@ from surogate_core.files.tokenizers import named_panics
 from surogate_core.hf.lora_files import CONFIG, PREFIX, WEIGHTS, check_merging, fold, open_stack
 from surogate_core.hf.weights import INDEX, ModelDir, generation_config_in
 from surogate_core.plugins.registry import Registry, load_plugins
-from surogate_core.run.assemble import resolve_model
+from surogate_core.setup.assemble import resolve_model
 
 MODULE = "model.layers.0.self_attn.q_proj"
 FILES = {

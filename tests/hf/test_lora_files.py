@@ -16,7 +16,7 @@ from surogate_core.cli.main import main
 from surogate_core.errors import UserError
 from surogate_core.hf.lora_files import LoraAdapter, open_stack
 from surogate_core.hf.weights import ModelDir
-from surogate_core.run.merge import open_trained
+from surogate_core.setup.trained import open_trained
 
 IDS = torch.arange(40).reshape(2, 20)
 TARGETS = ["q_proj", "v_proj", "down_proj"]

@@ -15,11 +15,11 @@ from quantised import METHODS, SKIPPED
 from safetensors.torch import load_file, save_file
 from surogate_quant_nvfp4 import surogate_weight_format
 
+from surogate_core.convert.merge import merge
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.merge import merge
 from surogate_core.testing.weight_formats import built
 
 Run = Callable[..., int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surogate_core.engine.reduce import reduce_parts, staging_elements
+from surogate_core.engine.ranks.reduce import reduce_parts, staging_elements
 from surogate_core.kernels.registry import Kernel, KernelTable, using
 from surogate_core.kernels.sums import add_tree_sum, tree_sum
 from surogate_core.mesh.virtual import VirtualFabric, in_threads

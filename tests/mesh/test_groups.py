@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from surogate_core.bundles.fabrics import Fabric, FabricContext
-from surogate_core.engine.owned import Owned, Within
-from surogate_core.engine.reduce import reduce_parts
-from surogate_core.engine.sharded_gradients import ShardedGradients
-from surogate_core.engine.sharded_weights import ShardedWeights
-from surogate_core.engine.stages import Stages
+from surogate_core.engine.ranks.owned import Owned, Within
+from surogate_core.engine.ranks.reduce import reduce_parts
+from surogate_core.engine.ranks.sharded_gradients import ShardedGradients
+from surogate_core.engine.ranks.sharded_weights import ShardedWeights
+from surogate_core.engine.ranks.stages import Stages
 from surogate_core.mesh import groups
 from surogate_core.mesh.groups import GroupFabric
 from surogate_core.mesh.virtual import in_threads

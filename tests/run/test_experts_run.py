@@ -21,8 +21,8 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.files.metrics import read_metrics
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.assemble import resolve_model, resolve_recipe
-from surogate_core.run.experts import expert_notes, product_notes
+from surogate_core.setup.assemble import resolve_model, resolve_recipe
+from surogate_core.setup.experts import expert_notes, product_notes
 from surogate_core.train.loop import DivergedError
 
 LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "lora_target_modules=[all]", "max_steps=2", "tokenizer=null")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from surogate_core import logs
-from surogate_core.cli.train import start
+from surogate_core.app.starting import start
 from surogate_core.config.resolve import load_run_config, to_dict
 from surogate_core.errors import ConfigError, PluginError
 from surogate_core.mesh.mesh import Mesh

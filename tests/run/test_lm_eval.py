@@ -18,9 +18,9 @@ from surogate_eval_lm_eval.model import SurogateLM
 
 from surogate_core.bundles import EvalSettings
 from surogate_core.config.resolve import load_run_config
+from surogate_core.inference.generation import named, prepare
+from surogate_core.measure.subject import Subject
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.generation import named, prepare
-from surogate_core.run.subject import Subject
 
 SPLIT = "dataset_path: json\ndataset_kwargs: {data_files: {test: FILE}}\ntest_split: test\nnum_fewshot: 2\n"
 SPLIT += "fewshot_split: test\n"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.assemble import resolve_model
+from surogate_core.setup.assemble import resolve_model
 
 LORA = ("lora=true", "lora_rank=4", "lora_dropout=0.1", "max_steps=2", "tokenizer=null")
 FORMATS = pytest.mark.parametrize("key", ["qlora_bnb", "qlora_fp8", "qlora_fp4"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rank_world import World, of_step
 
-from surogate_core.engine.stages import Stages
+from surogate_core.engine.ranks.stages import Stages
 from surogate_core.errors import MachineError, UserError
 from surogate_core.plugins.registry import Registry
 

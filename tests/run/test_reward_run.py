@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from surogate_core.convert.merge import merge
 from surogate_core.errors import ConfigError, UserError
-from surogate_core.run.merge import merge
 
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]

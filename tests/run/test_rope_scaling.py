@@ -16,7 +16,7 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.dsl.rope import KINDS, Rope
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.assemble import resolve_model
+from surogate_core.setup.assemble import resolve_model
 
 Changes = Callable[..., dict[str, Any]]
 

@@ -17,8 +17,8 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.engine.engine import Engine
 from surogate_core.hf.lora_files import LoraAdapter, open_stack
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.assemble import check_weights, resolve_lora, resolve_model
-from surogate_core.run.build import build_engine
+from surogate_core.setup.assemble import check_weights, resolve_lora, resolve_model
+from surogate_core.setup.build import build_engine
 
 Run = Callable[..., int]
 Record = Callable[[str, object], None]

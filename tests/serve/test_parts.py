@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from surogate_core.bundles import Request
-from surogate_core.run.completions import Watch, token_bytes
+from surogate_core.inference.completions import Watch, token_bytes
 from surogate_core.serve.answers import Answer, Usage
 from surogate_core.serve.asks import Ask
 from surogate_core.serve.models import Served

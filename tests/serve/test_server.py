@@ -20,9 +20,16 @@ from surogate_core.bundles import RolloutSettings, Sampling
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import UserError
 from surogate_core.generate.native import NativeEngine
+from surogate_core.inference.generation import named, prepare
+from surogate_core.inference.texts import (
+    Prompt,
+    Wanted,
+    generate_texts,
+    prompt_of_messages,
+    prompt_of_text,
+    requests_of,
+)
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.run.generation import named, prepare
-from surogate_core.run.texts import Prompt, Wanted, generate_texts, prompt_of_messages, prompt_of_text, requests_of
 from surogate_core.serve.application import MOST_BYTES
 from surogate_core.serve.asks import RequestError
 from surogate_core.serve.models import Served

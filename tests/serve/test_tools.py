@@ -15,8 +15,8 @@ from jsonschema import validate
 from surogate_core.bundles import RolloutSettings
 from surogate_core.config.resolve import load_run_config
 from surogate_core.generate.native import NativeEngine
+from surogate_core.inference.generation import named, prepare
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.run.generation import named, prepare
 from surogate_core.serve.models import Served
 from surogate_core.serve.server import Server
 from surogate_core.serve.worker import Worker

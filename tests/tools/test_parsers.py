@@ -11,7 +11,7 @@ import pytest
 from surogate_core.bundles import ToolParserSpec
 from surogate_core.data.chat import chat_of
 from surogate_core.errors import UserError
-from surogate_core.run.tool_calls import tag_ids
+from surogate_core.inference.tool_calls import tag_ids
 from surogate_core.testing.chat_templates import SHIPPED, template_text, templated
 from surogate_core.testing.suites import bundle_checks
 from surogate_core.tools.checks import read_tools

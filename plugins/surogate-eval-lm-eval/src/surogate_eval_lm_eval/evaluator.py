@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from surogate_core.bundles import EvalSettings, TaskResult
 from surogate_core.errors import UserError
-from surogate_core.run.subject import Subject
+from surogate_core.measure.subject import Subject
 from surogate_eval_lm_eval.model import SurogateLM
 
 

@@ -16,8 +16,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from surogate_core.bundles import Sampling
 from surogate_core.data.whole_text import encode_whole
 from surogate_core.errors import UserError
-from surogate_core.run.subject import Pair, Subject
-from surogate_core.run.texts import Prompt, Wanted
+from surogate_core.inference.texts import Prompt, Wanted
+from surogate_core.measure.subject import Pair, Subject
 
 LENGTH = 2048
 """Tokens of a sequence, if the model has no end."""

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from surogate_core import bundles
 from surogate_core.bundles import FLAT_ALIGNMENT, Stores, TensorKind
-from surogate_core.engine.side_streams import SideStream, flat_bytes, is_dense
+from surogate_core.engine.ranks.side_streams import SideStream, flat_bytes, is_dense
 from surogate_offload_host.memory import HostBlock
 
 _ALIGNMENT = 256

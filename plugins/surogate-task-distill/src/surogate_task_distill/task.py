@@ -19,7 +19,7 @@ from surogate_core.data.sampler import PackedTask
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
 from surogate_core.files.paths import cache_root
-from surogate_core.run.second_model import digest
+from surogate_core.inference.second_model import digest
 from surogate_core.train.loop import most_steps
 from surogate_task_distill import teacher
 from surogate_task_distill.loss import id_columns, logprob_columns

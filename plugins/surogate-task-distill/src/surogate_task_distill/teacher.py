@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
 from surogate_core.generate.losses import logits_of
-from surogate_core.run import second_model
+from surogate_core.inference import second_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from surogate_core.config.schema import RunConfig
+    from surogate_core.inference.generation import Prepared
     from surogate_core.plugins.registry import Registry
-    from surogate_core.run.generation import Prepared
     from surogate_task_distill.store import Forward
 
 KEY = "distill_teacher"

@@ -14,7 +14,7 @@ from surogate_core.bundles import EnvironmentTask
 from surogate_core.data.chat import GUARD, chat_of, encode_text
 from surogate_core.data.encoded import RowError
 from surogate_core.data.whole_text import encode_whole
-from surogate_core.run.completions import Watch
+from surogate_core.inference.completions import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

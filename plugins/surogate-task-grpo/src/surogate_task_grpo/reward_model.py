@@ -23,7 +23,7 @@ from surogate_core.events import Progress
 from surogate_core.files.atomic import human_bytes
 from surogate_core.generate.losses import logits_of
 from surogate_core.hf.weights import ModelDir, locate
-from surogate_core.run import second_model
+from surogate_core.inference import second_model
 from surogate_task_grpo.forward import shared_values
 from surogate_task_grpo.packing import Document, Shape, arranged, micro_batch
 

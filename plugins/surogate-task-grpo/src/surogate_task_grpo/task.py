@@ -31,8 +31,8 @@ from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import UserError
 from surogate_core.events import Event, Notice, Progress, RolloutEval
 from surogate_core.files.atomic import human_bytes
-from surogate_core.run.generation import stop_ids
-from surogate_core.run.texts import MOST_SLOTS, fitting_slots, needed_bytes
+from surogate_core.inference.generation import stop_ids
+from surogate_core.inference.texts import MOST_SLOTS, fitting_slots, needed_bytes
 from surogate_core.train.loop import total_steps
 from surogate_core.train.policy import Policy
 from surogate_core.train.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE

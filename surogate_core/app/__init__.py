@@ -1,0 +1,1 @@
+"""What the command line and Python share: arguments, and starting a run of a composed configuration."""

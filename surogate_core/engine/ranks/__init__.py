@@ -1,0 +1,1 @@
+"""What the ranks of one run share: owned parts of weights, gradients and states, and their reductions."""

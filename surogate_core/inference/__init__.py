@@ -1,0 +1,1 @@
+"""Opens trained models for generation: weights, tokenizer, texts in and out."""

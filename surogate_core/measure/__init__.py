@@ -1,0 +1,1 @@
+"""Figures of trained models: held-out loss, tasks, numerics."""
