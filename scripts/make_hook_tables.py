@@ -1,6 +1,6 @@
-"""Write the field tables of docs/hooks.md from docstrings. With --check nothing is written: exit 1 if not current.
+"""Write docs/hook-fields.md, the fields of what hooks return and receive, from docstrings.
 
-A table stands below the line ``<!-- fields: MODULE.CLASS -->``, and ends at the next empty line.
+With --check nothing is written: exit 1 if the page is not current.
 """
 
 from __future__ import annotations
@@ -8,21 +8,45 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import re
 import sys
 import textwrap
-from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from surogate_core import bundles, events  # noqa: E402
+from surogate_core.bundles import KINDS  # noqa: E402
 from surogate_core.config.docs import field_docs  # noqa: E402
 from surogate_core.config.schema import RunConfig  # noqa: E402
+from surogate_core.data.encoded import EncodeContext, Encoded  # noqa: E402
+from surogate_core.dsl.slots import TracedSlot  # noqa: E402
 
-FILE = ROOT / "docs" / "hooks.md"
+FILE = ROOT / "docs" / "hook-fields.md"
 
-_TABLE = re.compile(r"(<!-- fields: ([\w.]+) -->\n)(?:\|[^\n]*\n)*")
+PARTS: dict[str, tuple[type, ...]] = {
+    "objective": (bundles.Objective,),
+    "dataset": (EncodeContext, Encoded),
+    "recipe": (bundles.RecipeContext, TracedSlot),
+    "optimizer": (bundles.ParamGroup,),
+    "schedule": (bundles.ScheduleContext,),
+    "kernels": (bundles.Kernel,),
+    "task": (bundles.Part, bundles.OnlineContext),
+    "policy_loss": (bundles.PolicyLoss, bundles.PolicyTerms, bundles.Lengths),
+    "tool_parser": (bundles.ToolPart,),
+    "environment": (bundles.EnvironmentTask,),
+    "fabric": (bundles.FabricContext,),
+    "monitor": (events.Control, events.RunInfo),
+}
+"""Kind → the dataclasses that its bundle's functions receive or return."""
+
+HEAD = """# Fields of the hooks' types
+
+<!-- Made by scripts/make_hook_tables.py from the docstrings of surogate_core/bundles; change those. -->
+
+What a hook returns, and what its functions receive. [hooks.md](hooks.md) says what each hook is for, with an example;
+[metrics.md](metrics.md) has the fields of the events.
+"""
 
 
 def table(cls: type) -> str:
@@ -69,26 +93,30 @@ def _types(cls: type) -> dict[str, str]:
     return found
 
 
-def made(text: str) -> str:
-    """The page with its tables as they must be."""
+def page() -> str:
+    """The text of docs/hook-fields.md."""
+    parts = [HEAD]
+    for kind, (hook, bundle) in KINDS.items():
+        parts.append(f"\n## {hook}\n")
+        for cls in (bundle, *PARTS.get(kind, ())):
+            parts.append(f"\n### {cls.__name__}\n\n{_text(cls)}\n\n{table(cls)}")
+    return "".join(parts)
 
-    def replace(found: re.Match[str]) -> str:
-        module, _, name = found[2].rpartition(".")
-        return found[1] + table(getattr(import_module(module), name))
 
-    return _TABLE.sub(replace, text)
+def _text(cls: type) -> str:
+    paragraphs = (inspect.getdoc(cls) or "").replace("``", "`").split("\n\n")
+    return "\n\n".join(textwrap.fill(" ".join(p.split()), 120) for p in paragraphs)
 
 
 def main() -> int:
-    """Write the tables, or check them."""
-    text = FILE.read_text(encoding="utf-8")
+    """Write the page, or check it."""
     if "--check" in sys.argv[1:]:
-        current = made(text) == text
+        current = FILE.is_file() and page() == FILE.read_text(encoding="utf-8")
         if not current:
-            print("docs/hooks.md is not current; run: python scripts/make_hook_tables.py", file=sys.stderr)
+            print("docs/hook-fields.md is not current; run: python scripts/make_hook_tables.py", file=sys.stderr)
         return 0 if current else 1
-    FILE.write_text(made(text), encoding="utf-8")
-    print("wrote docs/hooks.md")
+    FILE.write_text(page(), encoding="utf-8")
+    print("wrote docs/hook-fields.md")
     return 0
 
 

@@ -2,5 +2,5 @@
 
     python benchmarks/accuracy COMMAND --out DIR [--tiny]
 
-docs/evidence/accuracy.md describes the commands and the results.
+benchmarks/evidence/accuracy.md describes the commands and the results.
 """

@@ -27,7 +27,7 @@ HIDDEN = 0.78
 """Share of the time of transfers that the computation beside them hides, where copy engines move the data."""
 HIDDEN_NCCL = 0.41
 """The same where NCCL's kernels move it, which take multiprocessors from the computation: 0.37 at level 1 and 0.46 at
-level 3 for 8B with one micro-step on two H200s (docs/evidence/several-gpus.md)."""
+level 3 for 8B with one micro-step on two H200s (benchmarks/evidence/several-gpus.md)."""
 WAIT = 2e-3
 """Seconds of a step in which a GPU waits for the slowest one and for the host's exchange."""
 FORWARD = 1 / 3

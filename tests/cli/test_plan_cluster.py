@@ -31,7 +31,7 @@ MEASURED = [
     ("qwen3-4b", ["lora=false", "zero_level=1", "shard_weights=true"], 20.5e3, 0.954),
     ("qwen3-4b", ["lora=false", "zero_level=3"], 20.4e3, 0.940),
 ]
-"""Two H200s (docs/evidence/several-gpus.md): model, keys, tokens/s of one GPU, efficiency of two. Ranks did not
+"""Two H200s (benchmarks/evidence/several-gpus.md): model, keys, tokens/s of one GPU, efficiency of two. Ranks did not
 exchange rows of the embedding's gradient then."""
 FOUR = [
     ("qwen3-0.6b", ["lora=true"], 122.2e3, 0.981),
@@ -48,7 +48,7 @@ FOUR = [
 ]
 """Four H100s, with which no constant of the model was chosen."""
 MEASURED_GATHERS = [(16, 67e-6), (64, 191e-6), (256, 665e-6), (1024, 2.48e-3)]
-"""All-gathers of NCCL on four H200s of one machine: MiB in all, seconds (docs/evidence/several-gpus.md)."""
+"""All-gathers of NCCL on four H200s of one machine: MiB in all, seconds (benchmarks/evidence/several-gpus.md)."""
 
 
 def cluster(nodes: int, per_node: int, wires: str = "nvlink4,8xib400", speed: float | None = None) -> Cluster:

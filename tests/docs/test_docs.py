@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "benchmarks/NOTEBOOK.md",
+    *sorted(ROOT.glob("benchmarks/evidence/*.md")),
     *DOCS,
     ROOT / "native/README.md",
     *sorted(ROOT.glob("plugins/*/*.md")),
@@ -62,9 +63,10 @@ def test_hook_has_a_section_with_an_example(hook):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_of_a_bundle_is_explained(kind):
     hook, bundle = KINDS[kind]
-    section = (ROOT / "docs/hooks.md").read_text(encoding="utf-8").partition(f"\n## {hook}\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/hook-fields.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {hook}\n")[2].partition("\n## ")[0]
     missing = [f.name for f in dataclasses.fields(bundle) if f"\n| `{f.name}` |" not in section]
-    assert not missing, f"docs/hooks.md, {hook}: no row for {missing}"
+    assert not missing, f"docs/hook-fields.md, {hook}: no row for {missing}"
 
 
 def test_every_config_key_is_documented():

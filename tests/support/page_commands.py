@@ -13,7 +13,12 @@ from pathlib import Path
 from pages import Block, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks/evidence").glob("*.md")),
+]
 GUIDES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs/tutorials").glob("*.md")),
