@@ -26,7 +26,7 @@ PAGES = {
 }
 """A file of the repository → the page of the site that it becomes."""
 
-UNLISTED = ("benchmarks/NOTEBOOK.md", "benchmarks/evidence/*.md")
+UNLISTED = ("benchmarks/NOTEBOOK.md", "benchmarks/evidence/*")
 """Pages that others link to and the navigation leaves out."""
 
 FILES = ("LICENSE", "CITATION.cff", "install.sh", "examples/*", "docker/*", ".devcontainer/*")
