@@ -212,7 +212,7 @@ def _trl(line: str, seed: int, given: argparse.Namespace, place: Path) -> dict[s
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     settings = _trl_settings(place / f"trl-s{seed}", seed, given, ends)
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    # With SDPA the probabilities of a batch were not numbers, on an H100 (benchmarks/evidence/reinforcement-learning.md).
+    # With SDPA the probabilities of a batch were not numbers, on an H100: evidence/reinforcement-learning.md.
     model = AutoModelForCausalLM.from_pretrained(place / "start/model", dtype=dtype, attn_implementation="eager")
     rows, held = (
         [json.loads(text) for text in (place / name).read_text(encoding="utf-8").splitlines()]

@@ -112,8 +112,8 @@ MEASURED = [
     ("qwen3-0.6b", ["lora=true", "recipe=fp8-hybrid"], 0.984),
 ]
 """Tokens per second of two H200s as a share of those of two single ones: 2 rows of 2048 tokens, 4 micro-steps, 8-bit
-AdamW and bf16 masters where all weights are trained (benchmarks/evidence/several-gpus.md). Ranks did not exchange rows of
-the embedding's gradient then."""
+AdamW and bf16 masters where all weights are trained (benchmarks/evidence/several-gpus.md). Ranks did not exchange rows
+of the embedding's gradient then."""
 
 
 @pytest.mark.slow
