@@ -77,6 +77,22 @@ class LoRA:
         return self.adapter
 
 
+@dataclass(frozen=True, slots=True)
+class Multiply:
+    """How a recipe multiplies the slots of a block."""
+
+    gemm: Gemm
+    """The product of a linear slot."""
+    grouped: Grouped | None = None
+    """The product of experts, None for the plain one."""
+    codes: CodesOf | None = None
+    """How the product of experts reads packed weights, if it multiplies codes."""
+    packed: frozenset[str] = frozenset()
+    """Names of the slots whose weights the recipe has packed."""
+    rows: Sequence[Tensor] = ()
+    """The slots' rows of the recipe's state, empty if it has none."""
+
+
 class Block:
     """Base of a family's blocks: class attributes declare, `forward` computes.
 
@@ -233,29 +249,26 @@ class Block:
         self,
         tensors: Mapping[str, Tensor],
         slots: tuple[LinearSlot, ...],
+        multiply: Multiply,
         *,
-        gemm: Gemm,
-        seed: Tensor | None,
-        masks: Tensor | None = None,
-        panels: Sequence[tuple[Panel | Join, Tensor]] = (),
-        rows: Sequence[Tensor] = (),
-        packed: frozenset[str] = frozenset(),
         experts: tuple[ExpertSlot, ...] | None = None,
-        grouped: Grouped | None = None,
-        codes: CodesOf | None = None,
+        panels: Sequence[tuple[Panel | Join, Tensor]] = (),
+        seed: Tensor | None = None,
+        masks: Tensor | None = None,
     ) -> Block:
         """The block with its tensors in place, so that `forward` can be traced.
 
-        Slots of a panel or a join take their weights from its tensor. `rows` are the slots' rows of the recipe's state,
-        empty if it has none; `packed` names the slots whose weights the recipe has packed. `experts`: without adapters
-        unless given; `grouped`: their product, None for the plain one; `codes`: how it reads packed weights, if it
-        multiplies codes. `seed` and `masks`: as in `BoundSlot`.
+        `experts`: without adapters unless given. Slots of a panel or a join take their weights from its tensor. `seed`
+        and `masks`: as in `BoundSlot`.
         """
+        packed, rows = multiply.packed, multiply.rows
         bound = type(self)(self.config, self.max_seqlen)
         bound._specs = self.mixer_specs()
         bound.tensors = tensors
         bound.experts = {
-            e.name: BoundExperts(e, _of_slot(e.name, tensors), seed, grouped, packed=e.name in packed, codes=codes)
+            e.name: BoundExperts(
+                e, _of_slot(e.name, tensors), seed, multiply.grouped, packed=e.name in packed, codes=multiply.codes
+            )
             for e in (self.expert_slots(None) if experts is None else experts)
         }
         of_slot: dict[str, BoundPanel | BoundJoin] = {}
@@ -274,7 +287,7 @@ class Block:
             s.name: BoundSlot(
                 slot=s,
                 tensors=_of_slot(s.name, tensors),
-                gemm=gemm,
+                gemm=multiply.gemm,
                 seed=seed,
                 masks=masks,
                 panel=of_slot.get(s.name),
@@ -301,7 +314,7 @@ class Block:
             return x_NI.new_empty(x_NI.shape[0], slot.outputs)
 
         plain = tuple(replace(s, adapter=None) for s in slots)
-        self.bind(tensors, plain, gemm=record, seed=None).outputs(x, tables)
+        self.bind(tensors, plain, Multiply(record)).outputs(x, tables)
         known = {s.name: s for s in slots}
         return [[known[s.name] for s in group] for _, group in readers]
 

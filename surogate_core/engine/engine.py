@@ -37,7 +37,7 @@ from surogate_core.engine.ranks.sharded_state import ShardedState
 from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.engine.ranks.traffic import Traffic
 from surogate_core.engine.sides import SideSums
-from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, StoreSet
+from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, RecipeRows, StepContext, StoreSet
 from surogate_core.engine.stopwatch import Stopwatch
 from surogate_core.engine.update import StepResult, Update, norm_of
 from surogate_core.errors import UserError
@@ -152,32 +152,26 @@ class Engine:
         )
         by_number = axes.ranks > 1 or axes.exact
         numbers = axes.micro_batches * axes.context if by_number else 0
-        self.losses = LossSum(settings.device, numbers=numbers)
-        self.figures = FigureSums(self.assembly.objective, settings.device, numbers=numbers)
+        self.sides = SideSums(self.plan.layers, settings.device, losses=settings.router_losses, numbers=numbers)
+        if 1 < axes.ranks == axes.micro_batches and not (axes.varying or axes.shards_weights):
+            self.sides.exchange_within(self.traffic)
+        context = StepContext(
+            plan=self.plan,
+            parameters=self.parameters,
+            stores=self.stores,
+            traffic=self.traffic,
+            norm=norm,
+            losses=LossSum(settings.device, numbers=numbers),
+            figures=FigureSums(self.assembly.objective, settings.device, numbers=numbers),
+            rows=self.rows,
+            sides=self.sides,
+        )
+        self.losses, self.figures = context.losses, context.figures
         self._lanes = Lanes(self.parameters.flat.sums())
         self.own_work = Stopwatch(settings.device)
         """Times the micro-steps that need no other rank, if there are several."""
-        self.sides = SideSums(
-            self.plan.layers,
-            settings.device,
-            losses=settings.router_losses,
-            numbers=numbers,
-        )
-        if 1 < axes.ranks == axes.micro_batches and not (axes.varying or axes.shards_weights):
-            self.sides.exchange_within(self.traffic)
-        self.update = Update(
-            self.assembly,
-            self.parameters,
-            placement=placement,
-            norm=norm,
-            losses=self.losses,
-            figures=self.figures,
-            rows=self.rows,
-            sides=self.sides,
-            rounding_seed=self._rounding_seed,
-            traffic=self.traffic,
-            cleared=self.parameters.flat.sums_to_clear(streams=streams),
-        )
+        cleared = self.parameters.flat.sums_to_clear(streams=streams)
+        self.update = Update(context, placement, rounding_seed=self._rounding_seed, cleared=cleared)
         self.programs = ProgramBuilder(
             plan=self.plan,
             parameters=self.parameters,
@@ -188,19 +182,7 @@ class Engine:
         )
         self.evaluated: Mapping[str, float] = {}
         """The objective's figures in the last evaluation, by name."""
-        self.step = MicroStep(
-            plan=self.plan,
-            inputs=self.inputs,
-            parameters=self.parameters,
-            programs=self.programs,
-            stores=self.stores,
-            norm=norm,
-            losses=self.losses,
-            figures=self.figures,
-            rows=self.rows,
-            sides=self.sides,
-            traffic=self.traffic,
-        )
+        self.step = MicroStep(context, self.inputs, self.programs)
 
     def _prepare_orders(self) -> None:
         """What rank 0 asks the others for when it writes a checkpoint or an export. The ranks are connected."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from surogate_core.batch import WEIGHTS
+from surogate_core.dsl.declare import Multiply
 from surogate_core.dsl.experts import EXPERT
 from surogate_core.dsl.footprint import Footprint, footprint, joint_bytes
 from surogate_core.dsl.sides import reported
@@ -123,7 +124,10 @@ class ProgramBuilder:
         names_of_packed = {s.name for s in piece.specs if s.hf_name in kept and kept[s.hf_name].unpack is None}
         slot_names = [*(s.name for s in piece.slots), *(e.name for e in piece.experts)]
         packed = frozenset(name for name in slot_names if f"{name}.weight" in names_of_packed)
-        plain = piece.key in self.plan.plain
+        recipe = Multiply(plain_gemm, packed=packed)
+        if piece.key not in self.plan.plain:
+            mine = assembly.recipe
+            recipe = Multiply(mine.linear, mine.grouped, mine.expert_codes, packed)
         assert block is not None
 
         def run(*flat: Tensor) -> Tensor | Sequence[Tensor]:
@@ -132,15 +136,11 @@ class ProgramBuilder:
             bound = block.bind(
                 tensors,
                 piece.slots,
-                gemm=plain_gemm if plain else assembly.recipe.linear,
+                replace(recipe, rows=flat[count - 1].unbind(0)) if reads_rows else recipe,
+                experts=piece.experts,
+                panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
                 seed=seed if training else None,
                 masks=masks if training else None,
-                panels=list(zip(panels, flat[len(piece.specs) :], strict=False)),
-                rows=flat[count - 1].unbind(0) if reads_rows else (),
-                packed=packed,
-                experts=piece.experts,
-                grouped=None if plain else assembly.recipe.grouped,
-                codes=None if plain else assembly.recipe.expert_codes,
             )
             y, sides = bound.outputs(x, tables)
             if not piece.sides or not training:

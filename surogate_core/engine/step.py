@@ -177,26 +177,29 @@ class _Flow:
             self.pending.clear()
 
 
-@dataclass(slots=True, kw_only=True)
-class MicroStep:
-    """Runs the schedule: forward and backward of a micro-batch, or only forward."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """What the micro-steps of an engine and its optimizer step share."""
 
     plan: EnginePlan
-    inputs: Inputs
     parameters: Parameters
-    programs: ProgramBuilder
     stores: StoreSet
+    traffic: Traffic
     norm: FlatNorm
     losses: LossSum
     figures: FigureSums
     rows: RecipeRows | None
     sides: SideSums
-    traffic: Traffic
-    training: tuple[Action, ...] = field(init=False)
-    evaluation: tuple[Action, ...] = field(init=False)
-    counting: tuple[Action, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
+
+class MicroStep:
+    """Runs the schedule: forward and backward of a micro-batch, or only forward."""
+
+    def __init__(self, context: StepContext, inputs: Inputs, programs: ProgramBuilder):
+        self.plan, self.parameters, self.stores = context.plan, context.parameters, context.stores
+        self.traffic, self.norm, self.rows = context.traffic, context.norm, context.rows
+        self.losses, self.figures, self.sides = context.losses, context.figures, context.sides
+        self.inputs, self.programs = inputs, programs
         layers = len(self.plan.layers)
         self.training = training_schedule(layers, train_embedding=self.plan.train_embedding)
         self.evaluation = evaluation_schedule(layers)

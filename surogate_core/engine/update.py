@@ -18,8 +18,7 @@ from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.ranks.sharding import Sharing, owners, piece_ranges
 from surogate_core.engine.ranks.traffic import Traffic
-from surogate_core.engine.sides import SideSums
-from surogate_core.engine.step import LossSum, RecipeRows
+from surogate_core.engine.step import StepContext
 from surogate_core.kernels.cpu_updates import host_kernels
 from surogate_core.kernels.registry import using
 from surogate_core.mesh.sums import LANES
@@ -118,30 +117,13 @@ def _segment_norm(parameters: Parameters, sharing: Sharing, traffic: Traffic) ->
 class Update:
     """The whole optimizer step, on the device or on the CPU."""
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        parameters: Parameters,
-        *,
-        placement: Placement,
-        norm: FlatNorm,
-        losses: LossSum,
-        figures: FigureSums,
-        rows: RecipeRows | None,
-        sides: SideSums,
-        rounding_seed: Tensor,
-        traffic: Traffic,
-        cleared: Sequence[Tensor],
-    ):
+    def __init__(self, context: StepContext, placement: Placement, *, rounding_seed: Tensor, cleared: Sequence[Tensor]):
         """`cleared`: the gradient sums that the update sets to zero; their store clears the others."""
-        settings = assembly.settings
-        self._traffic = traffic
-        self._settings, self._parameters, self._norm = settings, parameters, norm
-        self._losses, self.rows, self._cleared = losses, rows, cleared
-        self._own = figures
-        self._rounding_seed = rounding_seed
-        self._sides = sides
-        self._side_shapes = sides.shapes()
+        assembly, parameters, figures = context.plan.assembly, context.parameters, context.figures
+        self._traffic, self._norm, self._losses, self.rows = context.traffic, context.norm, context.losses, context.rows
+        self._settings, self._parameters, self._cleared = assembly.settings, parameters, cleared
+        self._own, self._sides, self._rounding_seed = figures, context.sides, rounding_seed
+        self._side_shapes, rows, settings = self._sides.shapes(), self.rows, self._settings
         self._groups = parameters.host_groups if settings.update_on_cpu else parameters.groups
         with placement.allocating("optimizer"):
             self.optimizer: Optimizer = assembly.optimizer.build(self._groups, assembly.optimizer_options)

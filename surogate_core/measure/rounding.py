@@ -18,6 +18,7 @@ from torch import Tensor
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Recipe, Role, WeightFormat
+from surogate_core.dsl.declare import Multiply
 from surogate_core.dsl.experts import TracedExperts
 from surogate_core.dsl.slots import LinearSlot
 from surogate_core.engine.engine import Engine
@@ -182,7 +183,7 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
                 # The next layer is unpacked into the same workspace, and the backward reads both.
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             bound = piece.block.bind(
-                tensors, piece.slots, gemm=record.linear, seed=None, experts=piece.experts, grouped=record.grouped
+                tensors, piece.slots, Multiply(record.linear, record.grouped), experts=piece.experts
             )
             x_ND, _ = bound.outputs(x_ND, tables)
             record.layer += 1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surogate_core.bundles import ModelFamily
 from surogate_core.dsl import Block, Model, Setting
-from surogate_core.dsl.declare import TensorSpec
+from surogate_core.dsl.declare import Multiply, TensorSpec
 from surogate_core.dsl.known_keys import KNOWN, Known
 from surogate_core.dsl.mixers import BORDERS, KeyValues, States, mixing
 from surogate_core.dsl.routing import REAL
@@ -66,9 +66,8 @@ def _bound(block: Block, source: Callable[[TensorSpec], Any], prefix: str = "") 
     """The block with random weights, which multiply plainly."""
     slots, experts = block.linear_slots(None), block.expert_slots(None)
     specs = block.tensor_specs(prefix, slots, train_base=True, experts=experts)
-    return block.bind(
-        {spec.name: source(spec) for spec in specs}, slots, gemm=lambda x_NI, w_OI, slot: x_NI @ w_OI.t(), seed=None
-    )
+    plain = Multiply(lambda x_NI, w_OI, slot: x_NI @ w_OI.t())
+    return block.bind({spec.name: source(spec) for spec in specs}, slots, plain)
 
 
 def _shapes(block: Block) -> Sequence[tuple[str, tuple[int, ...]]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from surogate_core.dsl import Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
-from surogate_core.dsl.declare import LoRA
+from surogate_core.dsl.declare import LoRA, Multiply
 from surogate_core.dsl.dims import number_of
 from surogate_core.dsl.inits import constant, uniform
 from surogate_core.dsl.slots import Adapter, TracedSlot
@@ -168,7 +168,7 @@ def test_a_block_returns_the_dtype_and_the_shape_of_its_input() -> None:
         block = kind(CONFIG)
         tensors = {s.name: torch.ones(s.shape) for s in block.tensor_specs("", (), train_base=True)}
         with pytest.raises(PluginError, match=rf"{said}.*Fix: return what the next layer takes"):
-            block.bind(tensors, (), gemm=lambda x, weight, slot: x, seed=None).outputs(x, {})
+            block.bind(tensors, (), Multiply(lambda x, weight, slot: x)).outputs(x, {})
 
 
 def test_a_subclass_may_declare_a_parameter_otherwise() -> None:
@@ -233,7 +233,7 @@ def test_a_bound_block_computes_with_what_it_was_given() -> None:
         seen.append(slot)
         return x @ weight.t()
 
-    bound = block.bind(tensors, slots, gemm=gemm, seed=None)
+    bound = block.bind(tensors, slots, Multiply(gemm))
     x = torch.randn(5, 4)
     t = tensors
     h = x * t["norm"]
@@ -250,7 +250,7 @@ def test_dropout_acts_on_the_adapter_alone_and_only_with_a_seed() -> None:
     tensors = {s.name: torch.ones(s.shape) for s in specs}
 
     def forward(masks: Tensor | None) -> Tensor:
-        bound = block.bind(tensors, slots, gemm=lambda x, w, s: x @ w.t(), seed=None, masks=masks)
+        bound = block.bind(tensors, slots, Multiply(lambda x, w, s: x @ w.t()), masks=masks)
         return bound.forward(torch.ones(400, 4), {})
 
     without = forward(None)

@@ -15,6 +15,7 @@ from router_family import CONFIG, RoutedModel
 from torch import Tensor
 
 from surogate_core.batch import MicroBatch
+from surogate_core.dsl.declare import Multiply
 from surogate_core.dsl.slots import plain_gemm
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels import ops
@@ -45,7 +46,7 @@ def by_plain_pytorch(
         for piece in made.plan.layers:
             assert piece.block is not None
             tensors = {spec.name: masters[spec.hf_name] for spec in piece.specs}
-            x_ND, sides = piece.block.bind(tensors, piece.slots, gemm=plain_gemm, seed=None).outputs(x_ND, tables)
+            x_ND, sides = piece.block.bind(tensors, piece.slots, Multiply(plain_gemm)).outputs(x_ND, tables)
             total = total + COEFFICIENT * sides["router.balance"] / len(batches)
             for name, value in sides.items():
                 seen[name][-1].append(value.detach())
