@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from make_hook_tables import table  # noqa: E402
 
 from surogate_core import events  # noqa: E402
-from surogate_core.app.commands import COMMANDS  # noqa: E402
+from surogate_core.app.commands import first_words  # noqa: E402
 from surogate_core.cli.main import main as surogate  # noqa: E402
 
 PLUGINS = ("list", "show", "check", "new", "lock", "verify", "sbom")
@@ -84,7 +84,7 @@ def _help(words: list[str]) -> str:
 def cli() -> str:
     """The text of docs/cli.md."""
     parts = [CLI, f"\n## surogate\n\n```text\n{_help([])}```\n"]
-    for command in COMMANDS:
+    for command in first_words():
         parts.append(f"\n## surogate {command}\n\n```text\n{_help([command])}```\n")
         if command == "plugins":
             parts += [f"\n### surogate plugins {sub}\n\n```text\n{_help([command, sub])}```\n" for sub in PLUGINS]

@@ -109,6 +109,112 @@ def surogate_tool_parser() -> list[bundles.ToolParserSpec]:
     return [*json_calls.SPECS, xml_calls.SPEC]
 
 
+COMMANDS = (
+    bundles.CommandSpec(
+        name="generate",
+        usage="generate MODEL --prompt TEXT",
+        help="continue a text; MODEL is a directory, a run, an adapter or a hub id",
+        main="surogate_core.cli.generate:main",
+        rank=100,
+    ),
+    bundles.CommandSpec(
+        name="chat",
+        usage="chat MODEL [MODEL …]",
+        help="a chat in the terminal",
+        main="surogate_core.cli.chat:main",
+        rank=110,
+    ),
+    bundles.CommandSpec(
+        name="eval",
+        usage="eval MODEL [MODEL …]",
+        help="held-out loss, or accuracy on tasks; several models are compared",
+        main="surogate_core.cli.evaluate:main",
+        rank=120,
+    ),
+    bundles.CommandSpec(
+        name="env",
+        usage="env list|new|tasks|check|eval",
+        help="environments of reinforcement learning: tasks, rewards of a model",
+        main="surogate_core.cli.env:main",
+        rank=130,
+    ),
+    bundles.CommandSpec(
+        name="serve",
+        usage="serve MODEL [--adapter DIR …]",
+        help="a server of the OpenAI API",
+        main="surogate_core.cli.serve:main",
+        rank=140,
+    ),
+    bundles.CommandSpec(
+        name="tokenize",
+        usage="tokenize [TASK] [FILE.yaml] [KEY=VALUE …] [--debug [N]]",
+        help="tokenise and pack the data, show what is trained",
+        main="surogate_core.cli.tokenize:main",
+        rank=200,
+    ),
+    bundles.CommandSpec(
+        name="merge",
+        usage="merge [RUN] [--output DIR]",
+        help="fold a LoRA adapter into its base model; RUN is the latest by default",
+        main="surogate_core.cli.merge:main",
+        rank=300,
+    ),
+    bundles.CommandSpec(
+        name="export",
+        usage="export [RUN] --to hub://USER/NAME\nexport [MODEL] --to FILE.gguf",
+        help="upload the result to the Hugging Face hub, or copy it to a directory\n"
+        "write one file for llama.cpp and Ollama",
+        main="surogate_core.cli.export:main",
+        rank=310,
+    ),
+    bundles.CommandSpec(
+        name="report",
+        usage="report [RUN …] [--output FILE|--serve]",
+        help="curves and figures of runs, as files or as a live page",
+        main="surogate_core.cli.report:main",
+        rank=320,
+    ),
+    bundles.CommandSpec(
+        name="numerics",
+        usage="numerics [KEY=VALUE …] [--recipes A,B]",
+        help="the same training under each precision recipe, compared",
+        main="surogate_core.cli.numerics:main",
+        rank=330,
+    ),
+    bundles.CommandSpec(
+        name="plan",
+        usage="plan [TASK] [FILE.yaml] [KEY=VALUE …]",
+        help="will it fit, how fast, how long; nothing is trained",
+        main="surogate_core.cli.plan:main",
+        rank=340,
+        example="plan model=Qwen/Qwen3-0.6B datasets=my.jsonl",
+    ),
+    bundles.CommandSpec(
+        name="plugins",
+        usage="plugins list|show NAME|lock|verify|sbom\nplugins new NAME --kind KIND\nplugins check [NAME …|--matrix]",
+        help="what is installed, and whether it matches the lock\n"
+        "write a plugin package of your own\n"
+        "whether a plugin does what its kind must; what can be combined",
+        main="surogate_core.cli.plugins:main",
+        rank=800,
+    ),
+    bundles.CommandSpec(
+        name="doctor",
+        usage="doctor",
+        help="what this machine can run, and why not the rest",
+        main="surogate_core.cli.doctor:main",
+        rank=900,
+    ),
+)
+"""What the command line has without plugins, besides the tasks and `demo`; read from here without an import."""
+
+
+@hookimpl
+def surogate_command() -> list[bundles.CommandSpec]:
+    """The core's commands."""
+    return [*COMMANDS]
+
+
 def _native(weights: Weights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
     from surogate_core.generate.native import NativeEngine
 

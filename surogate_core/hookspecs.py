@@ -140,3 +140,11 @@ def surogate_fabric() -> Offer[b.FabricSpec]:
 @hookspec
 def surogate_monitor() -> Offer[b.MonitorSpec]:
     """Monitors: receive the run's events, may answer with a control."""
+
+
+# ------------------------------------------------------------------------------ what is typed
+
+
+@hookspec
+def surogate_command() -> Offer[b.CommandSpec]:
+    """Commands: `surogate NAME`."""

@@ -171,11 +171,11 @@ def _named_file(parsed: Arguments, named: dict[str, str]) -> None:
 
 
 def _positional(parsed: Arguments, word: str, command: str, argv: Sequence[str]) -> None:
-    from surogate_core.app.commands import COMMANDS
+    from surogate_core.app.commands import first_words
 
     if "=" in word or word.startswith(("~", "+")):
         parsed.overrides.append(word)
-    elif command == "surogate" and word in COMMANDS:
+    elif command == "surogate" and word in first_words():
         rest = [w for w in argv if w != word]
         raise UserError(f"{word}: the command comes first. Fix: {' '.join(['surogate', word, *rest])}")
     elif command == "surogate":

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from surogate_core.bundles.advantages import AdvantageSpec
+from surogate_core.bundles.commands import CommandSpec
 from surogate_core.bundles.data import DatasetFormat, FormatChoice
 from surogate_core.bundles.environments import (
     Environment,
@@ -97,6 +98,7 @@ __all__ = [
     "Arriving",
     "Bundle",
     "Code",
+    "CommandSpec",
     "Completion",
     "Constraint",
     "DatasetFormat",
@@ -203,6 +205,7 @@ Bundle = (
     | Launcher
     | FabricSpec
     | MonitorSpec
+    | CommandSpec
 )
 
 KINDS: Mapping[str, tuple[str, type]] = {
@@ -226,5 +229,6 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "launcher": ("surogate_launcher", Launcher),
     "fabric": ("surogate_fabric", FabricSpec),
     "monitor": ("surogate_monitor", MonitorSpec),
+    "command": ("surogate_command", CommandSpec),
 }
 """Kind (= the config group, where there is one) → its hook and its bundle's type."""

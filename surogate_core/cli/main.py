@@ -9,10 +9,10 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from surogate_core.app.commands import COMMANDS, CORE_TASKS, DEMO, PEERS_COMMANDS, installed_tasks
+from surogate_core.app.commands import CORE_TASKS, DEMO, PEERS_COMMANDS, find_command, installed_tasks, run_command
 from surogate_core.app.starting import NO_EXTENSIONS
 from surogate_core.cli.failure import report_bug
 from surogate_core.errors import PluginError, SurogateError, UserError
@@ -21,36 +21,10 @@ HELP = """\
 surogate: train language models at the practical limit of NVIDIA GPUs
 
 start here:
-  surogate demo                                         train the embedded example, minutes on a CPU
-  surogate sft model=Qwen/Qwen3-0.6B datasets=my.jsonl  fine-tune on your own data
-  surogate plan model=Qwen/Qwen3-0.6B datasets=my.jsonl will it fit, how fast, how long
+{start}
 
 usage:
-  surogate KEY=VALUE …                         train; the embedded example where model and data are not set
-  surogate demo [KEY=VALUE …]                  the same; without keys, the embedded example as it is
-  surogate sft|pt [FILE.yaml] [KEY=VALUE …]    fine-tune, or pre-train all weights; the same with a plugin's task
-  surogate generate MODEL --prompt TEXT        continue a text; MODEL is a directory, a run, an adapter or a hub id
-  surogate chat MODEL [MODEL …]                a chat in the terminal
-  surogate eval MODEL [MODEL …]                held-out loss, or accuracy on tasks; several models are compared
-  surogate env list|new|tasks|check|eval       environments of reinforcement learning: tasks, rewards of a model
-  surogate serve MODEL [--adapter DIR …]       a server of the OpenAI API
-  surogate tokenize [TASK] [FILE.yaml] [KEY=VALUE …] [--debug [N]]
-                                               tokenise and pack the data, show what is trained
-  surogate merge [RUN] [--output DIR]          fold a LoRA adapter into its base model; RUN is the latest by default
-  surogate export [RUN] --to hub://USER/NAME   upload the result to the Hugging Face hub, or copy it to a directory
-  surogate export [MODEL] --to FILE.gguf       write one file for llama.cpp and Ollama
-  surogate report [RUN …] [--output FILE|--serve]
-                                               curves and figures of runs, as files or as a live page
-  surogate numerics [KEY=VALUE …] [--recipes A,B]
-                                               the same training under each precision recipe, compared
-  surogate plan [TASK] [FILE.yaml] [KEY=VALUE …]
-                                               will it fit, how fast, how long; nothing is trained
-  surogate plugins list|show NAME|lock|verify|sbom
-                                               what is installed, and whether it matches the lock
-  surogate plugins new NAME --kind KIND        write a plugin package of your own
-  surogate plugins check [NAME …|--matrix]     whether a plugin does what its kind must; what can be combined
-  surogate doctor                              what this machine can run, and why not the rest
-  surogate --version
+{usage}
 
 examples:
   surogate +recipe=bf16 +model=qwen3
@@ -60,6 +34,17 @@ examples:
 `surogate sft --help` lists every key; docs/config.md explains them.
 exit codes: 0 done; 2 the input is wrong; 3 this machine cannot do it; 1 a bug; 130 interrupted
 """
+
+START = (
+    ("demo", "train the embedded example, minutes on a CPU"),
+    ("sft model=Qwen/Qwen3-0.6B datasets=my.jsonl", "fine-tune on your own data"),
+)
+TRAINING = (
+    ("KEY=VALUE …", "train; the embedded example where model and data are not set"),
+    ("demo [KEY=VALUE …]", "the same; without keys, the embedded example as it is"),
+    ("sft|pt [FILE.yaml] [KEY=VALUE …]", "fine-tune, or pre-train all weights; the same with a plugin's task"),
+)
+"""(what is typed after ``surogate``, what it does)."""
 
 PREFIXES = ("+", "~", "-")
 
@@ -120,7 +105,7 @@ def _discard_output() -> None:
 def _dispatch(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
     if first in ("", "--help", "-h", "help"):
-        print(HELP, end="")
+        print(help_text(), end="")
         return 0
     if first == "--version":
         from surogate_core import __version__
@@ -135,26 +120,35 @@ def _dispatch(arguments: list[str]) -> int:
 
         announce("The demo trains a tiny model on data that ships with Surogate. Loading torch and the plugins.")
         return _train(arguments[1:], None)
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "generate": _generate,
-        "chat": _chat,
-        "eval": _evaluate,
-        "env": _environments,
-        "serve": _serve,
-        "tokenize": _tokenize,
-        "merge": _merge,
-        "export": _export,
-        "report": _report_runs,
-        "numerics": _numerics,
-        "plan": _plan,
-        "plugins": _plugins,
-        "doctor": _doctor,
-    }
-    if first in commands:
-        return commands[first](arguments[1:])
-    if first in CORE_TASKS or first in installed_tasks():
+    if first in CORE_TASKS:
+        return _train(arguments[1:], first)
+    command = find_command(arguments)
+    if command is not None:
+        return run_command(command, arguments)
+    if first in installed_tasks():
         return _train(arguments[1:], first)
     raise _unknown_command(arguments)
+
+
+def help_text() -> str:
+    """What ``surogate --help`` prints: the core's lines, and those of the commands that may run."""
+    from surogate_core.plugins.commands import allowed_commands
+
+    offered = allowed_commands()
+    start = [*START, *((c.example, c.help.partition("\n")[0]) for c in offered if c.example)]
+    forms = [pair for c in offered for pair in zip(c.usage.split("\n"), c.help.split("\n"), strict=False)]
+    usage = [*TRAINING, *forms, ("--version", "")]
+    return HELP.format(start=_lines(start, width=53), usage=_lines(usage, width=44))
+
+
+def _lines(pairs: Iterable[tuple[str, str]], *, width: int) -> str:
+    """A line for each pair, with its second text in a column; below the first where that is too long."""
+    lines = []
+    for typed, what in pairs:
+        command = f"surogate {typed}"
+        between = f"\n{'':{width + 3}}" if len(command) > width else " "
+        lines.append(f"  {command:<{width}}{between}{what}".rstrip())
+    return "\n".join(lines)
 
 
 def _check_directory() -> None:
@@ -173,93 +167,16 @@ def _train(arguments: list[str], task: str | None) -> int:
     return train.main(arguments, task)
 
 
-def _generate(arguments: list[str]) -> int:
-    from surogate_core.cli import generate
-
-    return generate.main(arguments)
-
-
-def _chat(arguments: list[str]) -> int:
-    from surogate_core.cli import chat
-
-    return chat.main(arguments)
-
-
-def _evaluate(arguments: list[str]) -> int:
-    from surogate_core.cli import evaluate
-
-    return evaluate.main(arguments)
-
-
-def _environments(arguments: list[str]) -> int:
-    from surogate_core.cli import env
-
-    return env.main(arguments)
-
-
-def _serve(arguments: list[str]) -> int:
-    from surogate_core.cli import serve
-
-    return serve.main(arguments)
-
-
-def _tokenize(arguments: list[str]) -> int:
-    from surogate_core.cli import tokenize
-
-    return tokenize.main(arguments)
-
-
-def _merge(arguments: list[str]) -> int:
-    from surogate_core.cli import merge
-
-    return merge.main(arguments)
-
-
-def _export(arguments: list[str]) -> int:
-    from surogate_core.cli import export
-
-    return export.main(arguments)
-
-
-def _report_runs(arguments: list[str]) -> int:
-    from surogate_core.cli import report
-
-    return report.main(arguments)
-
-
-def _numerics(arguments: list[str]) -> int:
-    from surogate_core.cli import numerics
-
-    return numerics.main(arguments)
-
-
-def _plan(arguments: list[str]) -> int:
-    from surogate_core.cli import plan
-
-    return int(plan.main(arguments))
-
-
-def _plugins(arguments: list[str]) -> int:
-    from surogate_core.cli import plugins
-
-    return plugins.main(arguments)
-
-
-def _doctor(arguments: list[str]) -> int:
-    from surogate_core.cli import doctor
-
-    return doctor.main(arguments)
-
-
 def _unknown_command(arguments: Sequence[str]) -> UserError:
     from surogate_core.config import planned
+    from surogate_core.plugins.commands import known_names
 
     word = arguments[0]
     if word in planned.COMMANDS:
         return UserError(f"surogate {word}: {planned.MESSAGE}")
     if word.endswith((".yaml", ".yml")):
         return UserError(f"{word}: name the task before the file. Fix: surogate sft {' '.join(arguments)}")
-    near = get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+    near = get_close_matches(word, [*CORE_TASKS, DEMO, *known_names()], n=1, cutoff=0.5)
     meant = PEERS_COMMANDS.get(word) or (near[0] if near else "")
     fix = f" Fix: {' '.join(['surogate', meant, *arguments[1:]])}" if meant else " `surogate --help` lists them."
     return UserError(f"{word}: there is no such command (an override has the form KEY=VALUE).{fix}")

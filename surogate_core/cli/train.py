@@ -70,7 +70,7 @@ def _show(arguments: Arguments, task: str | None) -> int:
 
 def _complete(arguments: Arguments) -> int:
     """Tab completion; Hydra knows groups and keys, not our sub-commands, so they are taken out of the line."""
-    from surogate_core.app.commands import COMMANDS
+    from surogate_core.app.commands import first_words
     from surogate_core.config.compose import run_hydra
     from surogate_core.plugins import load_plugins
 
@@ -80,11 +80,11 @@ def _complete(arguments: Arguments) -> int:
     open_word = words.pop() if words and not rest.endswith(" ") else ""
     querying = any(o.startswith("query=") for o in arguments.overrides)
     if querying:
-        commands = (*COMMANDS, *(name for name in registry.names("task") if name not in COMMANDS))
-        print(" ".join(_own_completions(words, open_word, commands, registry)))
+        names = tuple(dict.fromkeys([*first_words(), *registry.names("task")]))
+        print(" ".join(_own_completions(words, open_word, names, registry)))
         if words[:1] == ["plugins"]:
             return 0
-    if words and words[0] in COMMANDS:
+    if words and words[0] in first_words():
         words = words[1:]
     kept = [_bare(w, registry) for w in words if "=" in w and not w.startswith("-")]
     os.environ["COMP_LINE"] = " ".join([app, *kept, open_word])
@@ -93,15 +93,17 @@ def _complete(arguments: Arguments) -> int:
         return _hydra_exit(lambda: run_hydra(["-sc", *arguments.overrides], [], registry, lambda config: None))
 
 
-def _own_completions(words: list[str], open_word: str, commands: Sequence[str], registry: Registry) -> list[str]:
+def _own_completions(words: list[str], open_word: str, firsts: Sequence[str], registry: Registry) -> list[str]:
     """Completions that Hydra does not offer: commands, those of `plugins` with their names, and lists of options."""
     from surogate_core.config.names import LIST_GROUPS
+    from surogate_core.plugins.commands import command_names
 
     names: list[str] = []
     if not words:
-        names = list(commands)
+        names = list(firsts)
     elif words == ["plugins"]:
         names = ["list", "show", "lock", "verify", "new", "check"]
+        names += [second for first, _, second in (name.partition(" ") for name in command_names()) if first == words[0]]
     elif words[0] == "plugins" and words[1] in ("show", "check"):
         names = sorted(registry.plugins)
     group, equals, value = open_word.partition("=")

@@ -73,6 +73,7 @@ KINDS: Mapping[str, Kind] = {
     "launcher": Kind(what="the launcher", file="launch", use="surogate launcher=@NAME@"),
     "fabric": Kind(what="the fabric", file="links", use="surogate gpus=2 device=cpu fabric=@NAME@"),
     "monitor": Kind(what="the monitor", file="monitor", use="surogate monitor=[console,jsonl,@NAME@]"),
+    "command": Kind(what="the command", file="command", use="surogate @NAME@", has_option=False),
     "kernels": Kind(what="the kernel pack", file="kernels", use="surogate doctor", has_option=False),
 }
 """Kinds that a package can be made for."""

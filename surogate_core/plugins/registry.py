@@ -130,7 +130,7 @@ class Registry:
             for plugin, bundle in self._call(hook, bundle_type):
                 other = offers.get(bundle.name)
                 if other is not None:
-                    clash = _clash(f"{kind} {bundle.name!r}", other.plugin, plugin)
+                    clash = offered_twice(f"{kind} {bundle.name!r}", other.plugin, plugin)
                     if kind == "kernels":
                         raise PluginError(str(clash))
                     self.clashes.setdefault((kind, bundle.name), clash)
@@ -382,7 +382,7 @@ def _add_options(registry: Registry, plugin: InstalledPlugin, directory: Path) -
         options = registry.options.setdefault(group, {})
         other = options.get(option)
         if other is not None:
-            registry.clashes[group, option] = _clash(f"config option {group}={option}", other.plugin, plugin)
+            registry.clashes[group, option] = offered_twice(f"config option {group}={option}", other.plugin, plugin)
         options[option] = ConfigOption(file=file, plugin=plugin)
 
 
@@ -394,13 +394,14 @@ def _refuse_equal_names(found: Sequence[InstalledPlugin], policy: ImportPolicy) 
             continue
         other = names.setdefault(canonical(plugin.name), plugin)
         if other is not plugin:
-            raise PluginError(str(_clash(f"entry point {plugin.name!r}", other, plugin, same_name=True)))
+            raise PluginError(str(offered_twice(f"entry point {plugin.name!r}", other, plugin, same_name=True)))
         other = modules.setdefault(plugin.module, plugin)
         if other is not plugin:
-            raise PluginError(str(_clash(f"module {plugin.module!r}", other, plugin)))
+            raise PluginError(str(offered_twice(f"module {plugin.module!r}", other, plugin)))
 
 
-def _clash(what: str, first: InstalledPlugin, second: InstalledPlugin, *, same_name: bool = False) -> Missing:
+def offered_twice(what: str, first: InstalledPlugin, second: InstalledPlugin, *, same_name: bool = False) -> Missing:
+    """Why nobody has a name that two plugins offer."""
     known = catalogue()
     ours = {canonical(name) for name in (*known.options.values(), *known.bundles.values())}
     # The one to leave out is not that which this project offers under the name.

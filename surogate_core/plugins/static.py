@@ -15,10 +15,6 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from surogate_core.bundles import KINDS
-
-_KIND_OF_CLASS = {bundle_type.__name__: kind for kind, (_, bundle_type) in KINDS.items()}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticView:
@@ -166,7 +162,7 @@ def stated_api(tree: ast.Module) -> str | None:
 def _is_hookimpl(function: ast.FunctionDef) -> bool:
     for decorator in function.decorator_list:
         target = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if _last_name(target) == "hookimpl":
+        if last_name(target) == "hookimpl":
             return True
     return False
 
@@ -178,23 +174,37 @@ def _returned_text(function: ast.FunctionDef) -> str | None:
     return None
 
 
-def _offered(file: Path) -> tuple[list[tuple[str, str]], list[str]]:
-    """(kind, name) of the bundles that a file makes, and the flat keys that it declares."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        # Parsing is what takes the time, and most files make no bundle.
-        if not any(name in text for name in (*_KIND_OF_CLASS, "Flat(")):
-            return [], []
-        tree = ast.parse(text)
-    except (OSError, SyntaxError, ValueError):
-        return [], []
-    constants = {
+@cache
+def _kinds_of_classes() -> Mapping[str, str]:
+    """Name of a bundle's class → its kind. Commands are found without it, and the import takes its time."""
+    from surogate_core.bundles import KINDS
+
+    return {bundle_type.__name__: kind for kind, (_, bundle_type) in KINDS.items()}
+
+
+def literals(tree: ast.Module) -> dict[str, object]:
+    """The values of a module's names that are assigned a literal."""
+    return {
         target.id: node.value.value
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+
+
+def _offered(file: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """(kind, name) of the bundles that a file makes, and the flat keys that it declares."""
+    kinds = _kinds_of_classes()
+    try:
+        text = file.read_text(encoding="utf-8")
+        # Parsing is what takes the time, and most files make no bundle.
+        if not any(name in text for name in (*kinds, "Flat(")):
+            return [], []
+        tree = ast.parse(text)
+    except (OSError, SyntaxError, ValueError):
+        return [], []
+    constants = literals(tree)
     bundles, flat_keys = [], []
 
     def text_of(node: ast.expr) -> str | None:
@@ -203,18 +213,19 @@ def _offered(file: Path) -> tuple[list[tuple[str, str]], list[str]]:
         return value if isinstance(value, str) else None
 
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        called = _last_name(call.func)
+        called = last_name(call.func)
         named = {keyword.arg: text_of(keyword.value) for keyword in call.keywords}
-        if called in _KIND_OF_CLASS and (name := named.get("name")) is not None:
-            bundles.append((_KIND_OF_CLASS[called], name))
-        if called in _KIND_OF_CLASS and (flag := named.get("flag")) is not None:
+        if called in kinds and (name := named.get("name")) is not None:
+            bundles.append((kinds[called], name))
+        if called in kinds and (flag := named.get("flag")) is not None:
             flat_keys.append(flag)
         if called == "Flat" and (key := text_of(call.args[0]) if call.args else named.get("key")) is not None:
             flat_keys.append(key)
     return bundles, flat_keys
 
 
-def _last_name(node: ast.expr) -> str:
+def last_name(node: ast.expr) -> str:
+    """The name that an expression ends with: `b` of `a.b`."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""

@@ -16,7 +16,7 @@ from page_commands import GUIDES, PAGES, ROOT, Command, commands, commands_of
 from pages import blocks
 
 from surogate_core.app.arguments import leading_task, parse
-from surogate_core.app.commands import COMMANDS, CORE_TASKS, installed_tasks
+from surogate_core.app.commands import CORE_TASKS, first_words, installed_tasks
 from surogate_core.cli.cluster import own_words
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_many
@@ -32,6 +32,7 @@ OTHERS = {"pip", "uv", "hf", "sha256sum", "try/bin/pip", "/opt/surogate/bin/pip"
 """Programs of others that a page may show without the mark `not run`."""
 
 TASKS = (*CORE_TASKS, *installed_tasks())
+COMMANDS = first_words()
 ALL = [c for page in PAGES if page.name not in OWN_TESTS for c in commands(page)]
 OURS = [c for c in ALL if c.words[0] == "surogate"]
 RUNNING = [page for page in GUIDES if any(not c.mark and c.words[0] == "surogate" for c in commands(page))]

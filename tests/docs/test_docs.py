@@ -225,3 +225,5 @@ def test_hook_examples_train_together(shell):
     assert '"figures": {"entropy": ' in (shell.work / "out/metrics.jsonl").read_text(encoding="utf-8")
     log = (shell.work / "out/surogate.log").read_text(encoding="utf-8")
     assert '"swiglu float32": "plain/plain"' in log
+    assert "surogate tail [RUN]" in shell.run("surogate --help")
+    assert len(shell.run("surogate tail out").splitlines()) == 10

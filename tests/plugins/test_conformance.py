@@ -19,7 +19,8 @@ from surogate_core.errors import MachineError, UserError
 from surogate_core.kernels.grouped import grouped_product
 from surogate_core.mesh.offers import FABRICS
 from surogate_core.plugins import Registry, import_policy, load_plugins
-from surogate_core.plugins.discovery import installed_plugins
+from surogate_core.plugins.commands import commands_of
+from surogate_core.plugins.discovery import core_plugin, installed_plugins
 from surogate_core.testing import (
     Check,
     NotApplicable,
@@ -93,6 +94,7 @@ def test_the_core_conforms() -> None:
     subjects |= {f"schedule {name}" for name in ("linear", "cosine", "wsd", "constant")}
     subjects |= {f"advantage {name}" for name in ("group", "mean", "batch", "rloo", "maxrl", "opo")}
     subjects |= {f"tool_parser {name}" for name in ("hermes", "qwen3-coder", "llama3", "mistral")}
+    subjects |= {f"command {command.name}" for command in commands_of(core_plugin())}
     assert {c.subject for c in found} == subjects | fabrics
     for check in found:
         if check.subject not in fabrics:
