@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from surogate_model_qwen3_moe.model import DenseBlock, SparseBlock, build
+from surogate_model_qwen3_moe.model import PlainBlock, SparseBlock, build
 from surogate_model_qwen3_moe.presets import PRESETS
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -91,8 +91,8 @@ def test_every_option_names_a_preset_and_every_preset_has_one() -> None:
 )
 def test_which_layers_have_experts(changes: dict[str, Any], dense: list[int]) -> None:
     blocks = [block for _, block in build(tiny_config(**changes)).blocks(8)]
-    assert [i for i, block in enumerate(blocks) if isinstance(block, DenseBlock)] == dense
-    assert all(isinstance(block, DenseBlock | SparseBlock) for block in blocks)
+    assert [i for i, block in enumerate(blocks) if isinstance(block, PlainBlock)] == dense
+    assert all(isinstance(block, PlainBlock | SparseBlock) for block in blocks)
 
 
 def test_the_size_of_a_dense_layer_is_read_where_there_is_one() -> None:

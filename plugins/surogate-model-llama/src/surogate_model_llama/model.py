@@ -1,76 +1,28 @@
-"""Llama 3, 3.1, 3.2, 3.3 (arXiv 2407.21783): pre-norm blocks, grouped queries, RoPE with scaling, SwiGLU.
-
-Shape suffixes: N tokens, D model features, H query heads, K key/value heads, E head features,
-F feed-forward features, V vocabulary.
-"""
+"""Llama 3, 3.1, 3.2, 3.3 (arXiv 2407.21783): pre-norm blocks, grouped queries, RoPE with scaling, SwiGLU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from surogate_core.dsl import Dim, Setting, Stack
+from surogate_core.dsl.decoder import LAYERS, PREFIX, Decoder, DenseBlock, H, attention_slots, mlp_slots
 
-import torch
-from torch import Tensor
-
-from surogate_core.dsl import Attention, Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
-from surogate_core.dsl.decoder import check_decoder, even_share
-from surogate_core.dsl.rope import Rope
-from surogate_core.kernels import ops
-
-D = Dim("hidden_size")
-H = Dim("num_attention_heads")
 K = Dim("num_key_value_heads", default=H.size)
-E = Dim("head_dim", default=even_share)
-F = Dim("intermediate_size")
-V = Dim("vocab_size")
 ATTENTION_BIAS = Setting("attention_bias", default=False)
 MLP_BIAS = Setting("mlp_bias", default=False)
-EPS = Setting("rms_norm_eps", default=1e-6)
 
 
-class LlamaBlock(Block):
-    """One decoder layer."""
+class LlamaBlock(DenseBlock):
+    """One decoder layer, which may have biases."""
 
-    heads, kv_heads, head_dim, eps = H, K, E, EPS
-    input_norm = Param("input_layernorm.weight", D)
-    post_norm = Param("post_attention_layernorm.weight", D)
-    q = Linear("self_attn.q_proj", D, H * E, region="qkv", bias=ATTENTION_BIAS)
-    k = Linear("self_attn.k_proj", D, K * E, region="qkv", bias=ATTENTION_BIAS)
-    v = Linear("self_attn.v_proj", D, K * E, region="qkv", bias=ATTENTION_BIAS)
-    o = Linear("self_attn.o_proj", H * E, D, region="att", bias=ATTENTION_BIAS)
-    attend = Attention(H, K, E)
-    gate = Linear("mlp.gate_proj", D, F, region="ffn", bias=MLP_BIAS)
-    up = Linear("mlp.up_proj", D, F, region="ffn", bias=MLP_BIAS)
-    down = Linear("mlp.down_proj", F, D, region="ffn", bias=MLP_BIAS)
-
-    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
-        """[N, D] → [N, D]."""
-        cos, sin = tables["cos"], tables["sin"]
-        h = ops.rms_norm(x, self.input_norm, self.eps)
-        q_NHE = self.q(h).view(-1, self.heads, self.head_dim)
-        k_NKE = self.k(h).view(-1, self.kv_heads, self.head_dim)
-        v_NKE = self.v(h).view(-1, self.kv_heads, self.head_dim)
-        a_NHE = self.attend(ops.rope(q_NHE, cos, sin), ops.rope(k_NKE, cos, sin), v_NKE)
-        x = x + self.o(a_NHE.flatten(1))
-        h = ops.rms_norm(x, self.post_norm, self.eps)
-        return x + self.down(ops.swiglu(self.gate(h), self.up(h)))
+    q, k, v, o, attend = attention_slots(kv_heads=K, bias=ATTENTION_BIAS)
+    gate, up, down = mlp_slots(bias=MLP_BIAS)
 
 
-class Llama(Model):
+class Llama(Decoder):
     """The causal language model."""
 
-    architecture = "LlamaForCausalLM"
-    embed = Embedding("model.embed_tokens.weight", V, D)
-    layers = Stack(LlamaBlock, Dim("num_hidden_layers"), "model.layers.{i}.")
-    head = LMHead("lm_head.weight", "model.norm.weight", EPS, tied=Setting("tie_word_embeddings", default=False))
-
-    def tables(self, positions_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """RoPE's cos and sin, [N, E/2] fp32."""
-        return Rope(self.config, E.size(self.config)).tables(positions_N)
+    family, architecture = "llama", "LlamaForCausalLM"
+    layers = Stack(LlamaBlock, LAYERS, PREFIX)
+    reads = ("attention_bias", "mlp_bias")
 
 
-def build(config: Mapping[str, Any]) -> Llama:
-    """The model of a ``config.json``; refuses what the block does not compute."""
-    model = Llama(config)
-    check_decoder(model, family="llama", heads=H, kv_heads=K, head_dim=E, reads=("attention_bias", "mlp_bias"))
-    return model
+build = Llama.build

@@ -1,0 +1,121 @@
+"""Variants of the Llama line that are a few declarations, as docs/model-family.md writes them, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+
+from surogate_core.dsl import Attention, Setting, Stack
+from surogate_core.dsl.decoder import LAYERS, PREFIX, Decoder, DenseBlock, E, H, K, attention_slots, mlp_slots, qk_norms
+from surogate_core.errors import UserError
+from surogate_core.testing import tiny
+from surogate_core.testing.parity import TINY, TOLERANCE, Pair
+
+
+class MistralBlock(DenseBlock):
+    """Each position sees the last ones alone."""
+
+    attend = Attention(H, K, E, window=Setting("sliding_window", default=0))
+
+
+class Mistral(Decoder):
+    """The causal language model."""
+
+    family, architecture = "mistral", "MistralForCausalLM"
+    layers = Stack(MistralBlock, LAYERS, PREFIX)
+    reads = ("sliding_window",)
+
+
+class SmolBlock(DenseBlock):
+    """A layer that may have biases, or leave out the rotary embedding."""
+
+    q, k, v, o, attend = attention_slots(bias=Setting("attention_bias", default=False))
+    gate, up, down = mlp_slots(bias=Setting("mlp_bias", default=False))
+    rope = Setting("rotated")
+
+
+class Smol(Decoder):
+    """The causal language model; `no_rope_layers` has a 1 for each layer with the rotary embedding."""
+
+    family, architecture = "smollm3", "SmolLM3ForCausalLM"
+    layers = Stack(SmolBlock, LAYERS, PREFIX)
+    reads = ("no_rope_layers", "no_rope_layer_interval", "attention_bias", "mlp_bias")
+
+    def layer_config(self, number: int) -> Mapping[str, Any]:
+        """What the layer's block is built from."""
+        return {**self.config, "rotated": bool(self.config["no_rope_layers"][number])}
+
+
+class NormedBlock(DenseBlock):
+    """With norms of queries and keys."""
+
+    q_norm, k_norm = qk_norms()
+
+
+class UnrotatedBlock(NormedBlock):
+    """The same without the rotary embedding."""
+
+    rope = False
+
+
+FAMILIES: dict[str, tuple[Any, Any, type[Decoder]]] = {
+    "mistral": (MistralForCausalLM, MistralConfig(**TINY, sliding_window=5), Mistral),
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config(**TINY, no_rope_layers=[1, 0, 1], mlp_bias=True, pad_token_id=0),
+        Smol,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
+    architecture, config, family = FAMILIES[name]
+    pair = Pair.of(architecture, config, family.build)
+    assert pair.logits_error() <= TOLERANCE
+    error, name = pair.gradient_error(recompute=True)
+    assert error <= TOLERANCE, name
+
+
+def family_of(block: type[DenseBlock]) -> type[Decoder]:
+    parts = {"family": "own", "architecture": "OwnForCausalLM", "layers": Stack(block, LAYERS, PREFIX)}
+    return type("Own", (Decoder,), parts)
+
+
+def test_norms_act_without_the_rotary_embedding_too() -> None:
+    """What no shipped family has. Every pair of the blocks differs, and none does where RoPE does not turn: a token
+    alone attends to itself, whatever its query.
+    """
+    blocks = (NormedBlock, UnrotatedBlock, DenseBlock)
+    config = {**TINY, "model_type": "own"}
+    engines = [tiny.engine(config, build=family_of(block).build, source=tiny.random_source()) for block in blocks]
+
+    def logits(length: int) -> list[torch.Tensor]:
+        return [engine.logits(tiny.batch(tiny.documents((length,))))[:length] for engine in engines]
+
+    assert all(tiny.relative_error(a, b) > 1e-3 for a, b in combinations(logits(9), 2))
+    assert all(tiny.relative_error(a, b) < 1e-5 for a, b in combinations(logits(1), 2))
+
+
+@pytest.mark.parametrize(("block", "asked"), [(DenseBlock, True), (NormedBlock, False)])
+def test_a_key_that_contradicts_the_declared_norms_is_refused(block: type[DenseBlock], asked: bool) -> None:
+    build = family_of(block).build
+    build({**TINY, "qk_norm": not asked})
+    with pytest.raises(UserError, match="`qk_norm`"):
+        build({**TINY, "qk_norm": asked})
+
+
+def test_a_declaration_takes_the_place_of_the_one_that_it_overrides() -> None:
+    """The order of the tensors, which is that of their sums, does not depend on what a family changes."""
+    plain, normed = (family_of(block).build(TINY) for block in (DenseBlock, NormedBlock))
+    orders = []
+    for model in (plain, normed):
+        prefix, block = next(model.blocks(8))
+        orders.append([spec.name for spec in block.tensor_specs(prefix, block.linear_slots(None), train_base=True)])
+    assert orders[1][:4] == ["input_norm", "q_norm", "k_norm", "post_norm"]
+    assert [name for name in orders[1] if name not in ("q_norm", "k_norm")] == orders[0]
