@@ -41,6 +41,8 @@ def outside() -> dict[str, str]:
     """Every file outside docs/ that the site shows or offers, and its place there."""
     readmes = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("plugins/*/README.md"))
     plugins = {readme: f"plugins/{readme.split('/')[1]}.md" for readme in readmes}
+    guides = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("plugins/*/docs/*.md"))
+    plugins |= {guide: guide.replace("/docs/", "/") for guide in guides}
     files = sorted(path for pattern in FILES + UNLISTED for path in ROOT.glob(pattern) if path.is_file())
     names = [path.relative_to(ROOT).as_posix() for path in files]
     return PAGES | plugins | {name: name.removeprefix(".") for name in names}

@@ -366,9 +366,9 @@ def sft(
             one or two.
         max_restarts: How often the run starts again from its last checkpoint after a process died, hung or had a
             bug.
-        auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the
+        auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; its docs/adaptive.md has the
             rules.
-        early_stop: End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria.
+        early_stop: End a run that has converged, diverges or stands still; its docs/adaptive.md has the criteria.
     """
 
 def pt(
@@ -705,9 +705,9 @@ def pt(
             one or two.
         max_restarts: How often the run starts again from its last checkpoint after a process died, hung or had a
             bug.
-        auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the
+        auto_lr_reduction: Halve the learning rate when the loss or the gradient jumps; its docs/adaptive.md has the
             rules.
-        early_stop: End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria.
+        early_stop: End a run that has converged, diverges or stands still; its docs/adaptive.md has the criteria.
     """
 
 def train(

@@ -31,6 +31,7 @@ PAGES = [
     *DOCS,
     ROOT / "native/README.md",
     *sorted(ROOT.glob("plugins/*/*.md")),
+    *sorted(ROOT.glob("plugins/*/docs/*.md")),
 ]
 RUNNABLE = ("docs/hooks.md", "docs/writing-a-plugin.md")
 """Pages whose blocks are run by a test of their own."""

@@ -18,6 +18,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks/evidence").glob("*.md")),
+    *sorted(ROOT.glob("plugins/*/docs/*.md")),
 ]
 GUIDES = [
     ROOT / "README.md",

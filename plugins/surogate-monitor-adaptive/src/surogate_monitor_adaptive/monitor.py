@@ -49,9 +49,9 @@ class AdaptiveOptions:
     """Options of the adaptive monitor."""
 
     auto_lr_reduction: Annotated[bool, Flat("auto_lr_reduction", needed=True)] = False
-    """Halve the learning rate when the loss or the gradient jumps; docs/adaptive.md has the rules."""
+    """Halve the learning rate when the loss or the gradient jumps; its docs/adaptive.md has the rules."""
     early_stop: Annotated[bool, Flat("early_stop", needed=True)] = False
-    """End a run that has converged, diverges or stands still; docs/adaptive.md has the criteria."""
+    """End a run that has converged, diverges or stands still; its docs/adaptive.md has the criteria."""
     phases: bool = True
     """Report changes of phase."""
     advice: bool = True
