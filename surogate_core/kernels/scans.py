@@ -335,12 +335,7 @@ def gated_delta_scan(
 ) -> tuple[Tensor, tuple[Tensor]]:
     """`gated_delta` as a recurrence with one state [H, E, F]. Without borders every row is a run: one decoding step."""
     rows = (q_NGE, k_NGE, v_NHF, decay_NH, beta_NH)
-    state = only(initial)
-    if borders is None:
-        y, last = gated_delta_step(*rows, _zeros(v_NHF, k_NGE) if state is None else state)
-    else:
-        y, last = gated_delta(*rows, borders, initial=state, finals=finals, chunk=chunk)
-    return y, (last,)
+    return _scan(gated_delta, gated_delta_step, rows, v_NHF, k_NGE, borders, initial, finals=finals, chunk=chunk)
 
 
 def ssd_scan(
@@ -357,13 +352,23 @@ def ssd_scan(
 ) -> tuple[Tensor, tuple[Tensor]]:
     """`ssd` as a recurrence with one state [H, E, F]. Without borders every row is a run: one decoding step."""
     rows = (x_NHF, b_NGE, c_NGE, decay_NH, dt_NH)
+    return _scan(ssd, ssd_step, rows, x_NHF, b_NGE, borders, initial, finals=finals, chunk=chunk)
+
+
+def _scan(
+    runs: Callable[..., tuple[Tensor, Tensor]],
+    step: Callable[..., tuple[Tensor, Tensor]],
+    rows: Sequence[Tensor],
+    v_NHF: Tensor,
+    k_NGE: Tensor,
+    borders: Tensor | None,
+    initial: Sequence[Tensor] | None,
+    **settings: Any,
+) -> tuple[Tensor, tuple[Tensor]]:
+    """`runs` over the borders or, without them, `step` for each row; values and keys give the shape of a state of zeros."""
     state = only(initial)
     if borders is None:
-        y, last = ssd_step(*rows, _zeros(x_NHF, b_NGE) if state is None else state)
+        y, last = step(*rows, _finals(v_NHF, k_NGE, v_NHF.shape[0]).zero_() if state is None else state)
     else:
-        y, last = ssd(*rows, borders, initial=state, finals=finals, chunk=chunk)
+        y, last = runs(*rows, borders, initial=state, **settings)
     return y, (last,)
-
-
-def _zeros(v_NHF: Tensor, k_NGE: Tensor) -> Tensor:
-    return _finals(v_NHF, k_NGE, v_NHF.shape[0]).zero_()

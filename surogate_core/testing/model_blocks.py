@@ -19,7 +19,7 @@ from surogate_core.dsl import Block, Model, Setting
 from surogate_core.dsl.declare import Multiply, TensorSpec
 from surogate_core.dsl.known_keys import KNOWN, Known
 from surogate_core.dsl.mixers import BORDERS, KeyValues, States, mixing
-from surogate_core.dsl.routing import REAL
+from surogate_core.dsl.sides import REAL
 from surogate_core.errors import UserError
 from surogate_core.kernels.scans import CHUNK
 from surogate_core.testing import tiny

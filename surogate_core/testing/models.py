@@ -148,7 +148,7 @@ def balances_as_transformers(family: ModelFamily) -> None:
     """The load-balancing loss of routers and the gradients with it agree with transformers' class to 1e-5 in fp32."""
     built = family.build(tiny_preset(family))
     if not any(spec.role == "router_probability" for _, block in built.blocks(0) for spec in block.side_specs()):
-        raise NotApplicable("its blocks do not report the router's sums (`surogate_core.dsl.routing`)")
+        raise NotApplicable("its blocks do not report the router's sums (`surogate_core.dsl.sides`)")
     model, coefficient = reference(family), 0.5
     config, state = model.config.to_dict(), tiny.in_files(_state(model), built)
     (document,) = tiny.documents((29,), vocabulary=min(config["vocab_size"], 1000))

@@ -11,8 +11,7 @@ import torch
 from mixture import CONFIG, Mixture
 from tiny_qwen3 import strict_offloader
 
-from surogate_core.dsl.routing import TOKENS
-from surogate_core.dsl.sides import Form, RouterLosses
+from surogate_core.dsl.sides import TOKENS, Form, RouterLosses
 from surogate_core.engine import graphs
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.schedule import HEAD, counting_schedule, render

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from surogate_core import bundles
 from surogate_core.data.encoded import Encoded
 from surogate_core.dsl import Routes, project
-from surogate_core.dsl.routing import TOKENS, router_figures
+from surogate_core.dsl.sides import TOKENS, router_figures
 from surogate_core.events import Control, Progress, StepEnd
 from surogate_core.kernels import ops
 from surogate_core.testing import guard, monitors, tiny

@@ -12,7 +12,7 @@ from run_fixtures import EMBEDDED
 from torch import Tensor
 
 from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Stack, project, project_combined
-from surogate_core.dsl.routing import router_figures, router_sides
+from surogate_core.dsl.sides import router_figures, router_sides
 from surogate_core.files.paths import resolve_package_path
 from surogate_core.kernels import ops
 from surogate_core.testing import tiny

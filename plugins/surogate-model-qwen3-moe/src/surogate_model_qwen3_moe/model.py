@@ -23,7 +23,7 @@ from surogate_core.dsl.decoder import (
     qk_norms,
 )
 from surogate_core.dsl.dims import read_key
-from surogate_core.dsl.routing import router_figures, router_sides
+from surogate_core.dsl.sides import router_figures, router_sides
 from surogate_core.errors import UserError
 from surogate_core.kernels import ops
 

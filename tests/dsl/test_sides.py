@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.experts import Routes
-from surogate_core.dsl.routing import MASS, PROBABILITY, TOKENS, Z, router_figures
+from surogate_core.dsl.sides import MASS, PROBABILITY, TOKENS, Z, router_figures
 
 N, E, CHOICES = 11, 5, 2
 
