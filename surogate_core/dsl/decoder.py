@@ -197,7 +197,7 @@ def check_decoder(
     beyond a plain decoder, as `check_keys` takes them.
     """
     config = model.config
-    check_keys(config, family=family, reads=reads, computes=computes)
+    check_keys(config, family=family, reads=reads, computes=computes, positions=model.positions)
     if (activation := read_key(config, "hidden_act", "silu")) not in ("silu", "swish") and "hidden_act" not in reads:
         raise not_computed([f"`hidden_act` is {activation!r}, and {family} computes silu alone"])
     queries, keys = size_of(heads, config), size_of(kv_heads, config)

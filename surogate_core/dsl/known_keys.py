@@ -15,7 +15,7 @@ from surogate_core.dsl.dims import not_computed
 from surogate_core.dsl.rope import longest_covered
 from surogate_core.errors import UserError
 
-Neutral = tuple[Any, ...] | Callable[[Any, Mapping[str, Any]], bool]
+Neutral = tuple[Any, ...] | Callable[[Any, Mapping[str, Any], float], bool]
 
 
 class Known(NamedTuple):
@@ -24,7 +24,9 @@ class Known(NamedTuple):
     what: str
     """What it adds, in words."""
     neutral: Neutral
-    """Values with which it adds nothing, beside null; or whether a value does not, in this ``config.json``."""
+    """Values with which it adds nothing, beside null; or a function of the value, the ``config.json`` and the model's
+    positions that says whether it adds nothing.
+    """
 
 
 OFF: Neutral = (False, 0, (), "")
@@ -37,25 +39,25 @@ def _head_dim(config: Mapping[str, Any]) -> float:
     return config.get("head_dim") or (width / heads if width and heads else math.nan)
 
 
-def _is_head_dim(value: Any, config: Mapping[str, Any]) -> bool:
+def _is_head_dim(value: Any, config: Mapping[str, Any], positions: float) -> bool:
     return bool(value == _head_dim(config))
 
 
-def _is_plain_scale(value: Any, config: Mapping[str, Any]) -> bool:
+def _is_plain_scale(value: Any, config: Mapping[str, Any], positions: float) -> bool:
     return isinstance(value, int | float) and math.isclose(value, _head_dim(config) ** -0.5, rel_tol=1e-4)
 
 
-def _is_no_window(value: Any, config: Mapping[str, Any]) -> bool:
+def _is_no_window(value: Any, config: Mapping[str, Any], positions: float) -> bool:
     """Whether a window never cuts a document: it is off, no layer has it, or all positions are in it."""
     if config.get("use_sliding_window") is False or not value:
         return True
     kinds = config.get("layer_types")
     if isinstance(kinds, list | tuple) and kinds and set(kinds) == {"full_attention"}:
         return True
-    return isinstance(value, int) and longest_covered(config) <= value
+    return isinstance(value, int) and positions <= value
 
 
-def _is_unused_interval(value: Any, config: Mapping[str, Any]) -> bool:
+def _is_unused_interval(value: Any, config: Mapping[str, Any], positions: float) -> bool:
     """Whether layers without RoPE are listed, so that their interval is not used."""
     return not value or bool(config.get("no_rope_layers"))
 
@@ -203,20 +205,27 @@ DROPOUT = frozenset(
 
 
 def check_keys(
-    config: Mapping[str, Any], *, family: str, reads: Collection[str] = (), computes: Mapping[str, Any] | None = None
+    config: Mapping[str, Any],
+    *,
+    family: str,
+    reads: Collection[str] = (),
+    computes: Mapping[str, Any] | None = None,
+    positions: float | None = None,
 ) -> None:
     """Raise one `UserError` that names the keys of `config` that change what a model computes and that the family does
     not compute.
 
     `reads`: keys of `KNOWN` that the family reads, and so checks itself. `computes`: key → the one value that it
-    computes, where that is another than without the key.
+    computes, where that is another than without the key. `positions`: `Model.positions`, which a window may cover; by
+    default what ``max_position_embeddings`` and RoPE's scaling say.
     """
     computed = computes or {}
+    end = longest_covered(config) if positions is None else positions
     problems = [
         problem
         for key, value in config.items()
         if value is not None and key not in reads
-        for problem in _problems(key, value, config, family, computed)
+        for problem in _problems(key, value, config, end, family, computed)
     ]
     if problems:
         raise not_computed(problems)
@@ -229,22 +238,22 @@ def check_keys(
 
 
 def _problems(
-    key: str, value: Any, config: Mapping[str, Any], family: str, computed: Mapping[str, Any]
+    key: str, value: Any, config: Mapping[str, Any], positions: float, family: str, computed: Mapping[str, Any]
 ) -> Iterator[str]:
     if key in computed:
         if value != computed[key]:
             yield f"`{key}` is {_shown(value)}, and {family} computes {computed[key]!r} alone"
         return
     known = KNOWN.get(key)
-    if known is not None and not _is_neutral(value, known.neutral, config):
+    if known is not None and not _is_neutral(value, known.neutral, config, positions):
         yield f"`{key}` is {_shown(value)}: {known.what}, which {family} does not compute"
 
 
-def _is_neutral(value: Any, neutral: Neutral, config: Mapping[str, Any]) -> bool:
+def _is_neutral(value: Any, neutral: Neutral, config: Mapping[str, Any], positions: float) -> bool:
     if callable(neutral):
-        return neutral(value, config)
+        return neutral(value, config, positions)
     if isinstance(value, list | tuple):
-        return all(one is None or _is_neutral(one, neutral, config) for one in value)
+        return all(one is None or _is_neutral(one, neutral, config, positions) for one in value)
     if isinstance(value, str):
         return value.lower() in neutral
     return value in neutral

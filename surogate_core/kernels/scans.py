@@ -365,7 +365,7 @@ def _scan(
     initial: Sequence[Tensor] | None,
     **settings: Any,
 ) -> tuple[Tensor, tuple[Tensor]]:
-    """`runs` over the borders or, without them, `step` for each row; values and keys give the shape of a state of zeros."""
+    """`runs` over the borders or, without them, `step` for each row. Values and keys have the sizes of a state."""
     state = only(initial)
     if borders is None:
         y, last = step(*rows, _finals(v_NHF, k_NGE, v_NHF.shape[0]).zero_() if state is None else state)

@@ -240,7 +240,7 @@ def gives_each_setting_its_result(family: ModelFamily) -> None:
         f"{', '.join(ignored)}: is declared, and with another value every block computes the same. Fix: compute it, "
         f"such as Attention(…, window=Setting(…)), or delete it",
     )
-    ignored = [text for key, value in config.items() if (text := _ignored(family, config, key, value))]
+    ignored = [text for key, value in config.items() if (text := _ignored(family, model, key, value))]
     ensure(not ignored, "; ".join(ignored))
 
 
@@ -308,10 +308,10 @@ def _acts(model: Model, prefix: str, block: Block, setting: Setting) -> bool | N
         return None
 
 
-def _ignored(family: ModelFamily, config: Mapping[str, Any], key: str, value: Any) -> str:
+def _ignored(family: ModelFamily, model: Model, key: str, value: Any) -> str:
     """What is wrong with a known key of the preset: it acts, and the model without it is the same; or nothing."""
-    known = KNOWN.get(key)
-    neutral = _without(known, key, value, config) if known is not None else None
+    known, config = KNOWN.get(key), model.config
+    neutral = _without(known, key, value, model) if known is not None else None
     if known is None or neutral is None:
         return ""
     try:
@@ -326,13 +326,13 @@ def _ignored(family: ModelFamily, config: Mapping[str, Any], key: str, value: An
     )
 
 
-def _without(known: Known, key: str, value: Any, config: Mapping[str, Any]) -> Any:
+def _without(known: Known, key: str, value: Any, model: Model) -> Any:
     """Another value for a known key that acts in this configuration; None where it does not act."""
     neutral = known.neutral
     if value is None or isinstance(value, dict):
         return None
     if callable(neutral):
-        acts = isinstance(value, int | float) and not neutral(value, config)
+        acts = isinstance(value, int | float) and not neutral(value, model.config, model.positions)
         return 2 * value if acts else None
     parts = value if isinstance(value, list | tuple) else (value,)
     if all(part in neutral for part in parts):

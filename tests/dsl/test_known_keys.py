@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from surogate_core.dsl import Model
+from surogate_core.dsl.decoder import Decoder
 from surogate_core.dsl.known_keys import DROPOUT, KNOWN, check_keys
 from surogate_core.errors import UserError
 from surogate_core.plugins.registry import Registry
@@ -156,6 +158,24 @@ def test_a_window_is_refused_where_it_acts(config: Mapping[str, Any], acts: bool
     with pytest.raises(UserError, match="a sliding window, which mine does not compute"):
         check_keys(config, family="mine")
     check_keys(config, family="mine", reads=("sliding_window", "layer_types"))
+
+
+def test_a_window_covers_the_positions_that_the_model_says() -> None:
+    """A family whose positions end elsewhere than `max_position_embeddings` says overrides `Model.positions`."""
+
+    class Short(Decoder):
+        family, architecture = "short", "ShortForCausalLM"
+        positions = property(lambda self: 64.0)
+
+    class Long(Decoder):
+        family, architecture = "long", "LongForCausalLM"
+        positions = property(lambda self: math.inf)
+
+    assert Short.build({**SIZES, "sliding_window": 64}).positions == 64
+    with pytest.raises(UserError, match="a sliding window, which short does not compute"):
+        Short.build({**SIZES, "sliding_window": 63})
+    with pytest.raises(UserError, match="a sliding window, which long does not compute"):
+        Long.build({**SIZES, "sliding_window": 128})
 
 
 def test_a_family_says_what_it_reads_and_computes() -> None:
