@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["pytester", "surogate_core.testing.pytest_plugin"]
+pytest_plugins = ["pytester", "surogate_testing.pytest_plugin"]
 
 settings.register_profile("repository", derandomize=True, deadline=None)
 settings.load_profile("repository")

@@ -25,7 +25,7 @@ def make() -> str:
     for pyproject in sorted(ROOT.glob("plugins/*/pyproject.toml")):
         data = tomllib.loads(pyproject.read_text(encoding="utf-8"))
         distribution = data["project"]["name"]
-        for module in data["project"]["entry-points"]["surogate"].values():
+        for module in data["project"].get("entry-points", {}).get("surogate", {}).values():
             package = pyproject.parent / "src" / module.partition(":")[0].partition(".")[0]
             view = view_files(package / "__init__.py", package)
             options.update({f"{group}/{name}": distribution for group, name in view.options})

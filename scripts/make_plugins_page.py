@@ -72,8 +72,8 @@ with one name, or with a kernel of one op, name and priority, stop it.
 
 ## The conformance kit
 
-`surogate_core.testing` has the checks that each kind of plugin must pass. `surogate plugins check NAME` runs them on
-an installed plugin:
+`surogate-testing` has the checks that each kind of plugin must pass. `surogate plugins check NAME` runs them on an
+installed plugin:
 
 ```text
 optimizer-adamw conforms: 15 checks hold, 0 do not
@@ -170,7 +170,7 @@ NVIDIA GPU. The kernel packs and recipes of this repository pass on an H200. In 
 makes one test of each check:
 
 ```python
-# pytest -p surogate_core.testing.pytest_plugin
+# pytest -p surogate_testing.pytest_plugin
 SUROGATE_PLUGIN = "optimizer-ademamix"
 
 
@@ -179,7 +179,7 @@ def test_conformance(surogate_check):
 ```
 
 `surogate plugins new` writes this file. With the pytest plugin, tests marked `gpu` are skipped on a machine without an
-NVIDIA GPU. `surogate_core.testing` also has what the tests of this repository's plugins share: models and micro-batches
+NVIDIA GPU. `surogate_testing` also has what the tests of this repository's plugins share: models and micro-batches
 of a few dozen numbers in an engine (`tiny`), a model family against transformers (`parity`), the ops by their
 definitions (`op_cases`, `attention_suite`), CUDA C++ compiled for the host (`host_cuda`), Triton's kernels in its
 interpreter (`interpreter`), chat templates on a tokenizer of bytes (`chat_templates`), and the events of a short run
@@ -208,6 +208,8 @@ def make() -> str:
     lines += [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for pyproject in sorted(ROOT.glob("plugins/*/pyproject.toml")):
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+        if "entry-points" not in project:
+            continue  # the conformance kit
         core = next(r for r in project["dependencies"] if r.startswith("surogate-core>="))
         for module in project["entry-points"]["surogate"].values():
             package = pyproject.parent / "src" / module.partition(":")[0].partition(".")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from surogate_core.events import EvalEnd, Notice, RolloutSample, RolloutSamples, Spread, event_fields, strict_json
-from surogate_core.testing.monitors import events
+from surogate_testing.monitors import events
 
 
 def test_every_event_is_strict_json_under_its_name() -> None:

@@ -20,7 +20,9 @@ from surogate_core.plugins.static import view_files
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "surogate_core"
-PLUGINS = sorted(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))
+KIT = ROOT / "plugins" / "surogate-testing"
+"""A library for tests, and no plugin."""
+PLUGINS = sorted({p.parent for p in ROOT.glob("plugins/*/pyproject.toml")} - {KIT})
 SOURCES = sorted(
     f
     for top in (CORE, ROOT / "surogate", ROOT / "core", ROOT / "plugins", ROOT / "scripts", ROOT / "benchmarks")
@@ -215,11 +217,13 @@ def test_what_counts_as_a_large_function():
 
 def test_core_imports_no_plugin():
     plugins = tuple(package_of(p).name for p in PLUGINS)
+    kit = package_of(KIT).name
+    check = CORE / "cli" / "plugin_check.py"
     refuse(
         f"{relative(file)} imports {name}"
         for file in core_files().values()
         for name in imports(parsed(file))
-        if name.startswith(plugins)
+        if name.startswith(plugins) or (name.startswith(kit) and file != check)
     )
 
 
@@ -288,7 +292,7 @@ FLOORS = (
     {"inference"},
     {"run", "convert"},
     {"measure"},
-    {"testing", "serve"},
+    {"serve"},
     {"app"},
     {"cli"},
     {"api"},
@@ -351,7 +355,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 def private_uses(plugin: Path) -> Iterator[str]:
     """What a plugin's package takes from other plugins, and private names that it takes from the core."""
-    own, others = package_of(plugin).name, {package_of(p).name for p in PLUGINS}
+    own, others = package_of(plugin).name, {package_of(p).name for p in (*PLUGINS, KIT)}
     for file in sorted(package_of(plugin).rglob("*.py")):
         tree = parsed(file)
         core = {
@@ -376,20 +380,22 @@ def is_private(name: str) -> bool:
 
 
 def test_plugins_use_nothing_private_and_no_other_plugin():
-    refuse(wrong for plugin in PLUGINS for wrong in private_uses(plugin))
+    refuse(wrong for plugin in (*PLUGINS, KIT) for wrong in private_uses(plugin))
 
 
 def test_nothing_leads_out_of_a_plugins_directory():
-    links = [relative(path) for plugin in PLUGINS for path in plugin.rglob("*") if path.is_symlink()]
-    upwards = [plugin.name for plugin in PLUGINS if ".." in (plugin / "pyproject.toml").read_text(encoding="utf-8")]
+    links = [relative(path) for plugin in (*PLUGINS, KIT) for path in plugin.rglob("*") if path.is_symlink()]
+    upwards = [
+        plugin.name for plugin in (*PLUGINS, KIT) if ".." in (plugin / "pyproject.toml").read_text(encoding="utf-8")
+    ]
     assert not links + upwards
 
 
-def test_a_plugins_tests_use_the_core_and_the_plugin_alone():
+def test_a_plugins_tests_use_the_core_the_kit_and_the_plugin_alone():
     """So that they run wherever the plugin's directory is; what joins two plugins is tested in tests/."""
     support = {f.stem for f in (ROOT / "tests" / "support").glob("*.py")}
     wrong = []
-    for plugin in PLUGINS:
+    for plugin in (*PLUGINS, KIT):
         others = sorted({package_of(p).name for p in PLUGINS} - {package_of(plugin).name}, key=len, reverse=True)
         for file in sorted((plugin / "tests").rglob("*.py")):
             text = file.read_text(encoding="utf-8").replace(package_of(plugin).name, "own")
@@ -498,7 +504,7 @@ def test_the_front_door_requires_every_plugin_by_default_or_by_an_extra():
     assert required["evals"] == evals
     assert required["environments"] == environments
     assert required["ray"] == ray
-    assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in PLUGINS)} - extras
+    assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in (*PLUGINS, KIT))} - extras
     assert sources.keys() == required[""] | extras
     assert (ROOT / "core" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 

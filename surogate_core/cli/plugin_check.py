@@ -8,18 +8,29 @@ import logging
 import sys
 import time
 from difflib import get_close_matches
+from importlib.util import find_spec
 from textwrap import indent
+from typing import TYPE_CHECKING
 
 from surogate_core.errors import PluginError, UserError
-from surogate_core.testing.check import Check, NotApplicable
+
+if TYPE_CHECKING:
+    from surogate_testing import Check
+
+
+def need_kit() -> None:
+    """Raises `UserError` with the distribution if the conformance kit is not installed."""
+    if find_spec("surogate_testing") is None:
+        raise UserError("the conformance kit is not installed. Fix: pip install surogate-testing")
 
 
 def matrix() -> int:
     """Try pairs of everything installed; 0 when each was trained together or refused by name."""
+    need_kit()
     import torch
 
     from surogate_core.plugins import import_policy, load_plugins
-    from surogate_core.testing.matrix import run_matrix
+    from surogate_testing.matrix import run_matrix
 
     torch.set_num_threads(1)
     found = run_matrix(load_plugins(import_policy()), lambda outcome: print(outcome, flush=True))
@@ -36,10 +47,11 @@ def main(names: list[str], *, only: str | None = None, verbose: bool = False) ->
     contains this text. `verbose`: with the traceback of what does not hold. Raises `UserError` with the nearest names
     if no check has `only` in its name.
     """
+    need_kit()
     import torch
 
     from surogate_core.plugins import import_policy, load_plugins
-    from surogate_core.testing import checks
+    from surogate_testing import checks
 
     # Tensors this small are done before a second thread wakes up.
     torch.set_num_threads(1)
@@ -83,6 +95,8 @@ def _plain(text: str) -> str:
 
 def _outcome(check: Check, *, verbose: bool) -> tuple[str, str]:
     """``holds``, ``FAILED`` or ``skipped``, and the reason."""
+    from surogate_testing import NotApplicable
+
     try:
         _run(check)
     except NotApplicable as reason:

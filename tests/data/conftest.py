@@ -18,7 +18,7 @@ from surogate_core.bundles import DatasetFormat
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 from surogate_core.data.tokenizer import load_tokenizer
-from surogate_core.testing import chat_templates
+from surogate_testing import chat_templates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

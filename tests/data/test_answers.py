@@ -10,7 +10,7 @@ from surogate_core.batch import IGNORE_LABEL
 from surogate_core.data.answers import check_answer, encode_answer, text_or_messages
 from surogate_core.data.encoded import EncodeContext, RowError
 from surogate_core.errors import UserError
-from surogate_core.testing.chat_templates import templated
+from surogate_testing.chat_templates import templated
 
 USER, FOUR = {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}
 

@@ -23,7 +23,7 @@ from surogate_core.data.templates import TURN_ENDS, apply_template
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
 from surogate_core.setup.tokenizer_of_run import tokenizer_of_run
-from surogate_core.testing.chat_templates import ENDS, SHIPPED, TEMPLATES
+from surogate_testing.chat_templates import ENDS, SHIPPED, TEMPLATES
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi"}

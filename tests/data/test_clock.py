@@ -17,7 +17,7 @@ from surogate_core.data.labels import tokenize_conversation
 from surogate_core.data.pipeline import prepare
 from surogate_core.data.sampler import StepLoader
 from surogate_core.errors import UserError
-from surogate_core.testing.chat_templates import CHATML, byte_tokenizer
+from surogate_testing.chat_templates import CHATML, byte_tokenizer
 
 TURNS = [{"role": "user", "content": "Ask."}, {"role": "assistant", "content": "Ok."}]
 

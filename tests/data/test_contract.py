@@ -11,7 +11,7 @@ from surogate_core.bundles import DatasetFormat, NoOptions
 from surogate_core.data import contract
 from surogate_core.data.encoded import Encoded, RowError
 from surogate_core.errors import UserError
-from surogate_core.testing.datasets import context
+from surogate_testing.datasets import context
 
 IDS = np.array([5, 6, 7], np.int32)
 SHIFTED = np.array([6, 7, -100], np.int32)

@@ -24,7 +24,7 @@ from surogate_core.data.encoded import RowError
 from surogate_core.data.labels import Override, tokenize_completion, tokenize_conversation
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
-from surogate_core.testing import chat_templates
+from surogate_testing import chat_templates
 
 ALL = ["own", "chatml", "chatml-marked-inside", "llama3", "qwen3", "mistral"]
 

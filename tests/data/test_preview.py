@@ -35,7 +35,7 @@ def document(ids: list[int], trained: list[int], weights: list[float] | None = N
 
 @pytest.fixture(scope="module")
 def chat() -> Any:
-    from surogate_core.testing import chat_templates
+    from surogate_testing import chat_templates
 
     return chat_templates.templated("own")[0]
 

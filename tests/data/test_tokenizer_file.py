@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
-from surogate_core.testing.chat_templates import byte_tokenizer
+from surogate_testing.chat_templates import byte_tokenizer
 
 END = "<|endoftext|>"
 TEXT = "Order 2024 of 12345 left: in 1999, ﬁne…  Café é\n\n  \tX"

@@ -12,7 +12,7 @@ from surogate_core.data.encoded import EncodeContext
 from surogate_core.data.labels import tokenize_completion
 from surogate_core.data.whole_text import encode_rest, encode_whole
 from surogate_core.inference.texts import prompt_of_text
-from surogate_core.testing.chat_templates import byte_tokenizer
+from surogate_testing.chat_templates import byte_tokenizer
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 

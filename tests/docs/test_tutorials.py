@@ -18,7 +18,7 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from surogate_core.cli.main import main
 from surogate_core.plugins.new import new_plugin
-from surogate_core.testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing.parity import TINY, TOLERANCE, Pair
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}

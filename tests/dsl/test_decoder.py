@@ -13,8 +13,8 @@ from transformers import MistralConfig, MistralForCausalLM, SmolLM3Config, SmolL
 from surogate_core.dsl import Attention, Setting, Stack
 from surogate_core.dsl.decoder import LAYERS, PREFIX, Decoder, DenseBlock, E, H, K, attention_slots, mlp_slots, qk_norms
 from surogate_core.errors import UserError
-from surogate_core.testing import tiny
-from surogate_core.testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing import tiny
+from surogate_testing.parity import TINY, TOLERANCE, Pair
 
 
 class MistralBlock(DenseBlock):

@@ -14,7 +14,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, GraniteConfig, GraniteFo
 from surogate_core.dsl import Attention, Embedding, LMHead, Param, Setting, Stack
 from surogate_core.dsl.decoder import EPS, LAYERS, PREFIX, D, Decoder, DenseBlock, E, H, K, V
 from surogate_core.kernels import ops
-from surogate_core.testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing.parity import TINY, TOLERANCE, Pair
 
 
 class GraniteBlock(DenseBlock):

@@ -12,7 +12,7 @@ import torch
 from surogate_core.bundles import ModelFamily, Objective
 from surogate_core.dsl import Head, LMHead, Model, ScoreHead, Setting
 from surogate_core.dsl.tensors import TensorSpec
-from surogate_core.testing import models, tiny
+from surogate_testing import models, tiny
 
 SCORES = {**tiny.SMALL_CONFIG, "architectures": ["AnyForSequenceClassification"]}
 

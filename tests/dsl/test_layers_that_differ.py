@@ -12,7 +12,7 @@ from torch import Tensor
 from surogate_core.dsl import Dim, Model, Stack
 from surogate_core.dsl.rope import Rope
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ from surogate_core.errors import PluginError, UserError
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 torch.set_num_threads(1)
 

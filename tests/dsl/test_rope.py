@@ -20,7 +20,7 @@ from surogate_core.dsl.rope import (
     scaled_config,
 )
 from surogate_core.errors import UserError
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 LLAMA3 = {
     "rope_type": "llama3",

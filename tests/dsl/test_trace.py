@@ -26,7 +26,7 @@ from surogate_core.dsl.trace import (
 from surogate_core.kernels import ops, registry
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing.op_cases import random
+from surogate_testing.op_cases import random
 
 N, D, H, K, E, F = 12, 16, 4, 2, 8, 20
 REGIONS = ("qkv", "att", "ffn", "swiglu", "rmsnorm")

@@ -16,7 +16,7 @@ from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
 from surogate_core.bundles import Objective
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 BETA = 0.7
 DOCUMENTS = tiny.documents((9, 7, 8, 6))

@@ -18,7 +18,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 pytestmark = pytest.mark.gpu
 

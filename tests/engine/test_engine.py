@@ -19,7 +19,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.stores import NO_OFFLOAD
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 Record = Callable[[str, object], None]
 

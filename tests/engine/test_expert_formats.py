@@ -21,8 +21,8 @@ from surogate_core.dsl.experts import EXPERT
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import Kept, OneByOne
 from surogate_core.engine.prediction import Counts, predict
-from surogate_core.testing import tiny
-from surogate_core.testing.weight_formats import built, rounded
+from surogate_testing import tiny
+from surogate_testing.weight_formats import built, rounded
 
 LAYERS = {**CONFIG, "num_hidden_layers": 3}
 EVERY = pytest.mark.parametrize("name", ["nf4", "fp8", "nvfp4"])

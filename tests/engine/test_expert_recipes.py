@@ -15,8 +15,8 @@ from torch import Tensor
 
 from surogate_core.bundles import Recipe
 from surogate_core.engine.engine import Engine
-from surogate_core.testing import tiny
-from surogate_core.testing.recipes import built
+from surogate_testing import tiny
+from surogate_testing.recipes import built
 
 RECIPES = {
     "fp8-hybrid": built(surogate_recipe_fp8.surogate_recipe(), tiny.CPU),

@@ -15,8 +15,8 @@ from surogate_core.dsl.experts import EXPERT
 from surogate_core.dsl.trace import Compiler, Recompute, Signature, _split, trace_joint
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.experts import combine, grouped_linears, route
-from surogate_core.testing import tiny
 from surogate_core.train.flops import Work
+from surogate_testing import tiny
 
 
 def engine(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Engine:

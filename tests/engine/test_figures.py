@@ -19,7 +19,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.kernels import ops
 from surogate_core.kernels.documents import document_starts, document_sums
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 Columns = Mapping[str, Tensor]
 

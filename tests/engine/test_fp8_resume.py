@@ -13,9 +13,9 @@ from torch import Tensor
 
 from surogate_core.batch import MicroBatch
 from surogate_core.engine.engine import Engine
-from surogate_core.testing import tiny
-from surogate_core.testing.recipes import built
 from surogate_core.train.checkpoint import CheckpointDir
+from surogate_testing import tiny
+from surogate_testing.recipes import built
 
 pytestmark = pytest.mark.gpu
 

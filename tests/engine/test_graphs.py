@@ -11,7 +11,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
 from surogate_core.engine.ranks.sharded_gradients import ShardedGradients
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 
 def first_steps(fabric: VirtualFabric, *, level: int, warm: bool) -> tuple[int, list[tuple[float, float]]]:

@@ -11,7 +11,7 @@ from surogate_offload_host import surogate_offloader
 from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.engine.engine import Engine
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 TOKENS, BORDERS = 64, 6
 CONFIG = tiny_config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=128, head_dim=32)

@@ -15,7 +15,7 @@ from torch import Tensor
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Objective
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

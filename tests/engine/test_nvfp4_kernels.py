@@ -18,8 +18,8 @@ from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import host_cuda, tiny
-from surogate_core.testing.recipes import built
+from surogate_testing import host_cuda, tiny
+from surogate_testing.recipes import built
 
 TOKENS = 40
 """No multiple of 16: some operands are padded."""

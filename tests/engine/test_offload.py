@@ -20,7 +20,7 @@ from surogate_core.bundles import OffloaderSpec, TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 KINDS: tuple[TensorKind, ...] = ("residuals", "optimizer", "master", "gradients", "weights")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

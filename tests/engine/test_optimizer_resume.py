@@ -18,7 +18,7 @@ from torch import Tensor
 from surogate_core.bundles import OptimizerSpec
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 SPECS: dict[str, OptimizerSpec] = {
     spec.name: spec

@@ -13,7 +13,7 @@ from surogate_core.bundles import KernelPack
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 CONFIG = tiny_config(vocab_size=64)
 

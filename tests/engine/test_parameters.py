@@ -21,8 +21,8 @@ from surogate_core.dsl.slots import Adapter
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.pieces import RandomSource, distinct, pieces
 from surogate_core.engine.stores import DeviceStore
-from surogate_core.testing import tiny
-from surogate_core.testing.recipes import built
+from surogate_testing import tiny
+from surogate_testing.recipes import built
 
 CPU = torch.device("cpu")
 FP8, QUANT = built(surogate_recipe_fp8.surogate_recipe(), CPU), NF4(NF4Options())

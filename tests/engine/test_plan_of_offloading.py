@@ -17,7 +17,7 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
 from surogate_core.engine.stores import NO_OFFLOAD
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 CONFIG = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=127)
 CPU_TRAINING: tuple[TensorKind, ...] = ("weights", "master", "gradients", "optimizer")

@@ -22,7 +22,7 @@ from surogate_core.engine.schedule import EMBED
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.kernels.torch_pack import TORCH_PACK
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 
 @pytest.mark.parametrize(

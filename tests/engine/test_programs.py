@@ -10,7 +10,7 @@ from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.engine.pieces import Piece
 from surogate_core.engine.programs import ProgramBuilder
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 
 def test_a_layer_finds_its_program_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

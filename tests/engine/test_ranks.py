@@ -20,7 +20,7 @@ from surogate_core.engine.pieces import InFile
 from surogate_core.errors import PluginError, UserError
 from surogate_core.mesh import groups
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 QUICK = {
     ("lora", 4),

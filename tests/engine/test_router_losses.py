@@ -16,7 +16,7 @@ from surogate_core.engine import graphs
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.schedule import HEAD, counting_schedule, render
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 BOTH = RouterLosses(aux=0.5, z=0.1)
 

@@ -17,7 +17,7 @@ from surogate_core.engine.prediction import predict
 from surogate_core.errors import UserError
 from surogate_core.kernels import heads, ops
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 D = Dim("hidden_size")
 

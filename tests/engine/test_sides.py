@@ -20,7 +20,7 @@ from surogate_core.dsl.slots import plain_gemm
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels import ops
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 COEFFICIENT = float(CONFIG["router_aux_loss_coef"])
 

@@ -13,7 +13,7 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStore, ExpertsApart
 from surogate_core.errors import PluginError, UserError
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 
 def test_the_device_store_keeps_what_it_was_given() -> None:

@@ -16,7 +16,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 pytestmark = pytest.mark.gpu
 CONFIG = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, head_dim=64)

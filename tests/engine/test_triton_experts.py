@@ -16,8 +16,8 @@ from surogate_core.engine.engine import Engine
 from surogate_core.kernels import experts as ops
 from surogate_core.kernels.registry import KernelTable, using
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import tiny
-from surogate_core.testing.interpreter import INTERPRETED, run_interpreted, starts_interpreter
+from surogate_testing import tiny
+from surogate_testing.interpreter import INTERPRETED, run_interpreted, starts_interpreter
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = pytest.mark.skipif(

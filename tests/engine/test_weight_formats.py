@@ -20,8 +20,8 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import tiny
-from surogate_core.testing.weight_formats import built
+from surogate_testing import tiny
+from surogate_testing.weight_formats import built
 
 CONFIG = tiny_config(vocab_size=64, num_hidden_layers=3)
 BATCHES = [tiny.batch(tiny.documents([9, 14], seed=s)) for s in range(2)]
@@ -167,7 +167,7 @@ def test_the_plan_counts_what_is_kept_and_the_room(packs: list[KernelPack]) -> N
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["nf4", "fp8", "nvfp4"])
 def test_on_a_gpu_too_with_panels_and_graphs(name: str, recompute: bool) -> None:
-    from surogate_core.testing.weight_formats import rounded as rounded_by
+    from surogate_testing.weight_formats import rounded as rounded_by
 
     found = weight_format(name)
     config = tiny_config(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, head_dim=64)

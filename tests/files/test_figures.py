@@ -6,7 +6,7 @@ import math
 
 from surogate_core.events import Rollouts, Spread, event_fields
 from surogate_core.files.figures import named_figures
-from surogate_core.testing.monitors import events
+from surogate_testing.monitors import events
 
 
 def rollouts(**changes: object) -> dict[str, float]:

@@ -21,9 +21,9 @@ from tiny_qwen3 import make_engine
 from surogate_core.engine.engine import Engine
 from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import file_digest
-from surogate_core.testing import tiny
 from surogate_core.train.checkpoint import CheckpointDir, manifest_digest
 from surogate_core.train.loop import Loop, LoopState
+from surogate_testing import tiny
 
 FILES = ("trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 STEPS = (1, 2)

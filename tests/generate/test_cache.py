@@ -11,7 +11,7 @@ from surogate_core.dsl.mixers import KeyValues
 from surogate_core.generate.cache import Cache, Kept, Places, attention, cpu_attention, mixers_of
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 from surogate_core.bundles import Constraint
 from surogate_core.errors import UserError
 from surogate_core.generate.constraints import MOST_SCHEMA_BYTES, Grammars, grammars_of
-from surogate_core.testing.chat_templates import byte_tokenizer, templated
+from surogate_testing.chat_templates import byte_tokenizer, templated
 
 TOKENIZER = byte_tokenizer()
 END, OTHER_END = TOKENIZER.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])

@@ -23,7 +23,7 @@ from surogate_core.generate.passes import tables_of
 from surogate_core.generate.sampling import filtered, tempered
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.testing import rollouts, tiny
+from surogate_testing import rollouts, tiny
 
 PROMPTS = tiny.documents((5, 17, 40, 16, 1, 5), seed=4)
 GREEDY = Sampling(temperature=0)

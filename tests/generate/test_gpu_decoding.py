@@ -21,9 +21,9 @@ from surogate_core.generate.decoding import BLOCK, SteppedRunner
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import tiny
-from surogate_core.testing.rollouts import Stepwise
-from surogate_core.testing.weight_formats import built
+from surogate_testing import tiny
+from surogate_testing.rollouts import Stepwise
+from surogate_testing.weight_formats import built
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ from surogate_core.generate.decoding import working_bytes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.scans import gated_delta_scan
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 torch.set_num_threads(1)
 

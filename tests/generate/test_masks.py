@@ -13,8 +13,8 @@ from surogate_core.generate.masks import packed_masks, unpacked
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.sequences import Running
 from surogate_core.generate.weights import Weights
-from surogate_core.testing import rollouts, tiny
-from surogate_core.testing.rollouts import Stepwise
+from surogate_testing import rollouts, tiny
+from surogate_testing.rollouts import Stepwise
 
 STOP = tiny.VOCABULARY - 1
 PROMPTS = tiny.documents((5, 17, 3, 16, 1, 5), seed=4)

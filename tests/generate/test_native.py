@@ -21,7 +21,7 @@ from surogate_core.generate import passes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import tiled_product
 from surogate_core.generate.weights import Weights
-from surogate_core.testing import models, tiny
+from surogate_testing import models, tiny
 
 PROMPTS = tiny.documents((5, 17, 40, 16, 1, 5), seed=4)
 SAMPLED = Sampling(temperature=1.5, top_p=0.95)

@@ -13,7 +13,7 @@ from surogate_core.dsl import Dim, Embedding, LMHead, Param, Setting, Stack
 from surogate_core.dsl.inits import uniform
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 D, EPS = Dim("hidden_size"), Setting("rms_norm_eps", default=1e-6)
 

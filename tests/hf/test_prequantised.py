@@ -20,7 +20,7 @@ from surogate_core.errors import ConfigError, UserError
 from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir
 from surogate_core.plugins.registry import Registry
-from surogate_core.testing.weight_formats import built
+from surogate_testing.weight_formats import built
 
 Run = Callable[..., int]
 LORA = ["lora=true", "lora_rank=4"]

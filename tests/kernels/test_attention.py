@@ -13,8 +13,8 @@ from surogate_core.dsl.trace import Signature, trace_joint
 from surogate_core.kernels import ops
 from surogate_core.kernels.registry import KernelTable, references, using
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import op_cases
-from surogate_core.testing.op_cases import Op, compare, random, strided
+from surogate_testing import op_cases
+from surogate_testing.op_cases import Op, compare, random, strided
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 3e-2}
 IMPLEMENTATIONS = [

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from surogate_core.kernels.convolutions import causal_convolution_multiplications, causal_convolution_scan
-from surogate_core.testing import op_cases
-from surogate_core.testing.op_cases import random, strided
+from surogate_testing import op_cases
+from surogate_testing.op_cases import random, strided
 
 LENGTHS = (1, 17, 0, 32, 3, 2, 17, 0)
 CHANNELS = 6

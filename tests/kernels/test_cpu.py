@@ -11,7 +11,7 @@ from torch import Tensor
 from surogate_core.dsl.trace import Recompute, Signature, differentiate
 from surogate_core.kernels import cpu
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing.op_cases import random, strided
+from surogate_testing.op_cases import random, strided
 
 BORDERS = torch.tensor([0, 3, 6], dtype=torch.int32)
 F32 = torch.float32

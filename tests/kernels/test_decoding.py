@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from surogate_core.dsl.trace import Compiler, Signature, without_gradients
 from surogate_core.kernels.decoding import choose_tokens, gumbel, kept, slot_attention, token_bounds
 from surogate_core.kernels.registry import in_place, references
-from surogate_core.testing import op_cases
-from surogate_core.testing.op_cases import random
+from surogate_testing import op_cases
+from surogate_testing.op_cases import random
 
 SCALE = 0.3
 LENGTHS = [1, 7, 20]

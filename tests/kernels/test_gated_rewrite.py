@@ -15,7 +15,7 @@ from surogate_core.formats import fp8 as scaled
 from surogate_core.kernels import ops, registry
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.testing.op_cases import random as wide
+from surogate_testing.op_cases import random as wide
 
 pytestmark = pytest.mark.gpu
 

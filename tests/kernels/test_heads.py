@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surogate_core.kernels import heads, ops
 from surogate_core.mesh.virtual import in_threads
-from surogate_core.testing.op_cases import random
+from surogate_testing.op_cases import random
 
 
 class Slow(dict[int, Any]):

@@ -15,8 +15,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from surogate_core.kernels import cpu, ops
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import references
-from surogate_core.testing import op_cases
-from surogate_core.testing.op_cases import BOUNDS, Op, compare, random, strided
+from surogate_testing import op_cases
+from surogate_testing.op_cases import BOUNDS, Op, compare, random, strided
 
 EPS = 1e-6
 IMPLEMENTATIONS = [

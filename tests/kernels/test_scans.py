@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from surogate_core.kernels import scans
 from surogate_core.kernels.registry import workspaces
-from surogate_core.testing import op_cases
-from surogate_core.testing.op_cases import random, strided
+from surogate_testing import op_cases
+from surogate_testing.op_cases import random, strided
 
 SCANS = {"gated_delta": scans.gated_delta_scan, "ssd": scans.ssd_scan}
 SHARE = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2}

@@ -17,7 +17,7 @@ from ray_clusters import KEYS, Fake, Run, make_cluster, worker_processes
 from surogate_launcher_ray import surogate_launcher
 
 from surogate_core.errors import ConfigError, MachineError
-from surogate_core.testing.launchers import CHECKS
+from surogate_testing.launchers import CHECKS
 
 TWO_MACHINES = ("gpus=2", "launcher=ray", "launcher.num_nodes=2", "gradient_accumulation_steps=1")
 LORA = ("lora=true", "lora_dropout=0.1")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surogate_core.bundles import WeightFormat
 from surogate_core.measure.rounding import DENSE, EXPERTS, QUIET, ROLES, Record, Roundings, rounding_of
-from surogate_core.testing import tiny, weight_formats
+from surogate_testing import tiny, weight_formats
 
 
 class Halves(WeightFormat):

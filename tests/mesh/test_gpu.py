@@ -11,7 +11,7 @@ import pytest
 
 from surogate_core.launch.gpus import VISIBLE, rotated, visible
 from surogate_core.mesh.offers import FABRICS
-from surogate_core.testing import fabrics
+from surogate_testing import fabrics
 
 
 @pytest.mark.gpu

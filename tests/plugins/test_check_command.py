@@ -11,7 +11,7 @@ import pytest
 from surogate_core.cli import plugin_check
 from surogate_core.cli.main import main
 from surogate_core.errors import PluginError
-from surogate_core.testing import checks
+from surogate_testing import checks
 
 # ------------------------------------------------------------------------------- the command
 
@@ -38,6 +38,13 @@ def test_check_prints_a_short_verdict(install_plugin: Any, capsys: Any) -> None:
     assert printed.endswith("\ngood fails: 11 checks hold, 1 do not, 3 not applicable\n")
     assert len(printed.splitlines()) == 16, "each check has a line"
     assert "FAILED  plugin good: imports quietly" in printed  # its directory is on the path of this process only
+
+
+def test_check_names_the_distribution_of_the_kit(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin_check, "find_spec", lambda name: None)
+    for arguments in (["--matrix"], []):
+        assert main(["plugins", "check", *arguments]) == 2
+        assert "the conformance kit is not installed. Fix: pip install surogate-testing" in capsys.readouterr().err
 
 
 def test_check_prints_as_it_goes_and_runs_one_check(
@@ -115,7 +122,7 @@ def test_the_pytest_plugin_makes_a_test_of_each_check(pytester: pytest.Pytester)
     pytester.makepyfile(
         'SUROGATE_PLUGIN = "monitor-jsonl"\n\ndef test_conformance(surogate_check):\n    surogate_check.run()\n'
     )
-    arguments = ["-p", "surogate_core.testing.pytest_plugin", "-q"]
+    arguments = ["-p", "surogate_testing.pytest_plugin", "-q"]
     pytester.runpytest(*arguments).assert_outcomes(passed=8)
     result = pytester.runpytest(*arguments, "--surogate-plugin", "kernels-cuda")
     outcomes = result.parseoutcomes()
@@ -125,6 +132,6 @@ def test_the_pytest_plugin_makes_a_test_of_each_check(pytester: pytest.Pytester)
 
 def test_the_pytest_plugin_wants_a_name(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_conformance(surogate_check):\n    surogate_check.run()\n")
-    result = pytester.runpytest("-p", "surogate_core.testing.pytest_plugin")
+    result = pytester.runpytest("-p", "surogate_testing.pytest_plugin")
     result.stdout.fnmatch_lines(["*name a plugin as SUROGATE_PLUGIN*"])
     assert result.ret != 0

@@ -21,7 +21,7 @@ from surogate_core.mesh.offers import FABRICS
 from surogate_core.plugins import Registry, import_policy, load_plugins
 from surogate_core.plugins.commands import commands_of
 from surogate_core.plugins.discovery import core_plugin, installed_plugins
-from surogate_core.testing import (
+from surogate_testing import (
     Check,
     NotApplicable,
     checks,

@@ -11,9 +11,9 @@ import pytest
 
 from surogate_core import bundles
 from surogate_core.mesh.offers import FABRICS
-from surogate_core.testing import fabrics
-from surogate_core.testing.check import NotApplicable
-from surogate_core.testing.suites import bundle_checks
+from surogate_testing import fabrics
+from surogate_testing.check import NotApplicable
+from surogate_testing.suites import bundle_checks
 
 GROUPS = fabrics.connects_groups_of_neighbouring_ranks
 

@@ -11,8 +11,8 @@ import pytest
 
 from surogate_core.cli.main import main
 from surogate_core.plugins import Registry, import_policy, load_plugins
-from surogate_core.testing import matrix
-from surogate_core.testing.matrix import Combination, Matrix, Outcome, cover, factors_of, run_matrix, try_combination
+from surogate_testing import matrix
+from surogate_testing.matrix import Combination, Matrix, Outcome, cover, factors_of, run_matrix, try_combination
 
 FACTORS = {"a": ["1", "2", "3"], "b": ["4", "5", "6"], "c": ["7", "8"], "d": ["9", "10", "11", "12"]}
 

@@ -1,4 +1,4 @@
-"""Each plugin's directory can be moved: elsewhere it builds, and its own tests pass beside the core alone."""
+"""A plugin's directory can be moved: elsewhere it builds, and its tests pass beside the core and the kit alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from wheels import unpack
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
+KIT = ROOT / "plugins" / "surogate-testing"
 PLUGINS = sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml"))
 LEFT = shutil.ignore_patterns("__pycache__", "build", "dist", ".*")
 
@@ -32,9 +33,10 @@ def built(project: Path, out: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def shared_wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The wheels of the core and of what kernel packs share."""
+    """The wheels of the core, of the conformance kit, and of what kernel packs share."""
     out = tmp_path_factory.mktemp("wheels")
-    return [built(project, out / str(number))[0] for number, project in enumerate((ROOT / "core", ROOT / "native"))]
+    projects = (ROOT / "core", ROOT / "native", KIT)
+    return [built(project, out / str(number))[0] for number, project in enumerate(projects)]
 
 
 def sources(names: Iterable[str]) -> set[str]:

@@ -10,7 +10,7 @@ import pytest
 from surogate_core.bundles import TaskSpec
 from surogate_core.cli.main import main
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.testing import tasks
+from surogate_testing import tasks
 
 POWERED = '''
 """A task whose loss is a power of the cross-entropy, with a column of its own."""

@@ -13,7 +13,7 @@ from surogate_core import builtin
 from surogate_core.bundles import TaskSpec
 from surogate_core.cli.main import main
 from surogate_core.data.sampler import PackedTask, StepLoader
-from surogate_core.testing import tasks
+from surogate_testing import tasks
 
 CORE = {spec.name: spec for spec in builtin.surogate_task()}
 

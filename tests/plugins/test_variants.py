@@ -26,8 +26,8 @@ from surogate_core.dsl import Routes, project
 from surogate_core.dsl.sides import TOKENS, router_figures
 from surogate_core.events import Control, Progress, StepEnd
 from surogate_core.kernels import ops
-from surogate_core.testing import guard, monitors, tiny
-from surogate_core.testing.suites import bundle_checks
+from surogate_testing import guard, monitors, tiny
+from surogate_testing.suites import bundle_checks
 
 torch.set_num_threads(1)
 

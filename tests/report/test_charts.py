@@ -13,7 +13,7 @@ from surogate_core.report.charts import Chart, charts_of
 from surogate_core.report.compare import table
 from surogate_core.report.contents import completions
 from surogate_core.report.records import COMPLETIONS, RunRecord
-from surogate_core.testing.monitors import events
+from surogate_testing.monitors import events
 
 
 def run_of(*records: dict[str, Any], name: str = "run") -> RunRecord:

@@ -27,7 +27,7 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.data.referenced import REFERENCE
 from surogate_core.dsl import ScoreHead
 from surogate_core.engine.engine import Engine
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 

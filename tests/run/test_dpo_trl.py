@@ -22,7 +22,7 @@ from trl_parity import END, distance, engine_of
 from surogate_core.batch import MicroBatch
 from surogate_core.data.referenced import REFERENCE
 from surogate_core.engine.engine import Engine
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 

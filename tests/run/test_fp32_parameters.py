@@ -16,7 +16,7 @@ from surogate_core.plugins.registry import load_plugins
 
 PLUGIN = """
 from surogate_core import bundles, hookimpl
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 from decaying import Decaying
 
 TINY = {**tiny.SMALL_CONFIG, "model_type": "decaying", "vocab_size": 1024, "architectures": ["Decaying"]}

@@ -26,9 +26,9 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import part_of
 from surogate_core.bundles.advantages import advantages
 from surogate_core.engine.engine import Engine
-from surogate_core.testing import tiny
 from surogate_core.train.advantages import ADVANTAGES
 from surogate_core.train.policy import Policy
+from surogate_testing import tiny
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 

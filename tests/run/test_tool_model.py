@@ -15,7 +15,7 @@ import pytest
 import surogate
 from surogate_core.cli.main import main
 from surogate_core.files.paths import resolve_package_path
-from surogate_core.testing.chat_templates import template_text
+from surogate_testing.chat_templates import template_text
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.slow

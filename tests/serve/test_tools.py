@@ -20,7 +20,7 @@ from surogate_core.plugins.registry import load_plugins
 from surogate_core.serve.models import Served
 from surogate_core.serve.server import Server
 from surogate_core.serve.worker import Worker
-from surogate_core.testing.chat_templates import template_text
+from surogate_testing.chat_templates import template_text
 
 TOKEN = "a-token-of-the-test"
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -10,7 +10,7 @@ from surogate_core.dsl import ScoreHead
 from surogate_core.errors import ConfigError
 from surogate_core.plugins import load_plugins
 from surogate_core.setup.heads import built_for, check_head
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 
 def test_the_task_decides_and_a_model_that_has_another_keeps_it() -> None:

@@ -23,8 +23,8 @@ from surogate_core.setup.ranks import (
     unequal_devices,
     with_kept_steps,
 )
-from surogate_core.testing import tiny
 from surogate_core.train.checkpoint import Checkpoint
+from surogate_testing import tiny
 
 
 def saved(**state: Any) -> Checkpoint:

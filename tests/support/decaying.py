@@ -10,7 +10,7 @@ from torch import Tensor
 from surogate_core.dsl import Dim, Param, Stack
 from surogate_core.dsl.inits import log_of_uniform
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 D = Dim("hidden_size")
 FP32 = ("decay", "mix.weight")

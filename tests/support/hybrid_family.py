@@ -30,7 +30,7 @@ from surogate_core.dsl import (
 from surogate_core.dsl.rope import Rope
 from surogate_core.kernels import ops
 from surogate_core.kernels.scans import gated_delta_scan
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 D, F, H = Dim("hidden_size"), Dim("intermediate_size"), Dim("num_attention_heads")
 E, C = Dim("head_dim"), Dim("channels")

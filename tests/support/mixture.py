@@ -15,7 +15,7 @@ from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Stack, project
 from surogate_core.dsl.sides import router_figures, router_sides
 from surogate_core.files.paths import resolve_package_path
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 CONFIG: Mapping[str, Any] = {
     "vocab_size": 61,

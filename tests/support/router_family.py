@@ -14,7 +14,7 @@ from torch import Tensor
 from surogate_core import bundles, hookimpl
 from surogate_core.dsl import Block, Dim, Linear, Setting, Side, Stack
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 SUROGATE_API = ">=2,<3"
 EXPERTS = Dim("num_experts")

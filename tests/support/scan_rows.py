@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.testing.op_cases import random
+from surogate_testing.op_cases import random
 
 LENGTHS = (1, 17, 0, 32, 3, 17, 0)
 GROUPS, HEADS, KEYS, VALUES = 2, 4, 5, 7

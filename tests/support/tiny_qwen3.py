@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel, KernelPack, OffloaderSpec, Store, Stores, TensorKind
 from surogate_core.engine.engine import Engine
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 # Tensors this small are done before a second thread wakes up; on busy cores it is waited for.
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Objective
 from surogate_core.engine.engine import Engine
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 END, PAD, WORDS = 59, 60, 61
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from surogate_core.kernels.registry import references
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import kernels, tiny
-from surogate_core.testing.honest import HonestOps
-from surogate_core.testing.recipes import built
+from surogate_testing import kernels, tiny
+from surogate_testing.honest import HonestOps
+from surogate_testing.recipes import built
 
 
 def lie(name: str, function: Callable[[Tensor], Tensor], mutates: tuple[str, ...] = ()) -> Any:

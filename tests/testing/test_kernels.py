@@ -21,8 +21,8 @@ from surogate_core.kernels import registry
 from surogate_core.kernels.decoding import slot_attention
 from surogate_core.kernels.registry import references
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import kernels, own_ops, slot_cases
-from surogate_core.testing.suites import bundle_checks
+from surogate_testing import kernels, own_ops, slot_cases
+from surogate_testing.suites import bundle_checks
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).resolve().parents[2] / "docs/kernels.md"
@@ -158,7 +158,7 @@ def acme_wrong(x: torch.Tensor) -> torch.Tensor:
     return Wrong.apply(x)
 
 def inputs():
-    from surogate_core.testing.kernel_inputs import Inputs, normal
+    from surogate_testing.kernel_inputs import Inputs, normal
     yield Inputs(leaves={"x": normal(6, 4, seed=0)}, call=lambda f, t: f(*t))
     yield Inputs(leaves={"x": normal(6, 4, seed=0)}, call=lambda f, t: f(*t, reverse=True), what="reversed")
 
@@ -171,7 +171,7 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory of modules, whose ops are forgotten after the test."""
     for name in ("references", "extensions"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-    for module in (kernels, own_ops, sys.modules["surogate_core.testing.kernel_inputs"]):
+    for module in (kernels, own_ops, sys.modules["surogate_testing.kernel_inputs"]):
         for name in ("references", "extensions"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(registry, name))
@@ -230,7 +230,7 @@ def test_a_reference_with_a_wrong_gradient_is_found(acme: Callable[..., ModelFam
 )
 def test_inputs_of_a_wrong_shape_are_named(acme: Callable[..., ModelFamily], value: str | None, fault: str) -> None:
     change = "del INPUTS['acme_scan']" if value is None else f"INPUTS['acme_scan'] = {value}"
-    family = acme(f"from surogate_core.testing.kernel_inputs import Inputs\n{change}")
+    family = acme(f"from surogate_testing.kernel_inputs import Inputs\n{change}")
     with pytest.raises(AssertionError) as caught:
         own_ops.defines_its_ops(family)
     said = str(caught.value)

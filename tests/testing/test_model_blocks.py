@@ -13,9 +13,9 @@ from surogate_core.bundles import ModelFamily
 from surogate_core.dsl import Attention, Dim, Model, Setting, Stack
 from surogate_core.errors import PluginError
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
-from surogate_core.testing.check import NotApplicable
-from surogate_core.testing.model_blocks import (
+from surogate_testing import tiny
+from surogate_testing.check import NotApplicable
+from surogate_testing.model_blocks import (
     CHECKS,
     gives_each_setting_its_result,
     keeps_documents_apart,

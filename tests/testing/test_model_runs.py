@@ -12,10 +12,10 @@ from torch import Tensor
 
 from surogate_core.dsl import Recurrence
 from surogate_core.plugins.registry import Registry
-from surogate_core.testing import model_runs, tiny
-from surogate_core.testing.check import NotApplicable
-from surogate_core.testing.model_blocks import keeps_documents_apart, sees_other_rows_by_mixers_alone
-from surogate_core.testing.model_runs import generates_as_it_computes, runs_with
+from surogate_testing import model_runs, tiny
+from surogate_testing.check import NotApplicable
+from surogate_testing.model_blocks import keeps_documents_apart, sees_other_rows_by_mixers_alone
+from surogate_testing.model_runs import generates_as_it_computes, runs_with
 from tests.support import hybrid_family
 from tests.testing.test_model_blocks import AttendsItself, ShiftedInDocuments, family, follows
 

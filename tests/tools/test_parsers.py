@@ -12,11 +12,11 @@ from surogate_core.bundles import ToolParserSpec
 from surogate_core.data.chat import chat_of
 from surogate_core.errors import UserError
 from surogate_core.inference.tool_calls import tag_ids
-from surogate_core.testing.chat_templates import SHIPPED, template_text, templated
-from surogate_core.testing.suites import bundle_checks
 from surogate_core.tools.checks import read_tools
 from surogate_core.tools.choosing import core_parsers, parser_of
 from surogate_core.tools.reading import Call, CallReader, Delta
+from surogate_testing.chat_templates import SHIPPED, template_text, templated
+from surogate_testing.suites import bundle_checks
 
 SPECS = core_parsers()
 FUNCTIONS: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ from surogate_core.bundles import AdvantageSpec, Part, part_of
 from surogate_core.bundles.advantages import advantages
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry
-from surogate_core.testing.suites import bundle_checks
 from surogate_core.train.advantages import ADVANTAGES
+from surogate_testing.suites import bundle_checks
 
 NAN = float("nan")
 REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [2.0, 1.0, 3.0, 2.0]])

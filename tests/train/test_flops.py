@@ -15,8 +15,8 @@ from surogate_model_qwen3.presets import PRESETS
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch, mean_pairs
 from surogate_core.data.sampler import collate
-from surogate_core.testing import tiny
 from surogate_core.train.flops import Work, gemm_flops_per_second
+from surogate_testing import tiny
 
 
 def batch(*lengths: int, padding: int = 0) -> MicroBatch:

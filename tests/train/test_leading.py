@@ -20,13 +20,13 @@ from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.lifeline import Lifeline
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.mesh.virtual import in_threads
-from surogate_core.testing import tiny
 from surogate_core.train import follow, leading
 from surogate_core.train.checkpoint import CheckpointDir
 from surogate_core.train.flops import Work
 from surogate_core.train.follow import Follower
 from surogate_core.train.leading import Interrupted, Leader, Order, Ranks
 from surogate_core.train.signals import StopSignals
+from surogate_testing import tiny
 
 CPU = torch.device("cpu")
 

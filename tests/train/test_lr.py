@@ -16,8 +16,8 @@ from surogate_core.bundles import ScheduleContext, ScheduleSpec
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import PluginError, UserError
 from surogate_core.plugins import load_plugins
-from surogate_core.testing.suites import bundle_checks
 from surogate_core.train.lr import CHECKED_AT_ONCE, SCHEDULES, Schedule, check_rates, faded, warmup_length
+from surogate_testing.suites import bundle_checks
 
 PEAK = 3e-4
 SPECS = {spec.name: spec for spec in SCHEDULES}

@@ -16,8 +16,8 @@ from surogate_core.events import (
     RoutingStats,
     StepEnd,
 )
-from surogate_core.testing.monitors import events
 from surogate_core.train.scalars import SAMPLE_COLUMNS, sample_rows, samples_of, scalars_of
+from surogate_testing.monitors import events
 
 
 def test_every_event_of_a_run() -> None:

@@ -16,7 +16,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data.encoded import RowError
 from surogate_core.data.pipeline import prepare
 from surogate_core.errors import UserError
-from surogate_core.testing.chat_templates import byte_tokenizer
+from surogate_testing.chat_templates import byte_tokenizer
 
 FORMAT: Any = plugin.surogate_dataset()
 OPENAI = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}

@@ -11,7 +11,7 @@ from surogate_dataset_chat import EMBEDDED_TOKENIZER
 from transformers import PreTrainedTokenizerBase
 
 from surogate_core.data.tokenizer import load_tokenizer
-from surogate_core.testing import chat_templates
+from surogate_testing import chat_templates
 
 embedded = partial(load_tokenizer, EMBEDDED_TOKENIZER)
 

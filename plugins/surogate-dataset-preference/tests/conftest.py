@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.testing import chat_templates
+from surogate_testing import chat_templates
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from websockets.sync.server import serve
 
 from surogate_core.bundles import EnvironmentSpec, EnvironmentTask
 from surogate_core.errors import MachineError, UserError
-from surogate_core.testing import NotApplicable, environments
+from surogate_testing import NotApplicable, environments
 
 
 class Guessing:

@@ -15,7 +15,7 @@ from surogate_environment_reasoning_gym.tasks import ReasoningGym
 
 from surogate_core.bundles import EnvironmentTask
 from surogate_core.errors import UserError
-from surogate_core.testing import environments
+from surogate_testing import environments
 
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

@@ -14,7 +14,7 @@ from surogate_environment_trl.tasks import build
 
 from surogate_core.bundles import EnvironmentSpec
 from surogate_core.errors import UserError
-from surogate_core.testing import NotApplicable, environments
+from surogate_testing import NotApplicable, environments
 
 FUNCTIONS = """
 import asyncio

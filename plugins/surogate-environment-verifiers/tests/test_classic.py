@@ -12,7 +12,7 @@ from surogate_environment_verifiers.options import VerifiersOptions
 
 from surogate_core.bundles import EnvironmentSpec
 from surogate_core.errors import UserError
-from surogate_core.testing import NotApplicable, environments
+from surogate_testing import NotApplicable, environments
 
 verifiers = pytest.importorskip("verifiers")
 if not hasattr(verifiers, "MultiTurnEnv"):

@@ -15,7 +15,7 @@ from surogate_environment_verifiers.options import VerifiersOptions
 
 from surogate_core.bundles import EnvironmentSpec
 from surogate_core.errors import UserError
-from surogate_core.testing import NotApplicable, environments
+from surogate_testing import NotApplicable, environments
 
 MODULE = """
 from itertools import count

@@ -12,7 +12,7 @@ from surogate_environments.expressions import ExpressionError, evaluate, shown
 
 from surogate_core.bundles import EnvironmentTask, total_reward
 from surogate_core.errors import UserError
-from surogate_core.testing.suites import bundle_checks
+from surogate_testing.suites import bundle_checks
 
 SPECS = {spec.name: spec for spec in surogate_environment()}
 

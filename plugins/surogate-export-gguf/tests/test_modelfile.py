@@ -13,7 +13,7 @@ from surogate_export_gguf.vocabulary import Vocabulary, _unmarked
 from surogate_core.bundles import ExportJob, Sampling
 from surogate_core.data.chat import chat_of
 from surogate_core.errors import UserError
-from surogate_core.testing.chat_templates import TEMPLATES, byte_tokenizer
+from surogate_testing.chat_templates import TEMPLATES, byte_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

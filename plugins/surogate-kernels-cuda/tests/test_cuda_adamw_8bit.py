@@ -18,7 +18,7 @@ from surogate_core.bundles import ParamGroup
 from surogate_core.formats import adamw_8bit as rule
 from surogate_core.formats.adamw_8bit import BLOCK, BlockwiseAdamW
 from surogate_core.kernels.registry import KernelTable, using
-from surogate_core.testing import host_cuda
+from surogate_testing import host_cuda
 
 SHAPES = ((37, 128), (40,), (4095,), (5000,), (96, 80))
 """Large, small, small, large that ends within a block, large."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surogate_core.formats.nvfp4 import Operand, nvfp4_quantised, nvfp4_rounded
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.testing import host_cuda
+from surogate_testing import host_cuda
 
 FLAGS = (False, True)
 OPERANDS = [

@@ -8,7 +8,7 @@ import torch
 
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing.fake_gpu import a_gpu_is_there
+from surogate_testing.fake_gpu import a_gpu_is_there
 
 
 def test_it_is_not_for_a_cpu() -> None:

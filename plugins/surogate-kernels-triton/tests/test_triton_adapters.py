@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import references
-from surogate_core.testing.op_cases import random
+from surogate_testing.op_cases import random
 
 pytestmark = pytest.mark.gpu
 BOUND = 1.5e-2

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from surogate_core.kernels import ahead
-from surogate_core.testing.triton_programs import empty
+from surogate_testing.triton_programs import empty
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),

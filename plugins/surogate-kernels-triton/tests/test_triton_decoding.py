@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from surogate_core.kernels import decoding as ops
-from surogate_core.testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
-from surogate_core.testing.op_cases import random
+from surogate_testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
+from surogate_testing.op_cases import random
 
 BOUND = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 DTYPES = [dtype for dtype in BOUND if not INTERPRETED or dtype != torch.bfloat16]

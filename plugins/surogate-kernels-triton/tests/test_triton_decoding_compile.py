@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surogate_core.testing.triton_programs import SHARED, check_compiled, empty, recorded
+from surogate_testing.triton_programs import SHARED, check_compiled, empty, recorded
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surogate_core.testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
-from surogate_core.testing.op_cases import random
+from surogate_testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
+from surogate_testing.op_cases import random
 
 # The interpreter multiplies no matrices in bf16.
 DTYPE, BOUND = (torch.float16, 2e-3) if INTERPRETED else (torch.bfloat16, 1e-2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surogate_core.dsl.trace import Signature, trace_joint
 from surogate_core.kernels.registry import KernelTable, references, using
-from surogate_core.testing.op_cases import random
+from surogate_testing.op_cases import random
 
 pytestmark = pytest.mark.gpu
 BOUNDS = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}

@@ -19,8 +19,8 @@ from torch.autograd import Function
 from surogate_core.formats import fp8_rows
 from surogate_core.kernels import experts as ops
 from surogate_core.kernels.grouped import grouped_product
-from surogate_core.testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
-from surogate_core.testing.op_cases import random
+from surogate_testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
+from surogate_testing.op_cases import random
 
 BOUND = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 

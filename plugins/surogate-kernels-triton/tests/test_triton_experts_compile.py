@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.formats.fp8 import E4M3
-from surogate_core.testing.triton_programs import SHARED, Launch, check_compiled, empty, recorded
+from surogate_testing.triton_programs import SHARED, Launch, check_compiled, empty, recorded
 
 pytestmark = [
     pytest.mark.slow,

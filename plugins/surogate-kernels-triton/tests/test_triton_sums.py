@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from surogate_core.kernels import sums
-from surogate_core.testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
-from surogate_core.testing.triton_programs import SHARED, check_compiled, empty, recorded
+from surogate_testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
+from surogate_testing.triton_programs import SHARED, check_compiled, empty, recorded
 
 
 @starts_interpreter

@@ -15,7 +15,7 @@ from surogate_launcher_ray import connection
 
 from surogate_core.errors import MachineError
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.testing.launchers import Probe
+from surogate_testing.launchers import Probe
 
 
 class AuthenticationError(Exception):

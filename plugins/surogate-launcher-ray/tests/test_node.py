@@ -25,7 +25,7 @@ from surogate_core.errors import MachineError, PluginError
 from surogate_core.launch.child import Failure
 from surogate_core.launch.local import sent
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.testing.launchers import Probe
+from surogate_testing.launchers import Probe
 
 HERE = "127.0.0.1"
 

@@ -26,7 +26,7 @@ from surogate_core.launch.child import Failure
 from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.restarts import Restarts
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.testing.launchers import Probe
+from surogate_testing.launchers import Probe
 
 PENDING = None
 

@@ -9,7 +9,7 @@ import pytest
 from surogate_model_llama.model import build
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surogate_core.testing.parity import TINY, TOLERANCE, Pair, Record
+from surogate_testing.parity import TINY, TOLERANCE, Pair, Record
 
 CASES: dict[str, dict[str, Any]] = {
     "untied": {},

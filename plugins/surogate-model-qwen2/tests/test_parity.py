@@ -9,7 +9,7 @@ import pytest
 from surogate_model_qwen2.model import build
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from surogate_core.testing.parity import TINY, TOLERANCE, Pair, Record
+from surogate_testing.parity import TINY, TOLERANCE, Pair, Record
 
 CASES: dict[str, dict[str, Any]] = {
     "untied": {},

@@ -10,8 +10,8 @@ import pytest
 from surogate_model_qwen3_moe.model import build
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from surogate_core.testing import tiny
-from surogate_core.testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing import tiny
+from surogate_testing.parity import TINY, TOLERANCE, Pair
 
 
 def pair(**changes: Any) -> Pair:

@@ -12,7 +12,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.files.tensorfile import TensorFile
 from surogate_core.hf.export import Card, export_adapter, export_full
 from surogate_core.hf.weights import ModelDir
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 CONFIG = {**PRESETS["tiny"], "num_hidden_layers": 2, "hidden_size": 32, "num_experts": 3, "tie_word_embeddings": False}
 D, Q, KV, F, I = 32, 4 * 32, 2 * 32, 384, 128  # noqa: E741

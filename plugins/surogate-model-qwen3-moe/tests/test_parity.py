@@ -9,7 +9,7 @@ import pytest
 from surogate_model_qwen3_moe.model import build
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from surogate_core.testing.parity import TINY, TOLERANCE, Pair, Record
+from surogate_testing.parity import TINY, TOLERANCE, Pair, Record
 
 CASES: dict[str, dict[str, Any]] = {
     "dense and sparse layers": {"mlp_only_layers": [1], "norm_topk_prob": True},

@@ -18,8 +18,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from surogate_core.batch import MicroBatch
 from surogate_core.dsl.sides import Form, RouterLosses
-from surogate_core.testing import tiny
-from surogate_core.testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing import tiny
+from surogate_testing.parity import TINY, TOLERANCE, Pair
 
 EXPERTS, CHOICES = 6, 2
 SETTINGS: dict[str, Any] = {

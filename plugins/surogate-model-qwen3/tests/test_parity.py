@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.engine.engine import Engine
 from surogate_core.hf.export import Card, export_adapter, export_full
-from surogate_core.testing import tiny
-from surogate_core.testing.parity import TINY, Pair
+from surogate_testing import tiny
+from surogate_testing.parity import TINY, Pair
 
 TOLERANCE = 1e-5
 """Relative, in fp32; what is measured is near 1e-6."""

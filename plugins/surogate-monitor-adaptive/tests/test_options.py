@@ -8,7 +8,7 @@ import pytest
 import surogate_monitor_adaptive
 
 from surogate_core.events import Notice, RunInfo
-from surogate_core.testing.run_events import START
+from surogate_testing.run_events import START
 
 
 def test_the_option_has_the_defaults() -> None:

@@ -10,7 +10,7 @@ import pytest
 from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions, replay
 
 from surogate_core.events import EvalEnd, Event, PhaseChange
-from surogate_core.testing.run_events import START, curve, falling, info, step
+from surogate_testing.run_events import START, curve, falling, info, step
 
 Value = Callable[[int], float]
 """Step, 1 for the first → value."""

@@ -28,7 +28,7 @@ from surogate_core.events import (
     Spread,
 )
 from surogate_core.events import StepEnd as Step
-from surogate_core.testing.run_events import START, curve, falling, info, step
+from surogate_testing.run_events import START, curve, falling, info, step
 
 Value = Callable[[int], float]
 """Step, 1 for the first → value."""

@@ -13,7 +13,7 @@ from surogate_monitor_console.options import ConsoleOptions
 from surogate_monitor_console.plain import PlainView
 
 from surogate_core.events import EvalEnd, Event, RolloutEval, Rollouts, RolloutSample, RolloutSamples, RunInfo, Spread
-from surogate_core.testing.run_events import END, START, step
+from surogate_testing.run_events import END, START, step
 
 INFO = RunInfo(run_name="r", output_dir="output", task="any", config={}, interactive=False)
 ONLINE = replace(START, train_tokens=0, epochs=0.0)

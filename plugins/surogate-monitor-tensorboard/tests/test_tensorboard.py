@@ -21,8 +21,8 @@ from surogate_core.events import (
     RunInfo,
     Samples,
 )
-from surogate_core.testing.monitors import events
-from surogate_core.testing.run_events import START, step
+from surogate_testing.monitors import events
+from surogate_testing.run_events import START, step
 
 
 def monitor(directory: Path) -> Any:

@@ -13,9 +13,9 @@ import surogate_monitor_trackio
 
 from surogate_core.errors import MachineError
 from surogate_core.events import RunInfo
-from surogate_core.testing.check import NotApplicable
-from surogate_core.testing.monitors import sees_a_run
-from surogate_core.testing.run_events import END, EVENTS, START, step
+from surogate_testing.check import NotApplicable
+from surogate_testing.monitors import sees_a_run
+from surogate_testing.run_events import END, EVENTS, START, step
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from surogate_core.events import (
     RolloutSamples,
     RunInfo,
 )
-from surogate_core.testing.check import NotApplicable
-from surogate_core.testing.monitors import events, sees_a_run
-from surogate_core.testing.run_events import END, EVENTS, START, step
+from surogate_testing.check import NotApplicable
+from surogate_testing.monitors import events, sees_a_run
+from surogate_testing.run_events import END, EVENTS, START, step
 
 
 def monitor(directory: Path, **options: Any) -> Any:

@@ -25,7 +25,7 @@ from surogate_core.events import (
     RunEnd,
     RunInfo,
 )
-from surogate_core.testing.run_events import START, step
+from surogate_testing.run_events import START, step
 
 
 def monitor(directory: Path, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from surogate_core.bundles import OffloaderSpec
 from surogate_core.errors import MachineError
-from surogate_core.testing import offloaders, tiny
+from surogate_testing import offloaders, tiny
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -9,7 +9,7 @@ from surogate_offload_host.memory import HostBlock
 from surogate_offload_host.store import ResidualStore, WeightStore
 from torch import Tensor
 
-from surogate_core.testing import offloaders
+from surogate_testing import offloaders
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -8,7 +8,7 @@ from surogate_quant_fp8 import FP8Options, surogate_weight_format
 from surogate_quant_fp8.fp8 import CHUNK, E4M3, FP8, UNPACKER
 from torch import Tensor
 
-from surogate_core.testing import host_cuda
+from surogate_testing import host_cuda
 
 
 def values_of_e4m3() -> Tensor:

@@ -9,7 +9,7 @@ from surogate_quant_nf4.nf4 import CHUNK, NF4, UNPACKER, VALUES
 from torch import Tensor
 
 from surogate_core.formats.adamw_8bit import dynamic_map
-from surogate_core.testing import host_cuda
+from surogate_testing import host_cuda
 
 PLAIN = NF4(NF4Options(double_quant=False))
 NESTED = NF4(NF4Options())

@@ -9,7 +9,7 @@ from surogate_quant_nvfp4.nvfp4 import CHUNK, NVFP4, UNPACKER, parts_of
 from torch import Tensor
 
 from surogate_core.formats import fp4
-from surogate_core.testing import host_cuda
+from surogate_testing import host_cuda
 
 SIX = NVFP4(NVFP4Options(four_over_six=False))
 FOUR = NVFP4(NVFP4Options())

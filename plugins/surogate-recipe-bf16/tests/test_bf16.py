@@ -9,7 +9,7 @@ from surogate_recipe_bf16.gemm import BF16
 
 from surogate_core.bundles import RecipeContext
 from surogate_core.dsl.slots import TracedSlot
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 SLOT = TracedSlot(
     name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, region="qkv", adapter=None, index=0

@@ -11,8 +11,8 @@ from surogate_recipe_bf16.gemm import BF16, RoundedOperands, round_to
 from torch import Tensor
 
 from surogate_core.kernels.grouped import masked_factors, masked_product
-from surogate_core.testing import tiny
-from surogate_core.testing.recipes import EXPERTS
+from surogate_testing import tiny
+from surogate_testing.recipes import EXPERTS
 
 ENDS = torch.tensor([5, 5, 45, 46], dtype=torch.int32)
 MODEL = {"fp32": torch.float32, "bf16": torch.bfloat16}

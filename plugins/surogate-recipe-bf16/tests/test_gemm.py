@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Recipe, RecipeContext
 from surogate_core.dsl.slots import TracedSlot
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 SLOT = TracedSlot(
     name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, region="qkv", adapter=None, index=0

@@ -15,8 +15,8 @@ from surogate_core.errors import MachineError
 from surogate_core.formats import fp8_rows
 from surogate_core.formats.fp8_rows import quantise_rows, row_values
 from surogate_core.kernels.grouped import masked_factors, masked_product
-from surogate_core.testing import tiny
-from surogate_core.testing.recipes import EXPERTS
+from surogate_testing import tiny
+from surogate_testing.recipes import EXPERTS
 
 RECIPE = FP8Hybrid(native=False, margin=0, history=1, note="")
 LOADS = (5, 0, 40, 1)

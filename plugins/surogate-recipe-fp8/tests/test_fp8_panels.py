@@ -25,7 +25,7 @@ from surogate_core.kernels import ops
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import references
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 RECIPE = FP8Hybrid.of(FP8Options(amax_history=3), "no FP8")
 # What a device that multiplies FP8 would say; the products of this one are the reference's.

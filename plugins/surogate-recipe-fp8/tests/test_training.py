@@ -17,8 +17,8 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.prediction import predict
 from surogate_core.errors import MachineError
 from surogate_core.formats.fp8 import E4M3, E5M2, quantise
-from surogate_core.testing import tiny
-from surogate_core.testing.recipes import built
+from surogate_testing import tiny
+from surogate_testing.recipes import built
 
 CPU = torch.device("cpu")
 SPEC = surogate_recipe()

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.formats.nvfp4 import Operand
-from surogate_core.testing import tiny
-from surogate_core.testing.recipes import built
+from surogate_testing import tiny
+from surogate_testing.recipes import built
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from surogate_core.errors import MachineError
 from surogate_core.formats.nvfp4 import quantise
 from surogate_core.kernels.grouped import masked_factors, masked_product
-from surogate_core.testing import tiny
-from surogate_core.testing.recipes import EXPERTS, built
+from surogate_testing import tiny
+from surogate_testing.recipes import EXPERTS, built
 
 RECIPE = NVFP4(native=False, four_over_six=True, stochastic=True, note="")
 LOADS = (5, 0, 40, 1)

@@ -8,7 +8,7 @@ from surogate_recipe_nvfp4 import surogate_recipe
 
 from surogate_core.bundles import Role
 from surogate_core.formats.nvfp4 import quantise
-from surogate_core.testing.recipes import built
+from surogate_testing.recipes import built
 
 RECIPE = built(surogate_recipe(), torch.device("cpu"))
 

@@ -17,8 +17,8 @@ from surogate_core.engine.engine import Engine
 from surogate_core.errors import MachineError, UserError
 from surogate_core.formats.nvfp4 import BLOCK, hadamard, quantise
 from surogate_core.kernels import ops
-from surogate_core.testing import tiny
-from surogate_core.testing.recipes import built
+from surogate_testing import tiny
+from surogate_testing.recipes import built
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from surogate_core.bundles import Request, RolloutSettings, Sampling
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 BASE = "tiny"
 

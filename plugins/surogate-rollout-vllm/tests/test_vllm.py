@@ -20,7 +20,7 @@ from surogate_core.bundles import Request, RolloutEngine, RolloutSettings, Sampl
 from surogate_core.errors import MachineError, UserError
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
-from surogate_core.testing import rollouts, tiny
+from surogate_testing import rollouts, tiny
 
 SETTINGS = RolloutSettings(slots=2, context=32)
 PROMPTS = tiny.documents((12, 5, 9))

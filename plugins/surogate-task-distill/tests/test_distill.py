@@ -25,8 +25,8 @@ from surogate_core.data.cache import Cache
 from surogate_core.data.sampler import collate
 from surogate_core.data.shards import PackedRows
 from surogate_core.errors import ConfigError
-from surogate_core.testing import tasks
-from surogate_core.testing.chat_templates import byte_tokenizer
+from surogate_testing import tasks
+from surogate_testing.chat_templates import byte_tokenizer
 
 WANTED = Wanted(teacher="a digest", top_k=3, temperature=2.0, vocabulary=300)
 

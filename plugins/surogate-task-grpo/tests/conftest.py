@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from surogate_task_grpo.conversation import Renderer
 
-from surogate_core.testing import chat_templates
+from surogate_testing import chat_templates
 
 
 @pytest.fixture(scope="session")

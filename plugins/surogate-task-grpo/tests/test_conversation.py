@@ -4,7 +4,7 @@ from surogate_task_grpo.conversation import Renderer
 from surogate_core.bundles import EnvironmentTask
 from surogate_core.data.answers import encode_answer
 from surogate_core.data.encoded import EncodeContext
-from surogate_core.testing.chat_templates import CHATML, byte_tokenizer
+from surogate_testing.chat_templates import CHATML, byte_tokenizer
 
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
 TASK = EnvironmentTask(messages=(QUESTION,))

@@ -11,7 +11,7 @@ from surogate_task_grpo.play import Limits, Player
 
 from surogate_core.bundles import Completion, EnvironmentTask, Fault, Request, Sampling, Turn
 from surogate_core.errors import UserError
-from surogate_core.testing.chat_templates import CHATML
+from surogate_testing.chat_templates import CHATML
 
 END = "<|im_end|>"
 MORE = Turn(messages=({"role": "user", "content": "Go on."},), done=False)

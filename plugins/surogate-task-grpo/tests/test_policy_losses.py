@@ -18,10 +18,10 @@ from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Objective, part_of
-from surogate_core.testing import tiny
-from surogate_core.testing.suites import bundle_checks
 from surogate_core.train.policy import Policy
 from surogate_core.train.policy_terms import bounds
+from surogate_testing import tiny
+from surogate_testing.suites import bundle_checks
 
 SPECS = {spec.name: spec for spec in POLICY_LOSSES}
 TYPES = tuple(SPECS)

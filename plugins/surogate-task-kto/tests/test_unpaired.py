@@ -23,7 +23,7 @@ from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 from surogate_core.data.pipeline import prepare
 from surogate_core.data.referenced import REFERENCE, References
 from surogate_core.errors import ConfigError
-from surogate_core.testing.chat_templates import byte_tokenizer
+from surogate_testing.chat_templates import byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ROW = {"prompt": "Hi", "completion": "Hello!", "label": True}

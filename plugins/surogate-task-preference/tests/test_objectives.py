@@ -19,7 +19,7 @@ from torch import Tensor
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Objective
 from surogate_core.data.referenced import REFERENCE
-from surogate_core.testing import objectives as checks
+from surogate_testing import objectives as checks
 
 V = 11
 ANSWERS = ((5, 3), (2, 7), (4, 4))

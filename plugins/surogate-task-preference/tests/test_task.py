@@ -16,7 +16,7 @@ from surogate_task_preference.task import of_pairs
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import TaskSpec
 from surogate_core.data.referenced import REFERENCE, ReferencedTask
-from surogate_core.testing import tasks, tiny
+from surogate_testing import tasks, tiny
 
 SPECS = {spec.name: spec for spec in plugin.surogate_task()}
 LENGTHS = (7, 5, 4, 8)

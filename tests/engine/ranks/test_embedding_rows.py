@@ -20,7 +20,7 @@ from surogate_core.engine.ranks.sharding import owners
 from surogate_core.engine.ranks.stages import Stages
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.mesh.virtual import VirtualFabric, in_threads
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 96

@@ -10,7 +10,7 @@ import torch
 
 from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.ranks.shares import Shares
-from surogate_core.testing import tiny
+from surogate_testing import tiny
 
 UNIT = 256
 P = (8 * UNIT, 16 * UNIT, 16 * UNIT, 8 * UNIT)

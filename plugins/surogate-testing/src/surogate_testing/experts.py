@@ -1,0 +1,114 @@
+"""Checks of model families that have experts, beside those of every family.
+
+Shape suffixes: N tokens, E experts, K experts of a token, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import ModelFamily
+from surogate_core.dsl import Model
+from surogate_core.dsl.declare import TensorSpec
+from surogate_core.engine.engine import Engine
+from surogate_core.engine.pieces import RandomSource, Source
+from surogate_core.errors import UserError
+from surogate_testing import tiny
+from surogate_testing.check import ensure
+from surogate_testing.models import balances_as_transformers
+
+TOLERANCE = 1e-5
+"""Relative error of gradients and logits in fp32."""
+
+
+def checks_of(family: ModelFamily) -> Sequence[Callable[[ModelFamily], None]]:
+    """The checks below and that of the load-balancing loss, if the family's preset `tiny` has experts."""
+    try:
+        model = family.build(dict(family.presets["tiny"]))
+    except (KeyError, UserError):
+        return ()
+    return (balances_as_transformers, *CHECKS) if isinstance(model, Model) and model.expert_slots() else ()
+
+
+def routes_every_token(family: ModelFamily) -> None:
+    """Experts compute K times the tokens, and no padding counts; of equal probabilities the lowest number wins."""
+    model, config = _tiny(family)
+    drawn = tiny.random_source()
+
+    def undecided(spec: TensorSpec) -> Tensor:
+        value = drawn(spec)
+        assert isinstance(value, Tensor)
+        return torch.zeros_like(value) if spec.role == "router" else value
+
+    choices = {slots[0].choices for slots in model.expert_slots().values()}
+    batch = tiny.batch(tiny.documents())
+    for source, tied in ((drawn, False), (undecided, True)):
+        result = _engine(family, config, source).train_step([batch], step=0, lr=0.0)
+        counts = [total_LE for role, total_LE in result.sides().values() if role == "expert_tokens"]
+        ensure(bool(counts), "no side output has the role expert_tokens: use `router_sides` and `router_figures`")
+        for total_LE in counts:
+            found, allowed = sorted({int(n) for n in total_LE.sum(1)}), sorted(batch.tokens * k for k in choices)
+            ensure(set(found) <= set(allowed), f"experts compute {found} tokens of a layer, and {allowed} are routed")
+            first = total_LE[:, : min(choices)]
+            ensure(
+                not tied or bool((first == batch.tokens).all()),
+                "with equal probabilities tokens do not go to the experts with the lowest numbers",
+            )
+
+
+def trains_its_routers(family: ModelFamily) -> None:
+    """`train_router` trains a `Param` of role router in each layer with experts, with the gradient of a full training.
+
+    Recomputing changes no bit of any gradient.
+    """
+    model, config = _tiny(family)
+    batches = [tiny.batch(tiny.documents())]
+    # B is zero, so the adapters change nothing.
+    source = RandomSource(seed=0, std=0.2, device=tiny.CPU)
+    kept = tiny.gradients(_engine(family, config, source), batches)
+    again = tiny.gradients(_engine(family, config, source, recompute=True), batches)
+    tiny.ensure_same_bits(again, kept, "recomputed")
+    made = _engine(family, config, source, lora=tiny.lora(train_router=True))
+    found = {n: g for n, g in tiny.gradients(made, batches).items() if ".lora_" not in n}
+    for prefix in model.expert_slots():
+        ensure(any(name.startswith(prefix) for name in found), f"{prefix}: has experts, and no `Param` of role router")
+    for name, gradient in found.items():
+        error = tiny.relative_error(gradient, kept[name])
+        ensure(error <= TOLERANCE, f"gradient of {name} beside adapters: relative error {error:.1e}")
+
+
+def merges_its_experts(family: ModelFamily) -> None:
+    """Each expert has an A and a B of its own, of rank `lora_expert_rank`, which add scale · B A to its weight."""
+    _, config = _tiny(family)
+    made = _engine(family, config, tiny.random_source(), lora=tiny.lora(rank=4, expert_rank=2, scale=2.0))
+    weights = {name: value.clone() for name, value in made.parameters.base_tensors()}
+    adapters = dict(made.parameters.adapter_tensors())
+    for name in adapters:
+        if not name.endswith(".lora_A.weight"):
+            continue
+        module = name.removesuffix(".lora_A.weight")
+        ensure(f"{module}.weight" in weights, f"{module}: has an adapter, and the model's files have no such weight")
+        a, b = adapters[name], adapters[f"{module}.lora_B.weight"]
+        weights[f"{module}.weight"] += 2.0 * b @ a
+    ranks = {adapters[n].shape[0] for n in adapters if ".experts." in n and n.endswith(".lora_A.weight")}
+    ensure(ranks <= {2}, f"adapters of experts have the ranks {sorted(ranks)}, and `lora_expert_rank` is 2")
+    merged = _engine(family, config, tiny.tensor_source(weights))
+    packed = tiny.batch(tiny.documents())
+    error = tiny.relative_error(merged.logits(packed), made.logits(packed))
+    ensure(error <= TOLERANCE, f"logits of the merged model: relative error {error:.1e}")
+
+
+def _tiny(family: ModelFamily) -> tuple[Model, dict[str, Any]]:
+    config = dict(family.presets["tiny"])
+    return family.build(config), config
+
+
+def _engine(family: ModelFamily, config: Mapping[str, Any], source: Source, **changes: Any) -> Engine:
+    return tiny.engine(config, build=family.build, source=source, **changes)
+
+
+CHECKS = (routes_every_token, trains_its_routers, merges_its_experts)
