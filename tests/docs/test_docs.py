@@ -82,6 +82,24 @@ def test_every_page_is_in_the_index():
     assert {page.relative_to(ROOT / "docs").as_posix() for page in DOCS} - {"index.md"} <= links
 
 
+GENERATED = {"cli.md", "config.md", "hook-fields.md", "metrics.md", "plugins.md"}
+"""Pages of docs/ that `make docs` writes: to look up, not to read."""
+AUTHORS = {"architecture.md", "hooks.md", "kernels.md", "model-family.md", "writing-a-plugin.md"}
+"""Pages for those who write plugins or change the core."""
+_MADE = re.compile(r"<!-- (?:keys: |same: |made by )[^\n]*\n(?:[^\n]+\n)*")
+
+
+def words_for_users() -> dict[str, int]:
+    """Page → words of docs/ that a user reads; tables that scripts write do not count."""
+    pages = [page for page in DOCS if page.name not in GENERATED | AUTHORS]
+    return {relative(page): len(_MADE.sub("", page.read_text(encoding="utf-8")).split()) for page in pages}
+
+
+def test_users_have_few_words_to_read():
+    words = words_for_users()
+    assert sum(words.values()) <= 48_000, sorted(words.items(), key=lambda item: -item[1])[:10]
+
+
 def prose(page: Path) -> str:
     """The page without its blocks of code."""
     return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
