@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -16,6 +17,8 @@ from surogate_core.plugins.contract import UNSTATED  # noqa: E402
 from surogate_core.plugins.static import view_files  # noqa: E402
 
 FILE = ROOT / "docs" / "plugins.md"
+CORE = re.compile(r"surogate-core(?:\[\w+\])?(>=.+)")
+"""A requirement of the core, with its versions."""
 
 MATRIX = """\
 19 combinations: 17 trained, 2 refused, 0 crashed
@@ -210,7 +213,7 @@ def make() -> str:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
         if "entry-points" not in project:
             continue  # the conformance kit
-        core = next(r for r in project["dependencies"] if r.startswith("surogate-core>="))
+        core = next(m[1] for r in project["dependencies"] if (m := CORE.fullmatch(r)))
         for module in project["entry-points"]["surogate"].values():
             package = pyproject.parent / "src" / module.partition(":")[0].partition(".")[0]
             view = view_files(package / "__init__.py", package)
@@ -218,7 +221,7 @@ def make() -> str:
             offers = ", ".join(f"{kind} `{name}`" for kind, name in view.bundles) or "options only"
             fits = ["yes" if stated.contains(str(v)) else "no" for v in versions]
             name = f"[`{project['name']}`](../plugins/{project['name']}/README.md)"
-            row = [name, project["version"], f"`{core.removeprefix('surogate-core')}`", *fits, offers]
+            row = [name, project["version"], f"`{core}`", *fits, offers]
             lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
+from surogate_command_serve.serving import serve as serve
+
 from surogate_core.api.evaluation import evaluate as evaluate
 from surogate_core.api.exporting import export as export
 from surogate_core.api.generation import generate as generate
@@ -38,7 +40,6 @@ from surogate_core.api.results import Report as Report
 from surogate_core.api.results import Run as Run
 from surogate_core.api.results import Sample as Sample
 from surogate_core.api.results import load as load
-from surogate_core.api.serving import serve as serve
 from surogate_core.errors import ConfigError as ConfigError
 from surogate_core.errors import MachineError as MachineError
 from surogate_core.errors import PluginError as PluginError

@@ -8,6 +8,8 @@
 docs/python.md describes it. Importing this package imports no torch.
 """
 
+from surogate_command_serve.serving import serve
+
 from surogate_core import __version__
 from surogate_core.api import (
     Evaluation,
@@ -20,7 +22,6 @@ from surogate_core.api import (
     generate,
     load,
     pt,
-    serve,
     sft,
     train,
 )

@@ -118,13 +118,6 @@ COMMANDS = (
         rank=100,
     ),
     bundles.CommandSpec(
-        name="chat",
-        usage="chat MODEL [MODEL …]",
-        help="a chat in the terminal",
-        main="surogate_core.cli.chat:main",
-        rank=110,
-    ),
-    bundles.CommandSpec(
         name="eval",
         usage="eval MODEL [MODEL …]",
         help="held-out loss, or accuracy on tasks; several models are compared",
@@ -137,13 +130,6 @@ COMMANDS = (
         help="environments of reinforcement learning: tasks, rewards of a model",
         main="surogate_core.cli.env:main",
         rank=130,
-    ),
-    bundles.CommandSpec(
-        name="serve",
-        usage="serve MODEL [--adapter DIR …]",
-        help="a server of the OpenAI API",
-        main="surogate_core.cli.serve:main",
-        rank=140,
     ),
     bundles.CommandSpec(
         name="tokenize",

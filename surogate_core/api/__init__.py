@@ -7,7 +7,6 @@ from surogate_core.api.evaluation import evaluate
 from surogate_core.api.exporting import export
 from surogate_core.api.generation import generate
 from surogate_core.api.results import Evaluation, Paths, Report, Run, Sample, load
-from surogate_core.api.serving import serve
 from surogate_core.api.training import pt, sft, train
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "generate",
     "load",
     "pt",
-    "serve",
     "sft",
     "train",
 ]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import random_adapter
 from mixture import save_qwen3_moe
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -21,6 +20,7 @@ from surogate_core.generate.weights import Weights
 from surogate_core.inference.adapters import Adapters, prepare_beside
 from surogate_core.inference.generation import named, prepare, with_adapter
 from surogate_core.plugins.registry import Registry
+from surogate_testing.pretrained import random_adapter
 
 CPU = ("device=cpu",)
 SETTINGS = RolloutSettings(slots=2, context=32, frozen=True)

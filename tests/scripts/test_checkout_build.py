@@ -81,5 +81,5 @@ def test_every_sibling_of_the_front_door_is_found(backend: ModuleType, monkeypat
     monkeypatch.setattr(backend, "_place", lambda root: Path("/wheels"))
     project = backend.with_files(ROOT)["project"]
     assert [r for r in project["dependencies"] if " @ file:///wheels/" not in r] == []
-    assert "surogate-core[serve] @ file:///wheels/core" in project["dependencies"]
+    assert "surogate-core @ file:///wheels/core" in project["dependencies"]
     assert "surogate-core[cuda13] @ file:///wheels/core" in project["optional-dependencies"]["cuda13"]

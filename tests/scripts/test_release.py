@@ -78,7 +78,7 @@ def test_a_wheel_for_others_names_no_directory_of_the_checkout(release: ModuleTy
     release.build(ROOT, tmp_path, "1700000000")
     with zipfile.ZipFile(tmp_path / "surogate-0.1.0-py3-none-any.whl") as wheel:
         metadata = wheel.read("surogate-0.1.0.dist-info/METADATA").decode()
-    assert "Requires-Dist: surogate-core[serve]<0.2,>=0.1\n" in metadata
+    assert "Requires-Dist: surogate-core<0.2,>=0.1\n" in metadata
     assert not [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "file:" in line]
 
 

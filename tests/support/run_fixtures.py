@@ -162,26 +162,9 @@ def digests() -> Callable[[Path], dict[str, str]]:
 @pytest.fixture(scope="session")
 def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 as transformers writes it, with the embedded tokenizer."""
-    import transformers
+    from surogate_testing.pretrained import write_model
 
-    from surogate_core.files.paths import resolve_package_path
-
-    directory = tmp_path_factory.mktemp("hf") / "qwen3"
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=1024,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
-    shutil.copytree(resolve_package_path(f"{EMBEDDED}/tokenizer"), directory, dirs_exist_ok=True)
-    return directory
+    return write_model(tmp_path_factory.mktemp("hf") / "qwen3")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,19 @@
+"""Surogate plugin: `surogate serve`, a server of the OpenAI API."""
+
+from __future__ import annotations
+
+from surogate_core import bundles, hookimpl
+
+SUROGATE_API = ">=2,<3"
+
+
+@hookimpl
+def surogate_command() -> bundles.CommandSpec:
+    """`surogate serve`."""
+    return bundles.CommandSpec(
+        name="serve",
+        usage="serve MODEL [--adapter DIR …]",
+        help="a server of the OpenAI API",
+        main="surogate_command_serve.command:main",
+        rank=140,
+    )
