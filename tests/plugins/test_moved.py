@@ -1,13 +1,18 @@
-"""A plugin's directory can be moved: elsewhere it builds, and its tests pass beside the core and the kit alone."""
+"""A plugin's directory can be moved: elsewhere it builds, and its tests pass beside the core, the kit, and the plugins
+that its dependency group `test` names.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -44,8 +49,23 @@ def sources(names: Iterable[str]) -> set[str]:
     return {PurePosixPath(name).name for name in names if PurePosixPath(name).suffix in (".cu", ".cuh")}
 
 
+@pytest.fixture(scope="session")
+def wheel_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a plugin of this repository → its wheel."""
+    return cache(lambda name: built(ROOT / "plugins" / name, tmp_path_factory.mktemp(name))[0])
+
+
+def tested_beside(plugin: Path) -> list[str]:
+    """The plugins of this repository in its dependency group `test`."""
+    groups = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8")).get("dependency-groups", {})
+    names = [re.split(r"[\[>]", requirement)[0] for requirement in groups.get("test", [])]
+    return [name for name in names if ROOT / "plugins" / name in PLUGINS]
+
+
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
-def test_a_moved_plugin_builds_and_passes_its_tests(plugin: Path, tmp_path: Path, shared_wheels: list[Path]) -> None:
+def test_a_moved_plugin_builds_and_passes_its_tests(
+    plugin: Path, tmp_path: Path, shared_wheels: list[Path], wheel_of: Callable[[str], Path]
+) -> None:
     moved = Path(shutil.copytree(plugin, tmp_path / "elsewhere" / plugin.name, ignore=LEFT))
     wheel, sdist = built(moved, tmp_path / "out")
     own = sources(str(path) for path in moved.rglob("*"))
@@ -57,7 +77,8 @@ def test_a_moved_plugin_builds_and_passes_its_tests(plugin: Path, tmp_path: Path
     assert {"pyproject.toml", "README.md"} | {f"tests/{f.name}" for f in (plugin / "tests").glob("*.py")} <= names
 
     environment = Environment(tmp_path, without="*surogate*")
-    for one in (*shared_wheels, wheel):
+    beside = tested_beside(plugin)
+    for one in (*shared_wheels, wheel, *map(wheel_of, beside)):
         unpack(one, environment.site)
     # The tests find the installed package, not the sources beside them.
     shutil.rmtree(moved / "src")
@@ -65,5 +86,5 @@ def test_a_moved_plugin_builds_and_passes_its_tests(plugin: Path, tmp_path: Path
     assert " passed" in said.splitlines()[-1] or " skipped" in said.splitlines()[-1]
     # A later check of this directory finds no other distribution of ours.
     listed = environment.run("surogate_core", "plugins", "list", cwd=tmp_path)
-    others = {path.name for path in PLUGINS} - {plugin.name}
+    others = {path.name for path in PLUGINS} - {plugin.name, *beside}
     assert not [name for name in others if name in listed.split()]
