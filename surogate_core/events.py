@@ -306,8 +306,8 @@ class Rollouts(Event):
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phase → its wall time, such as `generate`, `score` or `reference`; the optimizer step is not among them."""
     overlapped: Mapping[str, float] = field(default_factory=dict)
-    """The same of what was done in a thread, while the model was trained on the completions before; `seconds` then has
-    the phase `wait`."""
+    """Phase → its wall time in the thread that works ahead while the model trains on the completions before. `seconds`
+    then has the phase `wait`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

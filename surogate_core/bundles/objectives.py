@@ -48,7 +48,7 @@ class Objective:
     """Sequence figure → the sequence figure that is its count instead, such as the chosen answers alone. A step in
     which this count is 0 has no such figure."""
     largest: tuple[str, ...] = ()
-    """Those of the token figures that are the maximum over the label tokens, not the mean."""
+    """The token figures of which a step reports the maximum over the label tokens instead of the mean."""
     label: str = ""
     """How messages name the loss and the plugin that offers it, where it is not the task's own."""
 

@@ -21,6 +21,6 @@ def default_groups() -> Mapping[str, Any]:
 
 @cache
 def offloader_of_keys() -> str:
-    """The offloader that `offload_residual` and its like choose where `offload` is none: that of the option auto."""
+    """The offloader that the `offload_*` keys use if `offload` is none; the file `offload/auto.yaml` names it."""
     text = (conf_dir() / "offload" / "auto.yaml").read_text(encoding="utf-8")
     return str(yaml.safe_load(text)["name"])

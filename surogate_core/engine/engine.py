@@ -246,7 +246,7 @@ class Engine:
         self._evaluate: Callable[[], None] = self.step.evaluate
         self._count: Callable[[], None] = self.step.count
         self._captured: torch.cuda.CUDAGraph | None = None
-        """A graph beside which that of the evaluation is to be captured."""
+        """The graph of a micro-step, whose memory the evaluation's graph will share."""
         if settings.device.type != "cuda" or not settings.cuda_graphs or not self.assembly.offloader.addressable:
             return
         from surogate_core.engine.graphs import capture, capture_evaluation

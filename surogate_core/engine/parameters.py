@@ -37,7 +37,7 @@ def _as_one(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _nothing(key: str) -> None:
-    """No other rank is to be told."""
+    """Do nothing: no other rank waits for the key."""
 
 
 class Parameters:

@@ -141,7 +141,7 @@ class Places:
     width: int
     """W."""
     longest: int | None = None
-    """More than the position of every row of a slot that counts; by default the slots' own number."""
+    """An upper bound: every row that counts has a lower position. By default the length of a slot."""
     counts: Sequence[int] | None = None
     """The rows of each group that count, which are its first; by default all."""
 

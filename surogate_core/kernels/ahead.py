@@ -171,7 +171,7 @@ def _log_failure(event: str, error: BaseException, **named: Any) -> None:
 
 
 def _shared(key: Any, start: Callable[[], Future[None]]) -> Future[None]:
-    """The compilation of the key that is going on, or else a new one."""
+    """The compilation of the key that is going on, otherwise a new one."""
     found = _going.get(key)
     if found is None or found.done():
         found = _going[key] = start()

@@ -270,7 +270,7 @@ def _(
 
 @contextmanager
 def _determinism(wanted: bool) -> Iterator[None]:
-    """torch's flash backward adds dq in a fixed order only when told to, process-wide."""
+    """Let torch's flash backward add dq in a fixed order; the switch is process-wide."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic

@@ -151,12 +151,12 @@ def grouped_linears(
     product: GroupedProduct | None,
     *tensors: Tensor,
 ) -> Sequence[Tensor]:
-    """[R, O] of each of several projections of all experts, their adapters included, in x's dtype.
+    """Several projections of all experts with their adapters: for each projection [R, O] in x's dtype.
 
     `x`: [N, I], of which each expert gets the rows of its tokens; or, without `order_R` and `slot_NK`, the sorted rows
-    [R, I]. `product`: that of the weights, None for the plain one; adapters are multiplied plainly. `tensors`: for each
-    projection its weights, [E, O, I] or as the product takes them, and, with an adapter, A [E, L, I] and B [E, O, L].
-    No dropout without a seed; its mask is that of the sorted rows.
+    [R, I]. `product` multiplies with the weights (None: plainly); adapters are multiplied plainly. `tensors`: for each
+    projection its weights, [E, O, I] or as `product` takes them, and, with an adapter, A [E, L, I] and B [E, O, L].
+    No dropout without a seed; the mask follows the sorted rows.
     """
     x_RI = x if order_R is None else _Gather.apply(x, order_R, slot_NK)
     rest = iter(tensors)

@@ -48,8 +48,8 @@ class Evaluation:
     difference_stderr: float | None = None
     """Standard error of the difference, from the documents in pairs."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Further figures of a task with an objective of its own, whose `loss` this is then; perplexity and the standard
-    error are NaN, and the accuracy is that of its rewards."""
+    """Further figures, if the task has an objective of its own. Then `loss` is the objective's, `accuracy` is the share
+    of pairs whose chosen answer has the higher reward, and perplexity and standard error are NaN."""
 
 
 def evaluate(

@@ -47,7 +47,7 @@ class Lifeline:
         """What this rank does until the next `beat` may take any time: evaluation, a save, an export."""
 
     def hurry(self, seconds: float) -> None:
-        """Declare that this rank hangs unless it is done with what follows within the seconds."""
+        """Set a deadline for the next piece of work: if this rank takes longer than `seconds`, it counts as hanging."""
 
     def on_failure(self, end: Callable[[str], None]) -> None:
         """Call `end` with the message if another rank fails while this one's main thread is stuck."""

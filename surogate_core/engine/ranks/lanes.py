@@ -32,7 +32,7 @@ class Share:
 
     @classmethod
     def of(cls, micro_batches: int, *, rank: int, ranks: int, exact: bool, strided: bool) -> Share:
-        """The share of a rank. `strided`: ranks take turns, because sums over ranks come first; else each rank has
+        """The share of a rank. `strided`: ranks take turns, because sums over ranks come first; otherwise each has
         consecutive micro-batches.
         """
         assert micro_batches % ranks == 0, f"{micro_batches} micro-batches for {ranks} ranks"

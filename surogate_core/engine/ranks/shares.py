@@ -346,8 +346,7 @@ class Shares:
     def _replicas(self, times: int, embedded: int, headed: int) -> Sequence[Sent]:
         """The sums of a rank's parts over the replicas: exchanged, added, gathered.
 
-        `times`: how often in a step those of layers are reduced; `embedded`, `headed`: those of the embedding and of
-        the head.
+        How often in a step: `times` for a layer, `embedded` for the embedding, `headed` for the head.
         """
         replicas = self.axes.replicate
         if replicas == 1:

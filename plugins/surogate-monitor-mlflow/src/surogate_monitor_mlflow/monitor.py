@@ -56,7 +56,7 @@ class MlflowMonitor:
     """Metrics, parameters, and phases, advice and samples as tags; a resumed run continues under the same id."""
 
     def __init__(self, options: MlflowOptions, info: RunInfo):
-        # A missing package is to be told before anything long is done.
+        # Import now, so that a missing package ends the run before anything slow starts.
         try:
             from mlflow import MlflowClient
         except ModuleNotFoundError as error:
@@ -104,7 +104,7 @@ class MlflowMonitor:
         self._id = state["id"]
 
     def close(self) -> None:
-        """Finish a run that has not told its end."""
+        """Finish a run that sent no `RunEnd`."""
         self._finish("FAILED")
 
     def _begin(self, event: RunStart) -> Control:

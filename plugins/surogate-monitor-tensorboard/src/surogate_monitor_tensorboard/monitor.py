@@ -37,7 +37,7 @@ class TensorboardMonitor:
     """
 
     def __init__(self, options: TensorboardOptions, info: RunInfo):
-        # A missing package is to be told before anything long is done.
+        # Import now, so that a missing package ends the run before anything slow starts.
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 

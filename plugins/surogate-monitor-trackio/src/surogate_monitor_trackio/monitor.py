@@ -39,7 +39,7 @@ class TrackioMonitor:
     """Metrics, the configuration, phases, advice and samples; a resumed run continues under the same name."""
 
     def __init__(self, options: TrackioOptions, info: RunInfo):
-        # A missing package is to be told before anything long is done.
+        # Import now, so that a missing package ends the run before anything slow starts.
         try:
             import trackio
         except ModuleNotFoundError as error:
@@ -78,7 +78,7 @@ class TrackioMonitor:
         """Nothing to restore."""
 
     def close(self) -> None:
-        """Finish a run that has not told its end."""
+        """Finish a run that sent no `RunEnd`."""
         self._finish()
 
     def _begin(self, event: RunStart) -> Control:

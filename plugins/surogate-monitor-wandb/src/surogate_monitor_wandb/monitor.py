@@ -32,14 +32,14 @@ class WandbOptions:
     entity: str | None = None
     """User or team; null is the account's own."""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """auto sends where there are credentials, and else writes to `output_dir/wandb` for `wandb sync`."""
+    """auto sends if there are credentials, and otherwise writes to `output_dir/wandb` for `wandb sync`."""
 
 
 class WandbMonitor:
     """Scalars over `step`, the configuration, phases, advice and samples; a resumed run continues under the same id."""
 
     def __init__(self, options: WandbOptions, info: RunInfo):
-        # A missing package is to be told before anything long is done.
+        # Import now, so that a missing package ends the run before anything slow starts.
         try:
             import wandb
         except ModuleNotFoundError as error:
@@ -84,7 +84,7 @@ class WandbMonitor:
         self._id = state["id"]
 
     def close(self) -> None:
-        """Finish a run that has not told its end."""
+        """Finish a run that sent no `RunEnd`."""
         self._finish(failed=True)
 
     def _begin(self, event: RunStart) -> Control:
