@@ -33,10 +33,10 @@ import numpy as np
 import parity_text
 import torch
 
+from surogate_core.drawing.curves import Curve
+from surogate_core.drawing.picture import stacked
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.pieces import RandomSource
-from surogate_core.report.curves import Curve
-from surogate_core.report.picture import stacked
 
 SWEEP_SEED = 0
 

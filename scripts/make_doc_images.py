@@ -18,10 +18,10 @@ from typing import Any
 
 from surogate_core import events
 from surogate_core.config.resolve import load_run_config
+from surogate_core.drawing.curves import Curve
+from surogate_core.drawing.picture import stacked
+from surogate_core.files.records import RunRecord, read_run
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.report.curves import Curve
-from surogate_core.report.picture import stacked
-from surogate_core.report.records import RunRecord, read_run
 from surogate_core.run.job import launch
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"

@@ -19,12 +19,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from surogate_monitor_web.serve import Follower, PageServer
+from surogate_monitor_web.write import write_report
+
 from surogate_core.cli.main import main as command
 from surogate_core.config.resolve import load_run_config
+from surogate_core.files.records import find_runs
 from surogate_core.plugins.registry import load_plugins
-from surogate_core.report.records import find_runs
-from surogate_core.report.serve import Follower, PageServer
-from surogate_core.report.write import write_report
 from surogate_core.run.job import launch
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"

@@ -154,13 +154,6 @@ COMMANDS = (
         rank=310,
     ),
     bundles.CommandSpec(
-        name="report",
-        usage="report [RUN …] [--output FILE|--serve]",
-        help="curves and figures of runs, as files or as a live page",
-        main="surogate_core.cli.report:main",
-        rank=320,
-    ),
-    bundles.CommandSpec(
         name="numerics",
         usage="numerics [KEY=VALUE …] [--recipes A,B]",
         help="the same training under each precision recipe, compared",

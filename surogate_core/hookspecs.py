@@ -142,6 +142,11 @@ def surogate_monitor() -> Offer[b.MonitorSpec]:
     """Monitors: receive the run's events, may answer with a control."""
 
 
+@hookspec
+def surogate_report() -> Offer[b.ReportSpec]:
+    """Reports: pages made from the files of a run when it ends."""
+
+
 # ------------------------------------------------------------------------------ what is typed
 
 

@@ -255,7 +255,9 @@ def test_core_knows_no_plugin_by_name():
     """
     distributions = {name for plugin in PLUGINS for name in (plugin.name, package_of(plugin).name)}
     views = [view_files(package_of(plugin) / "__init__.py", package_of(plugin)) for plugin in PLUGINS]
-    names = {name for view in views for _, name in (*view.bundles, *view.options)}
+    # Names of commands are words of which messages are made.
+    offered = [pair for view in views for pair in (*view.bundles, *view.options)]
+    names = {name for kind, name in offered if kind != "command"}
     assert names > set(OTHER_MEANINGS), "a name that no plugin has any more"
     offenders = []
     for file in (f for f in SOURCES if CORE in f.parents):
@@ -271,7 +273,7 @@ def test_core_knows_no_plugin_by_name():
 
 FLOORS = (
     {"imports", "masking", "numbers", "outcome", "parents"},
-    {"errors", "events"},
+    {"errors", "events", "drawing"},
     {"conf_paths", "batch", "bundles", "hookspecs"},
     {"tools"},
     {"files"},
@@ -286,7 +288,7 @@ FLOORS = (
     {"data"},
     {"config"},
     {"environments"},
-    {"hf", "report"},
+    {"hf"},
     {"train"},
     {"launch"},
     {"builtin"},

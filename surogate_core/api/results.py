@@ -15,8 +15,8 @@ from surogate_core.files.runs import run_directory
 
 if TYPE_CHECKING:
     from surogate_core.api.generation import Prompt
+    from surogate_core.files.records import RunRecord
     from surogate_core.inference.texts import Text
-    from surogate_core.report.records import RunRecord
 
 
 class Evaluation(NamedTuple):
@@ -199,15 +199,15 @@ class Run:
 
     def report(self) -> Report:
         """Write the report anew, from what the run has recorded until now."""
-        from surogate_core.report.write import write_report
+        from surogate_core.app.reports import write_reports
 
-        return Report(write_report([self.path])[0])
+        return Report(write_reports([self.path])[0])
 
     # ----------------------------------------------------------------------------- shown
 
     @property
     def _record(self) -> RunRecord:
-        from surogate_core.report.records import metrics_path, read_run
+        from surogate_core.files.records import metrics_path, read_run
 
         status = metrics_path(self.path).stat() if metrics_path(self.path).is_file() else None
         now = (status.st_mtime_ns, status.st_size) if status is not None else (0, 0)

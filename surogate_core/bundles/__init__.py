@@ -51,6 +51,7 @@ from surogate_core.bundles.policy_losses import (
     PolicyTerms,
 )
 from surogate_core.bundles.recipes import PanelOp, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
+from surogate_core.bundles.reports import ReportSpec
 from surogate_core.bundles.rollouts import (
     ApartEngine,
     Arriving,
@@ -154,6 +155,7 @@ __all__ = [
     "RecipeContext",
     "RecipeSpec",
     "RecipeState",
+    "ReportSpec",
     "Request",
     "Rewards",
     "Role",
@@ -205,6 +207,7 @@ Bundle = (
     | Launcher
     | FabricSpec
     | MonitorSpec
+    | ReportSpec
     | CommandSpec
 )
 
@@ -229,6 +232,7 @@ KINDS: Mapping[str, tuple[str, type]] = {
     "launcher": ("surogate_launcher", Launcher),
     "fabric": ("surogate_fabric", FabricSpec),
     "monitor": ("surogate_monitor", MonitorSpec),
+    "report": ("surogate_report", ReportSpec),
     "command": ("surogate_command", CommandSpec),
 }
 """Kind (= the config group, where there is one) → its hook and its bundle's type."""

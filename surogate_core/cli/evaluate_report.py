@@ -18,7 +18,7 @@ HELD_OUT = "held-out rows"
 
 def add_to_reports(models: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> None:
     """Add the figures of each model that is a run, or a part of one, to that run, and write its report anew, once."""
-    from surogate_core.report.write import write_report
+    from surogate_core.app.reports import write_reports
 
     runs: list[Path] = []
     for model in models:
@@ -32,7 +32,7 @@ def add_to_reports(models: Sequence[str], figures: Sequence[Mapping[str, Any]]) 
         runs.append(run)
     for run in dict.fromkeys(runs):
         if (run / METRICS).is_file():
-            for file in write_report([run]):
+            for file in write_reports([run]):
                 print(f"Written: {_shown(file)}", file=sys.stderr)
 
 

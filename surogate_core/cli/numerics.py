@@ -71,9 +71,9 @@ def main(argv: Sequence[str]) -> int:
     runs = _configs(words, arguments.overrides, arguments.config_file, registry)
 
     from surogate_core.app.progress import shown_progress
+    from surogate_core.cli.numerics_report import markdown, picture
     from surogate_core.files.atomic import ensure_writable, replace_file
     from surogate_core.measure.numerics import measure
-    from surogate_core.report.numerics import markdown, picture
     from surogate_core.setup.assemble import is_out_of_memory
     from surogate_core.setup.fitting import out_of_memory
 

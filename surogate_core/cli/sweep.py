@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.masking import masked
+from surogate_core.plugins.commands import command_names
 
 if TYPE_CHECKING:
     from surogate_core.config.overrides import Settings
@@ -176,7 +177,7 @@ class Sweep:
         done = f"{len(self.codes) - len(failed)} of {len(self.codes)} runs are done"
         print(done + (f"; failed: {', '.join(failed)}" if failed else ""), file=sys.stderr)
         directories = list(dict.fromkeys(result.directory for result in self.results))
-        if len(directories) > 1:
+        if len(directories) > 1 and "report" in command_names():
             places = [str(self.root)] if self.root is not None else directories
             print(f"Compare them: surogate report {' '.join(map(shlex.quote, places))}", file=sys.stderr)
 

@@ -7,16 +7,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from surogate_core.plugins.commands import command_names
+
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
 
 
 def next_commands(config: RunConfig, *, head: str = "logits", worse: bool = False) -> tuple[tuple[str, str], ...]:
-    """(purpose, command line) of what can be done with the exported result.
+    """(purpose, command line) of what can be done with the exported result by the commands that are installed.
 
     `head`: the kind of its head. `worse`: it is worse than the model that the run began with, so there is nothing to
     publish or serve.
     """
+    installed = command_names()
+    found = _possible(config, head, worse)
+    return tuple((what, line) for what, line in found if line.split()[0] != "surogate" or line.split()[1] in installed)
+
+
+def _possible(config: RunConfig, head: str, worse: bool) -> tuple[tuple[str, str], ...]:
     place = Path(config.place)
     whole = not config.lora or config.merge_adapter
     model = place / ("model" if whole else "merged")

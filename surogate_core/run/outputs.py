@@ -26,7 +26,6 @@ from surogate_core.files.metrics import METRICS
 from surogate_core.files.private import private
 from surogate_core.files.runs import START, point_latest
 from surogate_core.masking import masked_values
-from surogate_core.report.write import write_report
 from surogate_core.run.prepare import Material
 from surogate_core.run.record import CONFIG, FACTS, Record, locked
 from surogate_core.run.watch import Watch
@@ -113,12 +112,12 @@ class Outputs:
         return self.bus
 
     def close(self) -> None:
-        """Write the report, in whatever way the run ended, and close the monitors."""
-        self._write_report()
+        """Write the reports, in whatever way the run ended, and close the monitors."""
+        self._write_reports()
         self.bus.close()
 
-    def _write_report(self) -> None:
-        """Write report.html and report.md; a failure changes nothing else.
+    def _write_reports(self) -> None:
+        """Write the reports of the installed plugins; a failure changes nothing else.
 
         A failed start does not change the report of the previous run, and one that failed before the first event has
         nothing to report.
@@ -128,12 +127,13 @@ class Outputs:
         used = self._record.exists or (self._directory / START).is_file()
         if not kept or (used and not self._accepted):
             return
-        try:
-            written = write_report([self._directory])
-        except Exception as error:
-            log.warning("no report was written", error=repr(error), exc_info=True)
-        else:
-            self.bus.emit(ReportWritten(path=str(written[0])))
+        for name, spec in self._registry.all("report").items():
+            try:
+                first, *_ = spec.write([self._directory])
+            except Exception as error:
+                log.warning("a report was not written", report=name, error=repr(error), exc_info=True)
+            else:
+                self.bus.emit(ReportWritten(path=str(first)))
 
     # --------------------------------------------------------------------------- record
 

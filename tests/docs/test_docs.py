@@ -244,5 +244,6 @@ def test_hook_examples_train_together(shell):
     assert '"figures": {"entropy": ' in (shell.work / "out/metrics.jsonl").read_text(encoding="utf-8")
     log = (shell.work / "out/surogate.log").read_text(encoding="utf-8")
     assert '"swiglu float32": "plain/plain"' in log
+    assert (shell.work / "out/best.txt").read_text(encoding="utf-8") == "no evaluation\n"
     assert "surogate tail [RUN]" in shell.run("surogate --help")
     assert shell.run("surogate tail out").splitlines() == log.splitlines()[-10:]

@@ -59,3 +59,8 @@ class Letters:
 def test_rewards_are_measured_in_the_environment_of_the_run(options: Letters, command: str | None) -> None:
     config = replace(SCRATCH, lora=False, environment=Selection(name="copy", options=options))
     assert dict(next_commands(config)).get("measure its rewards") == command
+
+
+def test_only_installed_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surogate_core.run.next_commands.command_names", lambda: ["chat", "plugins lock"])
+    assert [purpose for purpose, _ in next_commands(replace(SCRATCH, lora=False))] == ["try it", "serve (vLLM)"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from surogate_core.errors import MachineError, SurogateError, UserError
-from surogate_core.report.records import read_run
+from surogate_core.files.records import read_run
 from surogate_core.run.record import FACTS, Record
 
 RunHere = Callable[..., int]

@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from surogate_core.bundles import ReportSpec
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import UserError
-from surogate_core.plugins.registry import Registry, load_plugins
+from surogate_core.plugins.discovery import core_plugin
+from surogate_core.plugins.registry import Offered, Registry, load_plugins
 
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
@@ -408,8 +410,9 @@ def test_a_raising_monitor_does_not_stop_the_run(
 def test_a_monitor_that_cannot_be_built_is_named_and_no_report_is_missed(
     fake: tuple[Any, Registry], tmp_path: Path, base: list[str], run_here: RunHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surogate_core.run.outputs.write_report", lambda runs: pytest.fail("there is no record"))
     monitor, registry = fake
+    spec = ReportSpec(name="never", write=lambda runs: pytest.fail("there is no record"))
+    monkeypatch.setitem(registry._offers, "report", {"never": Offered(bundle=spec, plugin=core_plugin())})
     monitor.answers = {"build": KeyError("token")}
     with pytest.raises(UserError, match=r"monitor fake of plugin monitor-fake cannot be built: KeyError: 'token'"):
         run_here(tmp_path, *base, "monitor=[jsonl,fake]", registry=registry)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from surogate_core.bundles import ReportSpec
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import ConfigError, MachineError
 from surogate_core.events import Event, GpuStats, ReportWritten, RunEnd
-from surogate_core.plugins.registry import Registry
+from surogate_core.plugins.discovery import core_plugin
+from surogate_core.plugins.registry import Offered, Registry
 from surogate_core.train.bus import EventBus
 
 RunHere = Callable[..., int]
@@ -93,7 +95,12 @@ def test_a_device_without_room_to_be_measured_trains_all_the_same(
 
 
 def test_the_report_is_named_when_it_is_there(
-    tmp_path: Path, base: list[str], run_here: RunHere, records: Records, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    base: list[str],
+    run_here: RunHere,
+    installed: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     seen: list[Event] = []
     emit = EventBus.emit
@@ -103,12 +110,26 @@ def test_the_report_is_named_when_it_is_there(
     assert Path(seen[-1].path) == tmp_path / "run" / "report.html"
     assert Path(seen[-1].path).is_file()
 
-    def full(directories: object) -> None:
+    def full(directories: object) -> list[Path]:
         raise MachineError("the disk is full")
 
-    monkeypatch.setattr("surogate_core.run.outputs.write_report", full)
+    spec = Offered(bundle=ReportSpec(name="full", write=full), plugin=core_plugin())
+    monkeypatch.setitem(installed._offers, "report", {"full": spec})
     assert run_here(tmp_path / "full", *base, "max_steps=1") == 0
     assert isinstance(seen[-1], RunEnd)
+    assert "a report was not written" in "".join(capsys.readouterr())
+
+
+def test_without_a_plugin_for_reports_a_run_ends_without_one(
+    tmp_path: Path, base: list[str], run_here: RunHere, installed: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Event] = []
+    emit = EventBus.emit
+    monkeypatch.setattr(EventBus, "emit", lambda bus, event: seen.append(event) or emit(bus, event))
+    monkeypatch.setitem(installed._offers, "report", {})
+    assert run_here(tmp_path / "none", *base, "max_steps=1") == 0
+    assert isinstance(seen[-1], RunEnd)
+    assert not list((tmp_path / "none").glob("report.*"))
 
 
 def names(registry: Registry, *overrides: str, file: Path | None = None) -> list[str]:

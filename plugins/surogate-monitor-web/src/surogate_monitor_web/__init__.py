@@ -1,10 +1,41 @@
-"""Surogate plugin: a live page of the run, on this machine only."""
+"""Surogate plugin: the report of runs, their live page, and the command that writes or serves them."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from surogate_core import bundles, hookimpl
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
 SUROGATE_API = ">=2,<3"
+
+
+@hookimpl
+def surogate_command() -> bundles.CommandSpec:
+    """The command."""
+    return bundles.CommandSpec(
+        name="report",
+        usage="report [RUN …] [--output FILE|--serve]",
+        help="curves and figures of runs, as files or as a live page",
+        main="surogate_monitor_web.command:main",
+        rank=320,
+    )
+
+
+@hookimpl
+def surogate_report() -> bundles.ReportSpec:
+    """`report.html` and `report.md` at the end of a run."""
+    return bundles.ReportSpec(name="html", write=_write)
+
+
+def _write(directories: Sequence[Path]) -> list[Path]:
+    # Imported when a run ends.
+    from surogate_monitor_web.write import write_report
+
+    return write_report(directories)
 
 
 @hookimpl
@@ -15,7 +46,7 @@ def surogate_config_path() -> str:
 
 @hookimpl
 def surogate_monitor() -> bundles.MonitorSpec:
-    """The monitor."""
-    from surogate_monitor_web.monitor import WebMonitor, WebOptions
+    """The live page of a run."""
+    from surogate_monitor_web.live import WebMonitor, WebOptions
 
     return bundles.MonitorSpec(name="web", build=WebMonitor, options=WebOptions)

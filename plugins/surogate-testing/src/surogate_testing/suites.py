@@ -37,6 +37,7 @@ _MODULES = {
     "environment": "environments",
     "launcher": "launchers",
     "fabric": "fabrics",
+    "report": "reports",
     "command": "commands",
 }
 """Kind → the module of its checks."""
