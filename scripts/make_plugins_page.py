@@ -183,11 +183,11 @@ def test_conformance(surogate_check):
 
 `surogate plugins new` writes this file. With the pytest plugin, tests marked `gpu` are skipped on a machine without an
 NVIDIA GPU. `surogate_testing` also has what the tests of this repository's plugins share: models and micro-batches of
-a few dozen numbers in an engine (`tiny`), a model family against transformers (`parity`), the ops by their definitions
-(`op_cases`, `attention_suite`), CUDA C++ compiled for the host (`host_cuda`), Triton's kernels in its interpreter
-(`interpreter`), chat templates on a tokenizer of bytes (`chat_templates`), a tiny model and adapters on disk
-(`pretrained`), and the events of a short run (`run_events`). `policy_losses.terms_of(ratio_N=…, advantages_N=…)` makes
-the terms of a policy loss, for a test by hand; with `logp_N=…` it also takes log π, which is -1 otherwise.
+a few dozen numbers in an engine (`tiny`), a model family against transformers (`parity`, `family_suite`), the ops by
+their definitions (`op_cases`, `attention_suite`), CUDA C++ compiled for the host (`host_cuda`), Triton's kernels in its
+interpreter (`interpreter`), chat templates on a tokenizer of bytes (`chat_templates`), a tiny model and adapters on
+disk (`pretrained`), and the events of a short run (`run_events`). `policy_losses.terms_of(ratio_N=…, advantages_N=…)`
+makes the terms of a policy loss, for a test by hand; with `logp_N=…` it also takes log π, which is -1 otherwise.
 
 ## Combinations
 

@@ -31,7 +31,7 @@ from surogate_core.bundles.exports import Exported, ExportFormat, ExportJob
 from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
 from surogate_core.bundles.kernels import Kernel, KernelPack
 from surogate_core.bundles.launchers import Job, Launcher
-from surogate_core.bundles.models import ModelFamily
+from surogate_core.bundles.models import ModelFamily, decoder_presets
 from surogate_core.bundles.monitors import Monitor, MonitorSpec
 from surogate_core.bundles.objectives import Objective, ObjectiveSpec
 from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
@@ -182,6 +182,7 @@ __all__ = [
     "Turn",
     "WeightFormat",
     "WeightFormatSpec",
+    "decoder_presets",
     "part_of",
     "total_reward",
 ]

@@ -31,3 +31,31 @@ class ModelFamily:
     """Modules that define ops of its own (`surogate_core.kernels.registry.op`), e.g. ``acme_scan.ops``. A run of the
     family imports them before it chooses kernels, so that kernel packs of other plugins may have kernels for them.
     """
+
+
+def decoder_presets(
+    common: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, int, int, int, int, Mapping[str, Any]]],
+    *,
+    tiny: Mapping[str, Any],
+) -> Mapping[str, Mapping[str, Any]]:
+    """Presets of decoders: ``tiny``, a shape for a CPU, and the published shapes.
+
+    `shapes`: preset → (features, layers, heads of queries, heads of keys and values, features of the feed-forward,
+    further keys). `common`: keys of all presets; `tiny`: further keys of that preset.
+    """
+    small = {
+        "vocab_size": 1024,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **tiny,
+    }
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    given = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, **common}
+    return {
+        name: {**given, **dict(zip(keys, sizes, strict=True)), **more}
+        for name, (*sizes, more) in {"tiny": (128, 4, 4, 2, 384, small), **shapes}.items()
+    }

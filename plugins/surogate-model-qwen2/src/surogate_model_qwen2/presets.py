@@ -2,101 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from surogate_core.bundles import decoder_presets
 
+SMALL = {"vocab_size": 151936, "tie_word_embeddings": True}
+LARGE = {"rms_norm_eps": 1e-5}
 
-def _config(**keys: Any) -> Mapping[str, Any]:
-    return {
+PRESETS = decoder_presets(
+    {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "attention_dropout": 0.0,
         "bos_token_id": 151643,
         "eos_token_id": 151643,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
         "vocab_size": 152064,
-        **keys,
-    }
-
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny": _config(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=384,
-        vocab_size=1024,
-        max_position_embeddings=4096,
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
-    "0.5b": _config(
-        hidden_size=896,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        intermediate_size=4864,
-        max_position_embeddings=32768,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
-    "1.5b": _config(
-        hidden_size=1536,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        intermediate_size=8960,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
-    "3b": _config(
-        hidden_size=2048,
-        num_hidden_layers=36,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        intermediate_size=11008,
-        max_position_embeddings=32768,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
-    "7b": _config(
-        hidden_size=3584,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        intermediate_size=18944,
-    ),
-    "14b": _config(
-        hidden_size=5120,
-        num_hidden_layers=48,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        intermediate_size=13824,
-        rms_norm_eps=1e-5,
-    ),
-    "32b": _config(
-        hidden_size=5120,
-        num_hidden_layers=64,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        intermediate_size=27648,
-        rms_norm_eps=1e-5,
-    ),
-    "72b": _config(
-        hidden_size=8192,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        intermediate_size=29568,
-        rms_norm_eps=1e-5,
-    ),
-}
+    },
+    {
+        "0.5b": (896, 24, 14, 2, 4864, {**SMALL, "max_position_embeddings": 32768}),
+        "1.5b": (1536, 28, 12, 2, 8960, SMALL),
+        "3b": (2048, 36, 16, 2, 11008, {**SMALL, "max_position_embeddings": 32768}),
+        "7b": (3584, 28, 28, 4, 18944, {}),
+        "14b": (5120, 48, 40, 8, 13824, LARGE),
+        "32b": (5120, 64, 40, 8, 27648, LARGE),
+        "72b": (8192, 80, 64, 8, 29568, LARGE),
+    },
+    tiny={},
+)

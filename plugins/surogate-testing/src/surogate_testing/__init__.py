@@ -13,7 +13,8 @@ Without pytest: ``for check in checks("optimizer-lion"): check.run()``.
 The kit also has helpers for the tests of plugins:
 
 - `tiny`: models and micro-batches of a few dozen numbers, in an engine
-- `parity`: a model family against transformers' class of it
+- `parity`, `family_suite`: a model family against transformers' class of it, and the tests of a family's presets,
+  refusals and parity
 - `op_cases`, `attention_suite`: the ops by their definitions, and the tests of a pack's attention on a GPU
 - `host_cuda`, `fake_gpu`: CUDA C++ compiled for the host, and a GPU as far as questions about it go
 - `interpreter`: tests of Triton's kernels on a CPU, in Triton's interpreter

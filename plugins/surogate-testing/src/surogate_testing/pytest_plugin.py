@@ -12,7 +12,7 @@ from surogate_testing.check import NotApplicable
 from surogate_testing.suites import checks
 
 # With this, a failure of a shared test shows its values, like that of the plugin's own tests.
-pytest.register_assert_rewrite("surogate_testing.attention_suite")
+pytest.register_assert_rewrite("surogate_testing.attention_suite", "surogate_testing.family_suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,246 @@
+"""Tests of a model family's presets and configurations, and of its parity with transformers and PEFT.
+
+A family's tests subclass `DenseFamilyTests` and say what its models are; one with experts
+subclasses `FamilyTests`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+
+from surogate_core.bundles import ModelFamily
+from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.errors import UserError
+from surogate_testing.parity import LENGTHS, TINY, TOLERANCE, Pair, Record
+
+SHAPE = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "rope_theta",
+    "tie_word_embeddings",
+)
+"""Keys of a published ``config.json`` that `FamilyFacts.published` gives."""
+
+SIZES = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+)
+
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "`rope_scaling`: RoPE scaling `longrope`.*Fix"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "`llama3` needs `low_freq_factor`.*Fix"),
+    ({"rope_scaling": {"type": "yarn"}}, "`rope_scaling`: RoPE scaling `yarn` needs `factor`.*Fix"),
+    ({"use_sliding_window": True, "max_window_layers": 99}, "`use_sliding_window`.*Fix"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types`.*Fix"),
+    ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu'.*Fix"),
+    ({"attention_dropout": 0.1}, "`attention_dropout`.*Fix"),
+    ({"num_key_value_heads": 3}, r"`num_attention_heads` \(4\) must be a multiple of `num_key_value_heads` \(3\)"),
+    ({"head_dim": 15}, "`head_dim` must be even"),
+    ({"hidden_size": "big"}, "`hidden_size` must be a positive integer, not 'big'"),
+    ({"hidden_size": 0}, "`hidden_size` must be a positive integer, not 0"),
+    ({"intermediate_size": True}, "`intermediate_size` must be a positive integer, not True"),
+)
+"""Changes of the preset ``tiny`` that no decoder computes, and a part of the message."""
+NO_SHARE = ({"head_dim": None, "hidden_size": 129}, r"`hidden_size` \(129\) must be a multiple of")
+"""One more for families whose heads share the features evenly."""
+
+LONG: Mapping[str, Mapping[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""RoPE scaling whose original length the documents exceed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyFacts:
+    """What a family's models are, for its tests."""
+
+    plugin: ModuleType
+    """The plugin's module."""
+    config: type[Any]
+    """transformers' configuration."""
+    architecture: type[Any]
+    """transformers' class."""
+    published: Mapping[str, tuple[Any, ...]]
+    """Preset → the parameters of the published model, a tied matrix counted once, and its `SHAPE`."""
+    cases: Mapping[str, Mapping[str, Any]]
+    """Name → changes of the small random model that is compared with transformers'."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of every such model besides `TINY`."""
+    exported: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of the model whose export is compared."""
+    long: Sequence[str] = ()
+    """Names of `LONG` that are compared."""
+    sizes: Sequence[str] = SIZES
+    """Keys without which no model is built."""
+    absent: Sequence[str] = ("rope_theta", "rms_norm_eps", "tie_word_embeddings", "hidden_act")
+    """Keys that a ``config.json`` need not have, since transformers has defaults for them."""
+    refused: Sequence[tuple[dict[str, Any], str]] = REFUSED
+    """Changes of the preset ``tiny`` that `build` refuses, and a part of the message."""
+
+    @property
+    def family(self) -> ModelFamily:
+        """What the plugin offers."""
+        found: ModelFamily = self.plugin.surogate_model_family()
+        return found
+
+    def tiny(self, **changes: Any) -> dict[str, Any]:
+        """The preset ``tiny`` with changes."""
+        return {**self.family.presets["tiny"], **changes}
+
+    def count(self, config: Mapping[str, Any]) -> int:
+        """Parameters of a model."""
+        return sum(math.prod(s.shape) for s in distinct(pieces(self.family.build(config), lora=None, max_seqlen=8)))
+
+    def tensors(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Name → shape of the tensors of a model, with experts fused as in transformers."""
+        model = self.family.build(config)
+        own = {s.hf_name: s.shape for s in distinct(pieces(model, lora=None, max_seqlen=8))}
+        fused = {name: one.shape for name, one in model.fused_tensors().items()}
+        return {**{name: shape for name, shape in own.items() if ".experts." not in name}, **fused}
+
+    def expected(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The same of transformers' class."""
+        with torch.device("meta"):
+            model = self.architecture(self.config(**json.loads(json.dumps(config))))
+        return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def pair(self, lengths: Sequence[int] = LENGTHS, **changes: Any) -> Pair:
+        """A model of transformers and one of the family with the same random weights."""
+        settings = {**TINY, "architectures": [self.architecture.__name__], **self.settings, **changes}
+        return Pair.of(self.architecture, self.config(**settings), self.family.build, lengths=lengths)
+
+    def long_pair(self, rope: Mapping[str, Any]) -> Pair:
+        """The same for longer documents. Dynamic scaling counts from the positions, others from a number of theirs."""
+        positions = 64 if rope["rope_type"] == "dynamic" else 128
+        parameters = {"rope_theta": 5000.0, **rope}
+        return self.pair((90, 21), rope_parameters=parameters, max_position_embeddings=positions)
+
+
+class FamilyTests:
+    """Tests that every family of decoders must pass."""
+
+    facts: ClassVar[FamilyFacts]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test for each preset, case and so on of the family."""
+        facts = self.facts
+        tables: dict[str, Sequence[Any]] = {
+            "preset": list(facts.family.presets),
+            "known": list(facts.published),
+            "size": facts.sizes,
+            "case": list(facts.cases),
+            "scaling": facts.long,
+        }
+        for name in tables.keys() & set(metafunc.fixturenames):
+            metafunc.parametrize(name, tables[name])
+        if "message" in metafunc.fixturenames:
+            metafunc.parametrize(("changes", "message"), facts.refused, ids=lambda value: str(value)[:60])
+
+    def test_a_preset_has_the_tensors_of_transformers(self, preset: str) -> None:
+        config = self.facts.family.presets[preset]
+        assert self.facts.tensors(config) == self.facts.expected(config)
+        if preset in self.facts.published:
+            assert self.facts.count(config) == self.facts.published[preset][0]
+
+    def test_a_preset_has_the_published_shape(self, known: str) -> None:
+        """What the number of parameters does not show: how the features are split into heads, and the base of RoPE."""
+        assert tuple(self.facts.family.presets[known][key] for key in SHAPE) == self.facts.published[known][1:]
+
+    def test_presets_are_published_or_tiny_and_are_json(self) -> None:
+        presets = self.facts.family.presets
+        assert {*self.facts.published, "tiny"} == {*presets}
+        assert json.loads(json.dumps({**presets})) == {name: dict(config) for name, config in presets.items()}
+
+    def test_every_option_names_a_preset_and_every_preset_has_one(self) -> None:
+        named = set()
+        for file in resources.files(f"{self.facts.plugin.__name__}.conf.model").iterdir():
+            if file.name.endswith(".yaml"):
+                option = yaml.safe_load(file.read_text(encoding="utf-8"))
+                assert option["model"]["name"] == self.facts.family.name
+                named.add(option["model"]["preset"])
+        assert named == set(self.facts.family.presets)
+
+    def test_a_missing_size_is_named(self, size: str) -> None:
+        config = self.facts.tiny()
+        del config[size]
+        with pytest.raises(UserError, match=rf"config\.json: key `{size}` is missing\. Fix"):
+            self.facts.family.build(config)
+
+    def test_what_the_blocks_do_not_compute_is_refused(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            self.facts.family.build(self.facts.tiny(**changes))
+
+    def test_absent_keys_have_the_defaults_of_transformers(self) -> None:
+        """A ``config.json`` need not write what equals the family's default."""
+        config = {key: value for key, value in self.facts.tiny().items() if key not in self.facts.absent}
+        theirs, model = self.facts.config(**config), self.facts.family.build(config)
+        assert self.facts.tensors(config) == self.facts.expected(config)
+        assert model.tied == theirs.tie_word_embeddings
+        assert model.head.eps.value(config) == theirs.rms_norm_eps
+        features = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        exponents = torch.arange(0, features, 2) / features
+        angles = torch.arange(4.0)[:, None] / theirs.rope_parameters["rope_theta"] ** exponents
+        tables = model.tables(torch.arange(4, dtype=torch.int32), torch.float32)
+        torch.testing.assert_close(tables["cos"], angles.cos())
+        torch.testing.assert_close(tables["sin"], angles.sin())
+
+    def test_logits(self, case: str, record_testsuite_property: Record) -> None:
+        error = self.facts.pair(**self.facts.cases[case]).logits_error()
+        record_testsuite_property(f"logits, {case}", f"{error:.2e}")
+        assert error <= TOLERANCE
+
+    @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+    def test_loss_and_every_gradient(self, case: str, recompute: bool, record_testsuite_property: Record) -> None:
+        error, name = self.facts.pair(**self.facts.cases[case]).gradient_error(recompute=recompute)
+        record_testsuite_property(f"gradient, {case}, {recompute=}", f"{error:.2e} {name}")
+        assert error <= TOLERANCE, name
+
+    def test_the_exported_model(self, tmp_path: Path) -> None:
+        assert self.facts.pair(**self.facts.exported).full_export_error(tmp_path / "model") <= TOLERANCE
+
+
+class DenseFamilyTests(FamilyTests):
+    """Tests that every dense family must pass."""
+
+    def test_rope_past_its_original_length(self, scaling: str, record_testsuite_property: Record) -> None:
+        scaled, plain = (
+            self.facts.long_pair(rope) for rope in ({"rope_type": scaling, **LONG[scaling]}, {"rope_type": "default"})
+        )
+        logits, (gradient, name) = scaled.logits_error(), scaled.gradient_error(recompute=True)
+        record_testsuite_property(scaling, f"logits {logits:.2e}, gradient {gradient:.2e} {name}")
+        assert max(logits, gradient) <= TOLERANCE
+        theirs = scaled.reference.config.to_dict()
+        mixed = Pair(
+            reference=plain.reference, build=lambda _: self.facts.family.build(theirs), documents=plain.documents
+        )
+        assert mixed.logits_error() > 100 * TOLERANCE, "the scaling must matter"
+
+    def test_the_exported_adapter(self, tmp_path: Path) -> None:
+        assert self.facts.pair(tie_word_embeddings=True).adapter_export_error(tmp_path / "adapter") <= TOLERANCE
