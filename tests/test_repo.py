@@ -231,7 +231,6 @@ def test_core_imports_no_plugin():
 OTHER_MEANINGS = {
     "auto": "a value of several keys",
     "bf16": "a dtype",
-    "chat": "a field of settings",
     "conversation": "a field of rows",
     "cuda": "a type of device",
     "disk": "a place of tensors",
