@@ -60,7 +60,7 @@ def _in_host_memory_already(key: str) -> Rule:
 
 
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-"""Value of `torch_dtype` → that of `model_dtype`."""
+"""Value of `torch_dtype` → value of `model_dtype`."""
 
 
 def model_dtype(v: Values) -> str:

@@ -74,7 +74,7 @@ def _hydras_plugins() -> Plugins:
 
 @contextmanager
 def _prepared(registry: Registry, *, complete: bool = False) -> Iterator[None]:
-    """Hydra with our search path and the schema's defaults; `complete`: those of plugins' flat keys too.
+    """Hydra with our search path and the schema's defaults; `complete`: with the defaults of plugins' flat keys too.
 
     A configuration of a run is composed without the latter, so that a flat key in it is one that is set.
     """

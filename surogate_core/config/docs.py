@@ -61,7 +61,7 @@ def _section_key(found: FlatKey, flat: Mapping[str, FlatKey]) -> str:
 
 
 def _flat_doc(flat: FlatKey, section: str) -> KeyDoc:
-    """A plugins' key: its text is that of the first bundle's option, and names the bundles that have it."""
+    """A plugins' key: the text of the first bundle's option, with the names of the bundles that have it."""
     from surogate_core.config.typed import type_text
 
     first = flat.settings[0]

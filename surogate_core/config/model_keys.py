@@ -1,4 +1,4 @@
-"""Checks the keys that `model.config` may set: those of the model's `config.json` or of its transformers class."""
+"""Checks the keys that `model.config` may set: the keys of the model's `config.json` or of its transformers class."""
 
 from __future__ import annotations
 

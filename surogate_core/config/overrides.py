@@ -100,7 +100,7 @@ class Settings:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The flat keys, also those of plugins."""
+        """The flat keys, the plugins' included."""
         return KEYS | flat_keys(self.registry).keys()
 
     def _options(self, group: str) -> Mapping[str, ConfigOption]:

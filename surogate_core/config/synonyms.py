@@ -1,4 +1,4 @@
-"""Mappings that set the options of a config group under another name, such as `distributed` those of a launcher.
+"""Mappings that set the options of a config group under another name, such as `distributed` for a launcher's.
 
 ``synonyms.yaml`` lists them. They are rewritten where a file or the command line is read, so that the rest of the
 configuration knows one form.

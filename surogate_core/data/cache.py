@@ -105,7 +105,7 @@ class Cache:
 
         What `build` raises passes through. Nothing is left of its work then, unless it is
         `resumable`: such a build is given the directory as the last one left it, and starts anew
-        only after a `UserError`. `damaged` and `checked` are those of `get`; a damaged entry is built anew.
+        only after a `UserError`. `damaged` and `checked` as in `get`; a damaged entry is built anew.
         Raises `MachineError` when the disk is full and `UserError` when the cache cannot be written.
         """
         found = self.get(key, damaged=damaged, checked=checked)

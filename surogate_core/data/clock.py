@@ -25,14 +25,14 @@ class _Clock:
 
 
 def today() -> date:
-    """The day of this process: that of the first call, or that which `set_day` chose."""
+    """The day of this process: the day of the first call, or the one that `set_day` chose."""
     if _Clock.day is None or _Clock.follows:
         _Clock.day = date.today()
     return _Clock.day
 
 
 def set_day(day: date) -> None:
-    """Choose the day: that of the process that has started this one, or of a run that goes on."""
+    """Choose the day: of the process that started this one, or of a run that goes on."""
     _Clock.day = day
 
 

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     """The kind of a data file, as its name states it."""
 
     suffix: str
-    """Its own suffix in lower case, without that of a compression; a key of `READERS`."""
+    """Its own suffix in lower case, without a compression's suffix; a key of `READERS`."""
     compression: str | None
 
     @property
@@ -131,7 +131,7 @@ def forward(handle: IO[bytes], count: int) -> None:
 
 
 def bom_length(file: str, head: bytes) -> int:
-    """Length of the UTF-8 byte order mark at the beginning of a file. Raises `UserError` for that of another
+    """Length of the UTF-8 byte order mark at the beginning of a file. Raises `UserError` for the mark of another
     encoding.
     """
     for bom, name in _OTHER_BOMS.items():

@@ -1,4 +1,4 @@
-"""Decides which tokens of a rendered conversation are trained: those of the assistant only.
+"""Decides which tokens of a rendered conversation are trained: the assistant's only.
 
 There are two ways to find them. The ``{% generation %}`` blocks of a template mark them. For any other template, the
 conversation is rendered before and after each assistant turn, and the added text is the assistant's (prefix

@@ -131,7 +131,7 @@ def prepare(
 
 
 def _entries(config: RunConfig, formats: Mapping[str, DatasetFormat], *, group: int) -> list[DatasetEntry]:
-    """The checked entries of the configuration, those of `validation_datasets` last."""
+    """The checked entries of the configuration, `validation_datasets` last."""
     entries = [
         *parse_entries(config.datasets, formats, key="datasets"),
         *parse_entries(config.validation_datasets, formats, key="validation_datasets"),

@@ -318,7 +318,7 @@ def pack_documents(
 
     Each array of `chosen` is packed by itself, so that a row never has the same document twice. `chosen_key` is a
     JSON-able value that represents `chosen` in the key. `progress` receives the documents that are packed, and their
-    total; `damaged` is that of `Cache.get`.
+    total; `damaged` as in `Cache.get`.
     """
     key = digest_of(
         {

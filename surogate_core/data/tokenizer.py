@@ -43,7 +43,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory, a ``pkg://`` directory or a hub id; code in it is never run.
 
-    Its rules are those of its tokenizer.json, also where transformers has others for it, and none depends on chance.
+    It follows its tokenizer.json, also where transformers has other rules for it, and none depends on chance.
     `revision` is the branch, tag or commit of a hub id; ``owner/name@revision`` names it too. `note` receives what its
     user should know.
     Raises `UserError` when it is missing, incomplete or broken, `MachineError` when the hub cannot be reached.

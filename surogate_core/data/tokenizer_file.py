@@ -42,7 +42,7 @@ _OF_OFFSETS = "trim_offsets"
 def as_in_file(tokenizer: PreTrainedTokenizerBase, directory: Path) -> tuple[PreTrainedTokenizerBase, list[str]]:
     """The tokenizer, read anew if it differs from its tokenizer.json, and the parts that differed.
 
-    The special tokens and the chat template stay those of `tokenizer`.
+    `tokenizer` keeps its special tokens and chat template.
     """
     content = _read(directory / FILE)
     if not isinstance(content.get("model"), dict) or not tokenizer.is_fast:

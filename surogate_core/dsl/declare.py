@@ -48,7 +48,7 @@ GROUPS = ("all", "attention", "experts", "mlp")
 
 
 def target_names(module: str, region: str, *, experts: bool) -> frozenset[str]:
-    """The names by which `lora_target_modules` selects a slot: its own, that of its group, and ``all``.
+    """The names by which `lora_target_modules` selects a slot: its own name, its group's, and ``all``.
 
     The groups are ``experts``, ``attention`` (the regions ``qkv`` and ``att``) and ``mlp`` (every other projection).
     """
@@ -64,7 +64,7 @@ class LoRA:
     targets: frozenset[str]
     """Last parts of module names (``q_proj``), names of groups, or ``all``; see `target_names`."""
     expert_rank: int | None = None
-    """Rank of the adapters of experts, which have the same scale; None is that of the others."""
+    """Rank of the adapters of experts, which have the same scale; None: the rank of the other adapters."""
     train_router: bool = False
     """Whether routers are trained too, as whole matrices."""
 
@@ -362,7 +362,7 @@ class Model:
     embed: ClassVar[Embedding]
     layers: ClassVar[Stack | tuple[Stack, ...]]
     head: Head
-    """The head: that of the family's language models in a class, that which `config` names in an instance."""
+    """The head. In a class: the head of the family's language models; in an instance: the head that `config` names."""
     heads: ClassVar[tuple[type[Head], ...]] = (ScoreHead,)
     """Classes of heads that a model of the family may have instead."""
 
@@ -385,7 +385,7 @@ class Model:
 
     @property
     def fixed_positions(self) -> float:
-        """Tokens of the longest document whose first angles are those of its beginning alone; mostly infinite."""
+        """Tokens of the longest document whose first angles do not depend on its length; mostly infinite."""
         return longest_fixed(self.config)
 
     def covering(self, length: int) -> dict[str, Any]:

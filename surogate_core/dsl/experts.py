@@ -36,7 +36,7 @@ def split(name: str, value: Tensor) -> list[tuple[str, Tensor]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """A tensor that some programs write in the place of those of the experts: [E, rows of all its projections, I]."""
+    """A tensor that some programs write instead of the experts' own: [E, rows of all its projections, I]."""
 
     shape: tuple[int, int, int]
     parts: tuple[tuple[str, tuple[int, int]], ...]
@@ -237,7 +237,7 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
 
 
 def project_combined(x_RI: Tensor, routes: Routes, slot: BoundExperts) -> Tensor:
-    """[N, O]: the slot's projection of the sorted rows; those of a token are added, weighted by their routes."""
+    """[N, O]: the slot's projection of the sorted rows. The rows of a token are added, weighted by their routes."""
     with region(slot.slot.region):
         return ops.combined_linear(
             x_RI,

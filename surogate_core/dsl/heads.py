@@ -62,12 +62,12 @@ class Head:
 
     @classmethod
     def is_of(cls, config: Mapping[str, Any]) -> bool:
-        """Whether a ``config.json`` is that of a model with such a head."""
+        """Whether a ``config.json`` describes a model with such a head."""
         return any(str(name).endswith(cls.suffix) for name in config.get("architectures") or ())
 
     @classmethod
     def hf_class(cls, architecture: str) -> str:
-        """The class of transformers for such a head; `architecture`: that of the family's language models."""
+        """The class of transformers for such a head; `architecture`: the class of the family's language models."""
         return architecture.removesuffix(LMHead.suffix) + cls.suffix
 
     @classmethod
@@ -101,7 +101,7 @@ class Head:
         return norm, self.weight_spec(model, train_base=train_base)
 
     def outputs(self, model: Model, x_ND: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """[N, O] in the dtype of x. `tensors`: those of `specs` by name. Traced with its backward."""
+        """[N, O] in the dtype of x. `tensors`: the tensors of `specs` by name. Traced with its backward."""
         h_ND = ops.rms_norm(x_ND, tensors["norm"], float(self.eps.value(model.config)), offset=self.offset)
         return h_ND @ tensors["weight"].t()
 

@@ -106,7 +106,7 @@ class States:
         wanted: bool = True,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """(y, final states) of the scan. Refuses states that are not the declared ones: the next row begins there. A
-        scan may give anything where they are not wanted; those of the core give no state of the right shape.
+        scan may give anything where they are not wanted; the core's own give no state of the right shape.
         """
         y, finals = self.scan(*rows, borders=borders, initial=initial, finals=wanted, **parameters)
         if not wanted and [state.ndim for state in finals] != [len(shape) + 1 for shape in self.shapes]:
@@ -125,7 +125,7 @@ Spec = KeyValues | States
 
 
 class Mixing(Protocol):
-    """How the rows of a block see each other. `number`: that of the mixer in the order of declaration."""
+    """How the rows of a block see each other. `number`: the mixer's, in the order of declaration."""
 
     @property
     def hides_borders(self) -> str:
@@ -263,7 +263,7 @@ class Recurrence(Mixer):
     """A scan over the rows of a document; read on a block it is called with `(*rows, **parameters)`.
 
     `rows` have N first. `parameters` do not: weights and the like. `states`: the shapes of what the scan carries from
-    row to row, in fp32. `multiplications` of a row, for FLOPs; by default those of a scan of the core, otherwise two
+    row to row, in fp32. `multiplications` of a row, for FLOPs; by default as in a scan of the core, otherwise two
     for each element of the states.
     """
 

@@ -50,7 +50,7 @@ class Product:
 
 
 def add_products(pairs: Iterable[tuple[Tensor, Tensor | Product]]) -> list[tuple[Tensor, Tensor]]:
-    """Add those of (sum, gradient) that are products, and return the others.
+    """Add the pairs (sum, gradient) that are products, and return the others.
 
     Merges consecutive products that share the same x and whose left factors and sums are contiguous.
     """
@@ -111,7 +111,7 @@ def _follows(a: Tensor, b: Tensor) -> bool:
 
 
 def defer_products(backward: fx.GraphModule, count: int) -> tuple[bool, ...]:
-    """Make the graph return both factors of those of its first `count` outputs that are products.
+    """Make the graph return both factors of each product among its first `count` outputs.
 
     Outputs that are fp32 sums, rounded at the end, are returned without the rounding, because they are added to a wide
     sum. Returns for each output whether it is now two: left and right of a `Product`.

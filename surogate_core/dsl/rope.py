@@ -1,7 +1,7 @@
 """Rotary position embedding (arXiv 2104.09864): the tables for `kernels.ops.rope`.
 
 `Rope` reads ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before), of a
-``config.json``. The frequencies are those of transformers, operation for operation, so that angles agree at
+``config.json``. The frequencies follow transformers, operation for operation, so that angles agree at
 positions where one unit in the last place would show.
 
 Shape suffixes: N tokens, E head features.
@@ -209,7 +209,7 @@ def longest_covered(config: Mapping[str, Any]) -> float:
 
 
 def longest_fixed(config: Mapping[str, Any]) -> float:
-    """Tokens of the longest document whose first angles are those of its beginning alone; infinite but for dynamic."""
+    """Tokens of the longest document whose first angles do not depend on its length; infinite but for dynamic."""
     found = []
     for one in _of_layer_types(config) or [dict(config)]:
         if _kind(_parameters(one)[1]) == "dynamic":

@@ -39,7 +39,7 @@ _SIZES: Mapping[str, int] = {
     "n_routed_experts": 1 << 16,
     "num_labels": 1 << 20,
 }
-"""Key of a model's configuration → its largest value: a hundred times that of any model that there is, or more."""
+"""Key of a model's configuration → its largest value: at least a hundred times the value of any model that there is."""
 _MOST_EXPERTS = 1 << 21
 """Experts of all layers."""
 

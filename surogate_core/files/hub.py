@@ -14,7 +14,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def nearest_directory(path: Path) -> str:
-    """A sentence with the directory whose name is nearest to that of a path that does not exist; empty if none is."""
+    """A sentence with the directory whose name is nearest to a path that does not exist; empty if none is."""
     parent = path.parent
     if not parent.is_dir():
         return ""

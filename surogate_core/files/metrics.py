@@ -61,7 +61,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: str | Path, *, event: str | None = None) -> list[dict[str, Any]]:
-    """The records of a run, or those of one `event`, in the order in which they happened.
+    """The records of a run, or of one `event`, in the order in which they happened.
 
     Each has `event`, `time` (seconds since 1970) and the event's fields; NaN and infinities are floats
     again. A step has at most one ``step_end`` and one ``eval_end``: the last that was written.

@@ -30,7 +30,7 @@ def is_of_all_experts(name: str) -> bool:
 
 
 class ExpertTensors(TensorFile):
-    """The tensors of an adapter file, with those of all experts as tensors of each expert."""
+    """The tensors of an adapter file; a tensor of all experts becomes one tensor for each expert."""
 
     def __init__(self, file: TensorFile, parts: Mapping[str, tuple[str, Callable[[Tensor], Tensor], tuple[int, int]]]):
         """`parts`: name → (name in the file, that tensor → this one, its shape)."""

@@ -145,7 +145,7 @@ class LoraAdapter:
         )
 
     def with_experts(self, fused: Mapping[str, Fused], *, key: str = "adapter_path") -> LoraAdapter:
-        """The adapter with those of all experts taken apart, for a base that has these tensors of experts.
+        """The adapter with its tensors of all experts taken apart, for a base that has these tensors of experts.
 
         Raises `UserError` if they fit none of them, or fit both of PEFT's layouts.
         """
@@ -226,7 +226,7 @@ class LoraAdapter:
             raise _bad(Path(self.source), key, problems, "it is not an adapter of this base", "name its own base")
 
     def check_copies(self, base: ModelDir, *, key: str = "adapter_path") -> None:
-        """Raise `UserError` unless every copy of a base weight among the tensors is that of the base. Equal ones are
+        """Raise `UserError` unless every copy of a base weight among the tensors equals the base's. Equal ones are
         not used.
         """
         problems = []
@@ -294,7 +294,7 @@ class InitialAdapter:
     def check_continues(self, shapes: Mapping[str, Sequence[int]], *, rank: int, alpha: float) -> None:
         """Compare the adapter to continue with the run's; one `UserError` lists all differences.
 
-        `shapes`: trained tensor of the run → its shape. `rank`, `alpha`: those of adapters outside of experts.
+        `shapes`: trained tensor of the run → its shape. `rank`, `alpha`: of the adapters outside of experts.
         """
         if self.start is None:
             return

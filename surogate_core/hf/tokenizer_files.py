@@ -28,7 +28,7 @@ class TokenizerFiles:
 
     directory: Path
     changes: Mapping[str, str] = field(default_factory=dict)
-    """`chat_template` and `eos_token`, where they are not those of the files."""
+    """`chat_template` and `eos_token`, where they differ from the files."""
     has_dropout: bool = True
     """Whether the merges of the file may be dropped out; False switches that off."""
 

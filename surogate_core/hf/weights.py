@@ -157,7 +157,7 @@ class ModelDir:
         return self._files
 
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors, in the order of the index or file; of a quantised weight that of the weight."""
+        """The names of all tensors, in the order of the index or file; a quantised weight has one."""
         scheme = self.scheme
         if scheme is None:
             return tuple(self._where)
@@ -175,7 +175,7 @@ class ModelDir:
         return self.scheme.tensors(name, self._where) if self.scheme is not None else None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape; of a quantised weight that of the weight."""
+        """A tensor's shape; for a quantised weight the shape of the weight itself."""
         parts = self._parts(name)
         if parts is None or self.scheme is None:
             return self.info(name).shape

@@ -341,7 +341,7 @@ def _in_cache(key: str, name: str) -> bool:
 
 @contextmanager
 def _noting_triton() -> Iterator[None]:
-    """Inside, this context's launches of Triton's programs are noted; those of other threads are made.
+    """Inside, this context's launches of Triton's programs are noted; other threads launch as usual.
 
     Raises `ImportError` or `RuntimeError` if this Triton would launch them.
     """

@@ -117,7 +117,7 @@ def places_of(rows: int, runs: int, chunk: int) -> int:
 def _unit_inverse(a: Tensor) -> Tensor:
     """(1 + a)⁻¹ of strictly lower triangular matrices [..., C, C].
 
-    Inverses of the blocks on the diagonal are joined to those of blocks twice as large. That is as stable as
+    Inverses of the blocks on the diagonal are joined to inverses of blocks twice as large. That is as stable as
     substitution, other than a product of powers of a, whose values cancel.
     """
     size, rows = 1, a.shape[-1]

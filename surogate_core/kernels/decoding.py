@@ -121,7 +121,7 @@ def slot_attention(
 def gumbel(keys_N2: Tensor, numbers_N: Tensor, size: int) -> Tensor:
     """[N, V] fp32 noise with which the largest sum is a sample: a function of (key, number, token) only.
 
-    `keys_N2`, `numbers_N`: int32; the number is that of the token in its completion.
+    `keys_N2`, `numbers_N`: int32; a number is the token's place in its completion.
     """
     first_N1, second_N1 = keys_N2[:, :1], keys_N2[:, 1:]
     row_N1 = hashed(first_N1 ^ hashed(second_N1 + numbers_N[:, None] * 0x1E3779B9))
@@ -163,7 +163,7 @@ def token_bounds(
 ) -> tuple[Tensor, Tensor]:
     """(bounds_N fp32, lasts_N int32): what top-k, top-p and min-p keep of each row, in this order; see `kept`.
 
-    The probabilities are those of the logits over the temperature. Tokens that are as probable as the last of the k are
+    The probabilities are of the logits over the temperature. Tokens that are as probable as the last of the k are
     kept too. A filter that keeps everything: 0, 1, 0. The most probable token is always kept, and at temperature 0
     every token.
     """

@@ -25,7 +25,7 @@ def sort_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
     """(order_R, slot_NK, ends_E), int32: a stable sort of the rows by expert.
 
     Row r of the sorted order is choice ``order[r] % K`` of token ``order[r] // K``; `slot` is the inverse. Expert e has
-    the rows up to ``ends[e]``, from where those of the expert before it end.
+    the rows up to ``ends[e]``, from the end of the expert before it.
     """
     flat_R = experts_NK.flatten()
     order_R = torch.argsort(flat_R, stable=True)
@@ -38,7 +38,7 @@ def sort_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
 
 
 def route_backward(dweights_NK: Tensor, logits_NE: Tensor, experts_NK: Tensor, *, renormalise: bool) -> Tensor:
-    """[N, E] in the dtype of the logits: their gradient from that of the weights; for kernels of `route` too."""
+    """[N, E] in the dtype of the logits: their gradient, from the weights' gradient; for kernels of `route` too."""
     probabilities_NE = torch.softmax(wide(logits_NE), dim=-1)
     index_NK = experts_NK.long()
     chosen_NK = probabilities_NE.gather(1, index_NK)
@@ -114,7 +114,7 @@ class CodedProduct:
 
     function: GroupedProduct
     codes: Callable[[Sequence[Tensor]], Sequence[tuple[Codes, Codes]]]
-    """The weights of each projection → those of W [E, O, I] and of Wᵀ [E, I, O]."""
+    """The weights of each projection → the codes of W [E, O, I] and of Wᵀ [E, I, O]."""
 
     def __call__(self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor) -> Sequence[Tensor]:
         """The product."""

@@ -1,7 +1,7 @@
 """The products of experts: each range of sorted rows times its expert's weight, and their gradients.
 
 Shape suffixes: E experts, R rows in the order of their experts, I inputs, O outputs; expert e has the rows up to
-``ends[e]``, from where those of the expert before it end.
+``ends[e]``, from the end of the expert before it.
 """
 
 from __future__ import annotations

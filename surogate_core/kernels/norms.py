@@ -16,7 +16,7 @@ def long_norm(x_BN: Tensor) -> Tensor:
     """[...] fp32: the Euclidean norm over the last dim, which may be as long as a model; contiguous, fp32 or bf16.
 
     On a CPU `torch.linalg.vector_norm` adds all squares into the few fp32 lanes of one register: the norm of 3e8 normal
-    values is 4 % too small, that of equal values 30 %. So runs of `RUN` values are added in fp32 and the runs in
+    values is 4 % too small, the norm of equal values 30 %. So runs of `RUN` values are added in fp32 and the runs in
     float64, which takes the same time. On a GPU `vector_norm` itself is accurate: it sums at most 256 values in a
     thread and then in a tree.
     """

@@ -27,7 +27,7 @@ class Unpacker:
     """A CUDA source with kernels that unpack weights of one format."""
 
     def __init__(self, sources: Sources, name: str, *, title: str):
-        """`sources`: those of the plugin; `name`: the .cu file's; `title`: the format's name."""
+        """`sources`: the plugin's; `name`: the .cu file's; `title`: the format's name."""
         # Architecture-specific: CuPy's own compilation would flush numbers below 2⁻¹²⁶ to 0.
         self._module = Module(sources, name, specific=True)
         self._title = title
@@ -48,7 +48,7 @@ class Unpacker:
     def launch(self, function: str, packed: Sequence[Tensor | np.generic], room: Tensor, *, apart: int = 0) -> None:
         """Launch a kernel of the source with its own arguments, then the workspace, its pitch and its sides.
 
-        `room`: [O, I], or [E, O, I] with the first expert's arguments; those of the others are `apart` bytes further
+        `room`: [O, I], or [E, O, I] with the first expert's arguments; the other experts' are `apart` bytes further
         each.
         """
         outputs, inputs = room.shape[-2:]
