@@ -15,7 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from surogate_core.cli.gpus import Gpu, find  # noqa: E402
+from surogate_command_plan.gpus import Gpu, find  # noqa: E402
+
 from surogate_core.config.resolve import load_run_config  # noqa: E402
 from surogate_core.engine.prediction import Counts  # noqa: E402
 from surogate_core.kernels.native import assuming  # noqa: E402

@@ -161,14 +161,6 @@ COMMANDS = (
         rank=330,
     ),
     bundles.CommandSpec(
-        name="plan",
-        usage="plan [TASK] [FILE.yaml] [KEY=VALUE …]",
-        help="will it fit, how fast, how long; nothing is trained",
-        main="surogate_core.cli.plan:main",
-        rank=340,
-        example="plan model=Qwen/Qwen3-0.6B datasets=my.jsonl",
-    ),
-    bundles.CommandSpec(
         name="plugins",
         usage="plugins list|show NAME|lock|verify|sbom\nplugins new NAME --kind KIND\nplugins check [NAME …|--matrix]",
         help="what is installed, and whether it matches the lock\n"

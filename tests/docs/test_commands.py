@@ -14,10 +14,10 @@ import example_commands
 import pytest
 from page_commands import GUIDES, PAGES, ROOT, Command, commands, commands_of
 from pages import blocks
+from surogate_command_plan.cluster import own_words
 
 from surogate_core.app.arguments import leading_task, parse
 from surogate_core.app.commands import CORE_TASKS, first_words, installed_tasks
-from surogate_core.cli.cluster import own_words
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_many
 from surogate_core.plugins import Registry, load_plugins

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from surogate_command_plan import fit
+from surogate_command_plan.gpus import Room
 
-from surogate_core.cli import plan_fit
 from surogate_core.cli.main import main
-from surogate_core.cli.plan_room import Room
 from surogate_core.engine.prediction import Held, Prediction
 from surogate_core.files import atomic
 
@@ -97,7 +97,7 @@ def test_a_disk_without_room(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_proposals_with_room_come_first() -> None:
     def proposal(name: str, **places: int) -> Any:
-        return plan_fit.Proposal(changes=(name,), config=None, prediction=prediction(**places), seconds=0)  # type: ignore[arg-type]
+        return fit.Proposal(changes=(name,), config=None, prediction=prediction(**places), seconds=0)  # type: ignore[arg-type]
 
     room = Room(host=10, disk=5, directory="scratch")
     ordered = [
@@ -106,7 +106,7 @@ def test_proposals_with_room_come_first() -> None:
         proposal("alike", device=8, disk=5),
         proposal("none", device=8),
     ]
-    assert [p.changes[0] for p in plan_fit.best(100, ordered, room=room)] == ["held", "none", "too much"]
+    assert [p.changes[0] for p in fit.best(100, ordered, room=room)] == ["held", "none", "too much"]
     assert room.short_of(prediction(device=99, host=10, disk=5)) == {}
     assert set(room.short_of(prediction(host=11, disk=6))) == {"host", "disk"}
     assert Room(host=None, disk=None, directory="").short_of(prediction(host=11, disk=6)) == {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from surogate_command_plan.cluster import own_words
 
-from surogate_core.cli.cluster import own_words
 from surogate_core.errors import UserError
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_command_plan.gpus import gpus
+from surogate_command_plan.speed import CALL, HIDDEN, UNLINKED, WAIT, WireRates, wire_of
 
-from surogate_core.cli.gpus import gpus
 from surogate_core.cli.main import main
-from surogate_core.cli.plan_wire import CALL, HIDDEN, UNLINKED, WAIT, WireRates, wire_of
 from surogate_core.engine import assembly
 from surogate_core.engine.ranks.shares import Sent
 
@@ -198,7 +198,7 @@ def test_a_cpu_has_processes(capsys: Any) -> None:
 
 @pytest.mark.slow
 def test_a_plan_knows_how_many_gpus_are_here(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surogate_core.cli.plan._number_here", lambda device: 4)
+    monkeypatch.setattr("surogate_command_plan.command._number_here", lambda device: 4)
     for number, said in ((1, "4 GPUs; gpus=0 trains on all"), (0, "on 4 × H200"), (8, "4 GPUs, and gpus=8 needs 8")):
         assert main(["plan", *KEYS, "lora=true", f"gpus={number}"]) == 0
         assert said in capsys.readouterr().out

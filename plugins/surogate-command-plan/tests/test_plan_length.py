@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from surogate_command_plan import length
+from surogate_command_plan.length import BYTES_PER_TOKEN, Length, length_of
 
-from surogate_core.cli import plan_length
-from surogate_core.cli.plan_length import BYTES_PER_TOKEN, Length, length_of
 from surogate_core.config.resolve import load_run_config
 from surogate_core.plugins.registry import Registry
 
@@ -24,7 +24,7 @@ Plan = Callable[..., Length]
 def plan(installed: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """The length for entries and keys; no data is small enough to be read."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan_length, "SMALL", 2**20)
+    monkeypatch.setattr(length, "SMALL", 2**20)
     config = load_run_config([], registry=installed)
     keys: dict[str, Any] = {"sequence_len": 1024, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     keys |= {"num_epochs": 1, "max_steps": -1, "validation_split_ratio": 0.0, "validation_datasets": []}

@@ -11,13 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from surogate_command_plan import cluster_cost
+from surogate_command_plan.cluster_cost import ClusterPlan
+from surogate_command_plan.gpus import Gpu, Room
+from surogate_command_plan.length import Length
+from surogate_command_plan.speed import ASSUMED, Speed, step_time
 from surogate_core import numbers
-from surogate_core.cli import plan_cluster_view
-from surogate_core.cli.gpus import Gpu
-from surogate_core.cli.plan_cluster_view import ClusterPlan
-from surogate_core.cli.plan_length import Length
-from surogate_core.cli.plan_room import Room
-from surogate_core.cli.plan_speed import ASSUMED, Speed, step_time
 from surogate_core.config import sharing
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
@@ -116,7 +115,7 @@ class Plan:
 def as_json(plan: Plan, **extra: Any) -> str:
     """The plan as one JSON object, with further keys at its end."""
     prediction, speed = plan.prediction, plan.speed
-    of_cluster = {} if plan.cluster is None else plan_cluster_view.as_json(plan.cluster)
+    of_cluster = {} if plan.cluster is None else cluster_cost.as_json(plan.cluster)
     value = {
         "model": plan.title,
         "gpu": None if plan.gpu is None else plan.gpu.title,
@@ -172,7 +171,7 @@ def as_text(plan: Plan, *, config: bool = False, schedule: bool = False) -> str:
         f"{_of_each('Memory', plan)}, predicted\n{_memory(plan)}",
     ]
     if plan.cluster is not None:
-        parts.insert(1, plan_cluster_view.as_text(plan.cluster))
+        parts.insert(1, cluster_cost.as_text(plan.cluster))
     if schedule:
         parts.append(_schedule(plan))
     if config:
@@ -214,7 +213,7 @@ def _fit(plan: Plan) -> str:
 
 def _speed(plan: Plan) -> str:
     if plan.cluster is not None:
-        return plan_cluster_view.speed(plan.cluster)
+        return cluster_cost.speed(plan.cluster)
     if plan.speed is None:
         what = "a CPU" if plan.settings.device.type != "cuda" else "this GPU"
         what = "a model with experts" if plan.unused else what
@@ -272,7 +271,7 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"this machine has {plan.here} GPU{'s' * (plan.here != 1)}, and gpus={ranks} needs {ranks}")
     if plan.here is not None and plan.here > ranks == 1:
         notes.append(f"this machine has {plan.here} GPUs; gpus=0 trains on all of them")
-    notes += [] if plan.cluster is None else plan_cluster_view.notes(plan.cluster)
+    notes += [] if plan.cluster is None else cluster_cost.notes(plan.cluster)
     notes += plan.of_experts
     notes += [sentence for _, sentence in (plan.samples, plan.rollouts) if sentence]
     notes += sharing.notes(plan.config)

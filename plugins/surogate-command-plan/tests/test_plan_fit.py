@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+from surogate_command_plan.fit import MARGIN, _candidates, parse_size
 
 from surogate_core.cli.main import main
-from surogate_core.cli.plan_fit import MARGIN, _candidates, parse_size
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import UserError
 from surogate_core.plugins.registry import Registry

@@ -13,12 +13,12 @@ from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 if TYPE_CHECKING:
     import torch
 
-    from surogate_core.cli.cluster import Cluster
-    from surogate_core.cli.gpus import Gpu
-    from surogate_core.cli.plan_cluster_view import ClusterPlan
-    from surogate_core.cli.plan_fit import Predictor, Proposal
-    from surogate_core.cli.plan_speed import Speed
-    from surogate_core.cli.plan_view import Plan
+    from surogate_command_plan.cluster import Cluster
+    from surogate_command_plan.cluster_cost import ClusterPlan
+    from surogate_command_plan.fit import Predictor, Proposal
+    from surogate_command_plan.gpus import Gpu
+    from surogate_command_plan.speed import Speed
+    from surogate_command_plan.view import Plan
     from surogate_core.config.schema import RunConfig
     from surogate_core.dsl import Model
     from surogate_core.engine.prediction import Prediction
@@ -78,8 +78,8 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], set[str]
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
+    from surogate_command_plan.cluster import own_words
     from surogate_core.app.arguments import leading_task, load, parse, with_places
-    from surogate_core.cli.cluster import own_words
 
     words, values, switches = _own_flags(argv)
     words, cluster = own_words(words)
@@ -88,9 +88,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.help:
         print(USAGE, end="")
         return 0
+    from surogate_command_plan.gpus import Gpu, find
     from surogate_core import logs
     from surogate_core.app.announce import announce
-    from surogate_core.cli.gpus import Gpu, find
 
     announce("Planning: the layers are traced to count memory and work, which takes some seconds.")
     asked = None if "--gpu" not in values else find(values["--gpu"])
@@ -105,27 +105,27 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(assuming(asked.capability if isinstance(asked, Gpu) else asked))
         gpu = asked if isinstance(asked, Gpu) else None
         stack.enter_context(with_places(arguments, task, registry))
-        return _plan(config, registry, fit=values.get("--fit"), switches=switches, gpu=gpu, cluster=cluster)
+        return _plan(config, registry, size=values.get("--fit"), switches=switches, gpu=gpu, cluster=cluster)
 
 
 def _plan(
     config: RunConfig,
     registry: Registry,
     *,
-    fit: str | None,
+    size: str | None,
     switches: set[str],
     gpu: Gpu | None,
     cluster: Cluster | None,
 ) -> int:
     """Predict, and print; the exit code."""
-    from surogate_core.cli import plan_fit, plan_view
-    from surogate_core.cli.plan_length import length_of
-    from surogate_core.cli.plan_room import Room
+    from surogate_command_plan import fit, view
+    from surogate_command_plan.gpus import Room
+    from surogate_command_plan.length import length_of
     from surogate_core.engine.prediction import Counts
     from surogate_core.setup.assemble import resolve_device, resolve_model
     from surogate_core.setup.fitting import assembly_of, placed, settled_for
 
-    budget = None if fit is None else plan_fit.parse_size(fit)
+    budget = None if size is None else fit.parse_size(size)
     device = resolve_device(config)
     gpu = gpu or _here(device)
     asked = config = _checked(config, registry, device, gpu, cluster)
@@ -135,15 +135,15 @@ def _plan(
     free = None if budget is not None else room.device
     config = settled_for(config, registry, resolved, room=free)
 
-    predicted = plan_fit.Predictor(
+    predicted = fit.Predictor(
         lambda config: Counts.of(assembly_of(config, registry, resolved)),
         lambda config, counts: placed(config, registry, counts),
     )
     prediction = predicted(config)
-    rates = plan_fit.Rates.of(gpu)
+    rates = fit.Rates.of(gpu)
     experts = _of_experts(config, resolved.model, prediction.kernels, device)
     dense = gpu if not experts and cluster is None else None  # rates are measured with dense products
-    plan = plan_view.Plan(
+    plan = view.Plan(
         config=config,
         title=resolved.title,
         settings=predicted.counts(config).settings,
@@ -156,14 +156,14 @@ def _plan(
         cluster=None if cluster is None else _of_cluster(config, registry, prediction, gpu, cluster),
         length=length_of(config, registry, resolved),
         here=_number_here(device),
-        chosen=plan_view.chosen(asked, config),
+        chosen=view.chosen(asked, config),
         **_caches(config, registry, resolved),
         **experts,
     )
     plan = replace(plan, shared_out=_shared_out(plan, registry, predicted))
-    fitting = None if budget is None else plan_fit.proposals(config, registry, predicted, rates=rates)
+    fitting = None if budget is None else fit.proposals(config, registry, predicted, rates=rates)
     _print(plan, fitting, budget, switches)
-    nothing_fits = fitting is not None and budget is not None and not any(plan_fit.fits(p, budget) for p in fitting)
+    nothing_fits = fitting is not None and budget is not None and not any(fit.fits(p, budget) for p in fitting)
     return MachineError.exit_code if nothing_fits else 0
 
 
@@ -189,21 +189,21 @@ def _checked(
 
 def _shared_out(plan: Plan, registry: Registry, predicted: Predictor) -> tuple[tuple[str, ...], int] | None:
     """How these GPUs, or more of one machine, can share out a run that does not fit; None if it fits, or in no way."""
-    from surogate_core.cli import plan_fit, plan_view
+    from surogate_command_plan import fit, view
 
     device = plan.settings.device
     if plan.fits is not False or device.type != "cuda" or plan.room.device is None:
         return None
-    config, memory = plan.config, plan.room.device / plan_view.MARGIN
-    return plan_fit.shared_out(config, registry, predicted, memory, more=plan.cluster is None)
+    config, memory = plan.config, plan.room.device / view.MARGIN
+    return fit.shared_out(config, registry, predicted, memory, more=plan.cluster is None)
 
 
 def _estimate(config: RunConfig, registry: Registry, model: Model, prediction: Prediction, gpu: Gpu) -> Speed:
     """The speed of GPUs of this kind in one machine."""
-    from surogate_core.cli import plan_fit
-    from surogate_core.cli.plan_speed import speed
+    from surogate_command_plan import fit
+    from surogate_command_plan.speed import speed
 
-    more = plan_fit.seconds_of(config, registry, prediction, plan_fit.Rates.of(gpu))
+    more = fit.seconds_of(config, registry, prediction, fit.Rates.of(gpu))
     return speed(config, registry, model, prediction, gpu, more=more)
 
 
@@ -211,13 +211,13 @@ def _of_cluster(
     config: RunConfig, registry: Registry, prediction: Prediction, gpu: Gpu | None, cluster: Cluster
 ) -> ClusterPlan:
     """What a step costs on the cluster; raises `UserError` where there are no GPUs."""
-    from surogate_core.cli import plan_cluster
-    from surogate_core.cli.plan_cluster_view import ClusterPlan
-    from surogate_core.cli.plan_speed import can_copy, update_seconds
+    from surogate_command_plan import cluster_cost
+    from surogate_command_plan.cluster_cost import ClusterPlan
+    from surogate_command_plan.speed import can_copy, update_seconds
     from surogate_core.config import sharing
 
     axes = sharing.axes(config)
-    work = plan_cluster.Work(
+    work = cluster_cost.Work(
         tokens=sharing.tokens_of_rank(config) * config.gradient_accumulation_steps,
         micro_steps=config.gradient_accumulation_steps,
         update=0.0 if gpu is None else update_seconds(config, registry, prediction, gpu),
@@ -228,8 +228,8 @@ def _of_cluster(
     return ClusterPlan(
         cluster=cluster,
         sent=sent,
-        flat=plan_cluster.cost(cluster, sent, work),
-        hierarchical=plan_cluster.cost(cluster, sent, work, plan_cluster.hierarchical),
+        flat=cluster_cost.cost(cluster, sent, work),
+        hierarchical=cluster_cost.cost(cluster, sent, work, cluster_cost.hierarchical),
         staged=cluster.nodes > 1 and cluster.per_node > 1 and config.hierarchical_reduction and fabric.across,
         tokens=work.tokens * cluster.ranks,
         update_known=gpu is not None,
@@ -308,16 +308,16 @@ def _number_here(device: torch.device) -> int | None:
 
 
 def _print(plan: Plan, fitting: list[Proposal] | None, budget: int | None, switches: set[str]) -> None:
-    from surogate_core.cli import plan_fit, plan_view
+    from surogate_command_plan import fit, view
 
     if "--json" in switches:
-        extra = {} if fitting is None or budget is None else {"fit": plan_fit.as_json(budget, fitting, room=plan.room)}
-        print(plan_view.as_json(plan, **extra), end="")
+        extra = {} if fitting is None or budget is None else {"fit": fit.as_json(budget, fitting, room=plan.room)}
+        print(view.as_json(plan, **extra), end="")
         return
-    text = plan_view.as_text(plan, config="--config" in switches, schedule="--schedule" in switches)
+    text = view.as_text(plan, config="--config" in switches, schedule="--schedule" in switches)
     print(text, end="")
     if fitting is not None and budget is not None:
-        print("\n" + plan_fit.as_text(budget, fitting, room=plan.room, rates=plan_fit.Rates.of(plan.gpu)), end="")
+        print("\n" + fit.as_text(budget, fitting, room=plan.room, rates=fit.Rates.of(plan.gpu)), end="")
 
 
 def _left_out(registry: Registry, device: torch.device) -> dict[str, str]:
@@ -335,7 +335,7 @@ def _here(device: torch.device) -> Gpu | None:
     """The GPU of this machine; None for a CPU, for a GPU that is not known, or where one is only assumed."""
     import torch
 
-    from surogate_core.cli.gpus import of_device
+    from surogate_command_plan.gpus import of_device
     from surogate_core.kernels.native import assumed
 
     if device.type != "cuda" or assumed() is not None:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from surogate_command_plan.cluster import Cluster, parse
+from surogate_command_plan.cluster_cost import BASE, Cost, Work, cost, flat, hierarchical
+from surogate_command_plan.speed import CALL, HIDDEN, HIDDEN_NCCL, WAIT
 
-from surogate_core.cli.cluster import Cluster
 from surogate_core.cli.main import main
-from surogate_core.cli.plan_cluster import BASE, Cost, Work, cost, flat, hierarchical
-from surogate_core.cli.plan_wire import CALL, HIDDEN, HIDDEN_NCCL, WAIT
-from surogate_core.cli.wires import parse
 from surogate_core.engine import assembly
 from surogate_core.engine.ranks.shares import Sent
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_command_plan.gpus import Gpu, find, gpus, of_device
+from surogate_command_plan.speed import step_time
+from surogate_command_plan.view import duration
 
-from surogate_core.cli.gpus import Gpu, find, gpus, of_device
 from surogate_core.cli.main import main
-from surogate_core.cli.plan_speed import step_time
-from surogate_core.cli.plan_view import duration
+from surogate_core.config.resolve import load_run_config
 from surogate_core.engine.prediction import CUBLAS_WORKSPACE, CUDA_CONTEXT
 from surogate_core.errors import UserError
 from surogate_core.kernels import native
+from surogate_core.plugins.registry import Registry
 
 SMALL = [
     "model.config.num_hidden_layers=2",
@@ -120,8 +122,8 @@ MEASURED = [
 
 @pytest.mark.parametrize(("model", "keys", "rate"), MEASURED, ids=lambda v: str(v))
 def test_the_estimate_is_calibrated_on_what_was_measured(model: str, keys: list[str], rate: float) -> None:
-    from surogate_core.cli.plan_speed import speed
-    from surogate_core.config.resolve import load_run_config
+    from surogate_command_plan.speed import speed
+
     from surogate_core.engine.prediction import Prediction
     from surogate_core.plugins import load_plugins
     from surogate_core.setup.assemble import resolve_model
@@ -169,11 +171,11 @@ def test_it_answers_first_and_shows_the_rest_on_request(capsys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_length_is_that_of_the_data(capsys: Any, tmp_path: Path) -> None:
+def test_the_length_is_that_of_the_data(capsys: Any, tmp_path: Path, installed: Registry) -> None:
     rows = "".join(json.dumps({"text": f"the number {n} and more of it"}) + "\n" for n in range(200))
     (tmp_path / "my.jsonl").write_text(rows)
     keys = [f"datasets={tmp_path}/my.jsonl", f"data_cache_dir={tmp_path}/cache"]
-    keys += ["tokenizer=pkg://surogate_dataset_chat/embedded/tokenizer"]
+    keys += [f"tokenizer={load_run_config([], registry=installed).tokenizer}"]
     once, twice = (plan(capsys, *keys, f"num_epochs={n}")["steps"] for n in (2, 4))
     assert 0 < once < twice <= 2 * once
     assert plan(capsys, *keys, "max_steps=7")["steps"] == 7

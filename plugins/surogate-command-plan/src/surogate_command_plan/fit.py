@@ -8,13 +8,11 @@ from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
+from surogate_command_plan.gpus import Gpu, Room
+from surogate_command_plan.speed import WireRates, again_rate, step_time
+from surogate_command_plan.view import PLACES, totals
 from surogate_core.bundles import OptimizerSpec
 from surogate_core.bundles.options import flat_values, options_from_flat
-from surogate_core.cli.gpus import Gpu
-from surogate_core.cli.plan_room import Room
-from surogate_core.cli.plan_speed import again_rate, step_time
-from surogate_core.cli.plan_view import PLACES, totals
-from surogate_core.cli.plan_wire import WireRates
 from surogate_core.config import offload, sharing
 from surogate_core.config.checks import EXACT_RANKS, RULES
 from surogate_core.config.choices import offloader_of_keys

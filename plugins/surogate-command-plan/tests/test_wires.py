@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from surogate_command_plan.cluster import parse, wires
+from surogate_command_plan.gpus import gpus
+from surogate_command_plan.speed import LINKED, UNLINKED
 
-from surogate_core.cli.gpus import gpus
-from surogate_core.cli.plan_wire import LINKED, UNLINKED
-from surogate_core.cli.wires import parse, wires
 from surogate_core.errors import UserError
 
 
