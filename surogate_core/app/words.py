@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
+from surogate_core.app.flags import Flag
 from surogate_core.app.sampling import NUMBERS, number
 from surogate_core.errors import UserError
 
@@ -25,35 +26,27 @@ class Words:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """The flags of a command, by kind."""
+    """The flags of a command."""
 
     command: str
     """Such as ``surogate eval``, for messages."""
-    texts: tuple[str, ...] = ()
-    """One value each; the last one counts."""
-    lists: tuple[str, ...] = ()
-    """They may be repeated."""
-    counts: tuple[str, ...] = ()
-    """Whole numbers from 1."""
-    switches: tuple[str, ...] = ()
-    """They take no value."""
-    samples: bool = False
-    """Whether the command has the flags of sampling (`NUMBERS`)."""
+    flags: tuple[Flag, ...] = ()
 
     def read(self, argv: Sequence[str]) -> Words:
         """Sort the words after the command; raises `UserError`."""
+        kinds = {name: flag.kind for flag in self.flags for name in flag.names}
         found, words = Words(), list(argv)
         while words:
             word = words.pop(0)
             flag, equals, value = word.partition("=")
             if word.startswith("-"):
-                self._check(flag, equals)
-                if flag in self.switches:
+                self._check(flag, equals, kinds)
+                if kinds[flag] == "switch":
                     found.switches.add(flag)
                     continue
                 if not equals and not words:
                     raise UserError(f"{self.command} {flag}: a value must follow. Fix: `{self.command} --help`")
-                self._take(found, flag, value if equals else words.pop(0))
+                _take(found, kinds[flag], flag, value if equals else words.pop(0))
             elif equals or word.startswith(("+", "~")):
                 found.overrides.append(word)
             elif word in found.models:
@@ -62,21 +55,22 @@ class Flags:
                 found.models.append(word)
         return found
 
-    def _check(self, flag: str, equals: str) -> None:
-        known = (*(NUMBERS if self.samples else ()), *self.counts, *self.texts, *self.lists, *self.switches)
-        if flag not in known:
-            near = get_close_matches(flag, known, n=1)
+    def _check(self, flag: str, equals: str, kinds: Mapping[str, str]) -> None:
+        if flag not in kinds:
+            near = get_close_matches(flag, kinds, n=1)
             fix = near[0] if near else f"`{self.command} --help` shows the form"
             raise UserError(f"{self.command}: {flag} is not known. Fix: {fix}")
-        if flag in self.switches and equals:
+        if kinds[flag] == "switch" and equals:
             raise UserError(f"{flag}: is a switch and takes no value. Fix: {flag}, or leave it out.")
 
-    def _take(self, found: Words, flag: str, value: str) -> None:
-        if flag in self.lists:
+
+def _take(found: Words, kind: str, flag: str, value: str) -> None:
+    match kind:
+        case "list":
             found.lists.setdefault(flag, []).append(value)
-        elif flag in self.texts:
+        case "text":
             found.texts[flag] = value
-        elif flag in self.counts:
+        case "count":
             found.counts[flag] = int(number(flag, value, int, least=1))
-        else:
+        case "number":
             found.sampling[flag] = number(flag, value, NUMBERS[flag])

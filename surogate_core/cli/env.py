@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.app.flags import ADAPTER, ENGINE, SLOTS, Flag, shown
 from surogate_core.app.kept import json_line, kept_lines
 from surogate_core.app.sampling import number, sampling_of
 from surogate_core.app.words import Flags, Words
@@ -23,7 +24,40 @@ if TYPE_CHECKING:
     from surogate_core.measure.environment_scores import Scores
     from surogate_core.plugins.registry import Registry
 
-USAGE = """\
+FLAGS = Flags(
+    command="surogate env",
+    flags=(
+        Flag("count", "--limit N", "number of tasks (tasks 10, check 20, eval 100)"),
+        Flag("number", "--seed N", "seed of the tasks, and of eval's random choices (1234, the default of train_seed)"),
+        Flag("switch", "--held-out", "tasks: those that training never draws"),
+        Flag("switch", "--solved", "tasks: conversations with the right answer"),
+        Flag("list", "--reply TEXT", "check: a reply to play too; further ones are the replies of later turns"),
+        Flag("switch", "--train", "eval: tasks of the training instead of held-out ones"),
+        Flag("count", "--samples N", "eval: attempts at each task (1)"),
+        Flag("count", "--max-turns N", "eval: replies of an attempt at most (8)"),
+        Flag("text", "--solved-at R", "eval: an attempt is solved from this reward (1)"),
+        Flag("count", "--max-new-tokens N", "eval: tokens of a reply at most (512)"),
+        Flag(
+            "number",
+            "--temperature T, --top-k N, --top-p P, --min-p P, --repetition-penalty R",
+            "eval: without them and --samples the most probable token is taken",
+        ),
+        *(replace(flag, help=f"eval: {flag.help}") for flag in (ADAPTER, SLOTS, ENGINE)),
+        Flag("count", "--workers N", "processes of the environment (1)"),
+        Flag("text", "--timeout S", "seconds of one task, reply or reward (10)"),
+        Flag(
+            "text", "--build-timeout S", "seconds to build the environment (--timeout if that is given, otherwise 300)"
+        ),
+        Flag("switch", "--json", "print JSON"),
+        Flag(
+            "text",
+            "--output FILE",
+            "tasks: write them to a file; eval: write each attempt; new: the directory to write to",
+        ),
+    ),
+)
+
+USAGE = f"""\
 usage: surogate env list [--json]
        surogate env new NAME [--output DIR]
        surogate env tasks NAME [OPTION=VALUE …] [--limit N] [--held-out] [--solved] [--output FILE.jsonl]
@@ -42,35 +76,8 @@ such as digits=2, and keys of a run, such as device=cpu.
   eval                 mean reward of a model, a run or an adapter on held-out tasks, with its standard error; several
                        are compared with the first, task by task
 
-  --limit N            number of tasks (tasks 10, check 20, eval 100)
-  --seed N             seed of the tasks, and of eval's random choices (1234, the default of train_seed)
-  --held-out           tasks: those that training never draws
-  --solved             tasks: conversations with the right answer
-  --reply TEXT         check: a reply to play too; further ones are the replies of later turns
-  --train              eval: tasks of the training instead of held-out ones
-  --samples N          eval: attempts at each task (1)
-  --max-turns N        eval: replies of an attempt at most (8)
-  --solved-at R        eval: an attempt is solved from this reward (1)
-  --max-new-tokens N   eval: tokens of a reply at most (512)
-  --temperature T, --top-k N, --top-p P, --min-p P, --repetition-penalty R
-                       eval: without them and --samples the most probable token is taken
-  --adapter DIR, --slots N, --engine NAME
-                       eval: as in surogate generate
-  --workers N          processes of the environment (1)
-  --timeout S          seconds of one task, reply or reward (10)
-  --build-timeout S    seconds to build the environment (--timeout if that is given, otherwise 300)
-  --json               print JSON
-  --output FILE        tasks: write them to a file; eval: write each attempt; new: the directory to write to
-"""
+{shown(FLAGS.flags)}"""
 
-FLAGS = Flags(
-    command="surogate env",
-    texts=("--output", "--adapter", "--engine", "--timeout", "--build-timeout", "--solved-at"),
-    lists=("--reply",),
-    counts=("--limit", "--samples", "--max-turns", "--max-new-tokens", "--slots", "--workers"),
-    switches=("--json", "--held-out", "--solved", "--train"),
-    samples=True,
-)
 SEED = 1234
 _OF_POOL = ("--timeout", "--build-timeout", "--workers")
 _OF: Mapping[str, tuple[str, ...]] = {

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.app.flags import CHAT, ENGINE, MAX_NEW_TOKENS, SLOTS, SYSTEM, Flag, shown
 from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 from surogate_core.numbers import significant
@@ -21,7 +22,65 @@ if TYPE_CHECKING:
     from surogate_core.measure.evaluation import Evaluation
     from surogate_core.plugins.registry import Registry
 
-USAGE = """\
+OF_MODELS = (
+    Flag(
+        "text",
+        "--config FILE.yaml",
+        "keys of a run in a file for every model. Without it a run has those of its own config.yaml, and all models "
+        "have the rows, template, length and packing of the first run",
+    ),
+    Flag("switch", "--json", "print JSON"),
+    Flag("text", "--output FILE", "write the JSON to a file too"),
+    Flag("switch", "--report", "add the figures to the report of each run that is measured"),
+)
+OF_TASKS = (
+    Flag(
+        "list",
+        "--tasks FILE",
+        'JSON lines: {"prompt": TEXT, "answer": TEXT}, {"messages": […], "answer": TEXT} or\n'
+        '{"prompt": TEXT, "choices": [TEXT, …], "answer": NUMBER}; or NAME:TASK of an evaluator that is installed. '
+        "May be repeated",
+    ),
+    Flag(
+        "text",
+        "--match HOW",
+        "for rows without the key `match`: exact, number (the last number), regex, or choice (the most probable one). "
+        "Without it choice for rows with choices, exact for the others",
+    ),
+    Flag(
+        "text",
+        "--pattern REGEX",
+        "for regex: the last match in the completion, or its group, is compared with the answer",
+    ),
+    Flag("text", "--prompt TEMPLATE", "the prompt from the row's keys, such as 'Question: {question}'"),
+    Flag("text", "--shots N", "the first N rows are solved examples before each prompt, and are not scored (0)"),
+    Flag("count", "--limit N", "rows of each task at most"),
+    CHAT,
+    SYSTEM,
+    MAX_NEW_TOKENS,
+    Flag("count", "--samples N", "completions of each prompt (1); their mean counts, and pass@N"),
+    Flag(
+        "number",
+        "--temperature T, --top-k N, --top-p P, --min-p P, --repetition-penalty R, --seed N",
+        "without them and --samples the most probable token is taken",
+    ),
+    Flag(
+        "list",
+        "--stop TEXT",
+        "ends a completion before this text; may be repeated. Without it a text prompt with examples ends at a blank "
+        "line",
+    ),
+    SLOTS,
+    ENGINE,
+    Flag(
+        "text",
+        "--samples-output FILE",
+        "write each completion and its verdict as JSON lines; until the end FILE.partial has those that are done",
+    ),
+)
+FLAGS = Flags(command="surogate eval", flags=(*OF_MODELS, *OF_TASKS))
+
+USAGE = f"""\
 usage: surogate eval MODEL [MODEL …] [datasets=FILE.jsonl] [KEY=VALUE …] [--json] [--output FILE.json]
        surogate eval MODEL [MODEL …] --tasks FILE.jsonl [--tasks …] [KEY=VALUE …] [--json] [--output FILE.json]
 
@@ -30,57 +89,12 @@ standard error over rows. MODEL is a Hugging Face directory, a run's directory (
 checkpoint with an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as device=cpu.
 
   datasets=…           the rows to evaluate; without it those that the first run held out
-  --config FILE.yaml   keys of a run in a file for every model. Without it a run has those of its own config.yaml, and
-                       all models have the rows, template, length and packing of the first run
-  --json               print JSON
-  --output FILE        write the JSON to a file too
-  --report             add the figures to the report of each run that is measured
-
+{shown(OF_MODELS)}
 Tasks:
-  --tasks FILE         JSON lines: {"prompt": TEXT, "answer": TEXT}, {"messages": […], "answer": TEXT} or
-                       {"prompt": TEXT, "choices": [TEXT, …], "answer": NUMBER}; or NAME:TASK of an evaluator that is
-                       installed. May be repeated
-  --match HOW          for rows without the key `match`: exact, number (the last number), regex, or choice (the most
-                       probable one). Without it choice for rows with choices, exact for the others
-  --pattern REGEX      for regex: the last match in the completion, or its group, is compared with the answer
-  --prompt TEMPLATE    the prompt from the row's keys, such as 'Question: {question}'
-  --shots N            the first N rows are solved examples before each prompt, and are not scored (0)
-  --limit N            rows of each task at most
-  --chat               a prompt is a user's message, and the completion the assistant's answer
-  --system TEXT        the system message of --chat
-  --max-new-tokens N   largest number of tokens of a completion (256)
-  --samples N          completions of each prompt (1); their mean counts, and pass@N
-  --temperature T, --top-k N, --top-p P, --min-p P, --repetition-penalty R, --seed N
-                       without them and --samples the most probable token is taken
-  --stop TEXT          ends a completion before this text; may be repeated. Without it a text prompt with examples ends
-                       at a blank line
-  --slots N, --engine NAME
-                       as in surogate generate
-  --samples-output FILE
-                       write each completion and its verdict as JSON lines; until the end FILE.partial has those that
-                       are done
-
+{shown(OF_TASKS)}
 Several models are compared with the first: the difference, and its standard error over pairs of documents or rows.
 """
 
-FLAGS = Flags(
-    command="surogate eval",
-    texts=(
-        "--config",
-        "--output",
-        "--samples-output",
-        "--match",
-        "--pattern",
-        "--prompt",
-        "--shots",
-        "--system",
-        "--engine",
-    ),
-    lists=("--tasks", "--stop"),
-    counts=("--limit", "--max-new-tokens", "--samples", "--slots"),
-    switches=("--json", "--chat", "--report"),
-    samples=True,
-)
 _ROWS = frozenset({"datasets", "dataset", "validation_datasets"})
 _MERGED = "surogate merge {word} --base-model BASE --output DIR, then evaluate DIR"
 """How an adapter that names no base is evaluated."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surogate_core.app.arguments import Arguments, registry_for
+from surogate_core.app.flags import Flag
 from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 from surogate_core.files.runs import latest_run, run_directory
@@ -42,8 +43,10 @@ The token is that of `hf auth login` or HF_TOKEN. Paths of this machine and secr
 
 FLAGS = Flags(
     command="surogate export",
-    texts=("--to", "--base-model", "--message", "--format"),
-    switches=("--public", "--overwrite", "--dry-run"),
+    flags=(
+        *(Flag("text", name) for name in ("--to", "--base-model", "--message", "--format")),
+        *(Flag("switch", name) for name in ("--public", "--overwrite", "--dry-run")),
+    ),
 )
 _DIRECTORIES = "hf"
 """The format of a run's exports: Hugging Face directories, which are copied or uploaded."""
@@ -111,8 +114,10 @@ def _convert(spec: ExportFormat, registry: Registry, argv: Sequence[str]) -> int
     own = {field: f"--{field.replace('_', '-')}" for field in field_types(spec.options)}
     flags = Flags(
         command=f"surogate export --format {spec.name}",
-        texts=("--to", "--format", "--adapter", *(flag for field, flag in own.items() if field not in switches)),
-        switches=tuple(own[field] for field in switches),
+        flags=(
+            *(Flag("text", name) for name in ("--to", "--format", "--adapter")),
+            *(Flag("switch" if field in switches else "text", flag) for field, flag in own.items()),
+        ),
     )
     words = flags.read(argv)
     model, target = _model_of(words, flags.command), words.texts.get("--to", "")

@@ -5,10 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.app.flags import (
+    ADAPTER,
+    CHAT,
+    ENGINE,
+    FILTERS,
+    MAX_NEW_TOKENS,
+    SLOTS,
+    SYSTEM,
+    TEMPERATURE,
+    TOOL_PARSER,
+    Flag,
+    shown,
+)
 from surogate_core.app.kept import json_line, kept_lines
 from surogate_core.app.sampling import sampling_of
 from surogate_core.app.words import Flags, Words
@@ -19,46 +33,58 @@ if TYPE_CHECKING:
     from surogate_core.inference.texts import Prompt, Text, Wanted
     from surogate_core.plugins.registry import Registry
 
-USAGE = """\
+FLAGS = Flags(
+    command="surogate generate",
+    flags=(
+        ADAPTER,
+        Flag("text", "--prompt TEXT", "the text to continue; - reads it from standard input"),
+        Flag(
+            "text",
+            "--file FILE",
+            'JSON lines: {"prompt": TEXT} or {"messages": [{"role": …, "content": …}, …]}; - is standard input',
+        ),
+        CHAT,
+        SYSTEM,
+        Flag(
+            "text",
+            "--tools FILE",
+            'a JSON list of tools that --chat offers; a row of --file with messages has its own as "tools"',
+        ),
+        TOOL_PARSER,
+        MAX_NEW_TOKENS,
+        Flag("count", "--samples N", "completions of each prompt (1)"),
+        replace(
+            TEMPERATURE,
+            help=f"{TEMPERATURE.help}; if it takes the most probable token, --samples above 1, --top-k, --top-p and "
+            "--min-p sample at temperature 1",
+        ),
+        FILTERS,
+        Flag("number", "--seed N", "with equal seeds equal completions (0)"),
+        Flag("list", "--stop TEXT", "ends a completion before this text; may be repeated"),
+        Flag("list", "--stop-token TOKEN", "ends a completion at this token, or token id; may be repeated"),
+        Flag("switch", "--ignore-eos", "do not stop at the model's own end tokens"),
+        SLOTS,
+        ENGINE,
+        Flag("switch", "--json", "print JSON lines: prompt, sample, text, reason, tokens"),
+        Flag("switch", "--logprobs", "the same with token ids and the log-probability of each"),
+        Flag(
+            "text",
+            "--output FILE",
+            "write the JSON lines to a file; until the end FILE.partial has those that are done",
+        ),
+    ),
+)
+
+USAGE = f"""\
 usage: surogate generate MODEL --prompt TEXT [KEY=VALUE …]
        surogate generate MODEL --file PROMPTS.jsonl [--output FILE.jsonl] [KEY=VALUE …]
 
 Continues prompts. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a checkpoint with
 an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as device=cpu or qlora_bnb=true.
 
-  --adapter DIR        an adapter, a run or a checkpoint to use on MODEL, where that is not the base that it names
-  --prompt TEXT        the text to continue; - reads it from standard input
-  --file FILE          JSON lines: {"prompt": TEXT} or {"messages": [{"role": …, "content": …}, …]}; - is standard input
-  --chat               a --prompt is a user's message, and the completion the assistant's answer
-  --system TEXT        the system message of --chat
-  --tools FILE         a JSON list of tools that --chat offers; a row of --file with messages has its own as "tools"
-  --tool-parser NAME   the form of the model's tool calls; without it the chat template decides
-  --max-new-tokens N   largest number of tokens of a completion (256)
-  --samples N          completions of each prompt (1)
-  --temperature T      0 takes the most probable token. Without these flags generation_config.json decides; if it takes
-                       the most probable token, --samples above 1, --top-k, --top-p and --min-p sample at temperature 1
-  --top-k N, --top-p P, --min-p P, --repetition-penalty R
-  --seed N             with equal seeds equal completions (0)
-  --stop TEXT          ends a completion before this text; may be repeated
-  --stop-token TOKEN   ends a completion at this token, or token id; may be repeated
-  --ignore-eos         do not stop at the model's own end tokens
-  --slots N            sequences at a time; without it as many as the prompts need and memory allows
-  --engine NAME        the rollout engine (native)
-  --json               print JSON lines: prompt, sample, text, reason, tokens
-  --logprobs           the same with token ids and the log-probability of each
-  --output FILE        write the JSON lines to a file; until the end FILE.partial has those that are done
-
+{shown(FLAGS.flags)}
 A completion alone is printed for one prompt with one sample; several are printed as JSON lines.
 """
-
-FLAGS = Flags(
-    command="surogate generate",
-    texts=("--prompt", "--file", "--system", "--output", "--engine", "--adapter", "--tools", "--tool-parser"),
-    lists=("--stop", "--stop-token"),
-    counts=("--max-new-tokens", "--samples", "--slots"),
-    switches=("--chat", "--json", "--logprobs", "--ignore-eos"),
-    samples=True,
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -237,6 +263,3 @@ def _row(text: Text, logprobs: bool) -> dict[str, Any]:
     if text.calls:
         row["tool_calls"] = [call.body() for call in text.calls]
     return row | ({"ids": list(text.ids), "logprobs": list(text.logprobs)} if logprobs else {})
-
-
-# ------------------------------------------------------------------------------------ words

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from surogate_core.app.flags import FILTERS, Flag
 from surogate_core.app.words import Flags
 from surogate_core.errors import UserError
 
 FLAGS = Flags(
     command="surogate try",
-    texts=("--output",),
-    lists=("--stop",),
-    counts=("--samples",),
-    switches=("--json",),
-    samples=True,
+    flags=(
+        Flag("text", "--output FILE"),
+        Flag("list", "--stop TEXT"),
+        Flag("count", "--samples N"),
+        Flag("switch", "--json"),
+        FILTERS,
+    ),
 )
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.app.flags import FILTERS, TEMPERATURE, TOOL_PARSER, Flag, shown
 from surogate_core.app.sampling import sampling_of
 from surogate_core.app.words import Flags, Words
 from surogate_core.errors import SurogateError, UserError
@@ -24,24 +25,34 @@ if TYPE_CHECKING:
     from surogate_core.inference.tool_calls import Calling
     from surogate_core.plugins.registry import Registry
 
-USAGE = """\
+FLAGS = Flags(
+    command="surogate chat",
+    flags=(
+        Flag(
+            "list",
+            "--adapter DIR",
+            "an adapter, a run or a checkpoint to use on MODEL; several are partners side by side",
+        ),
+        Flag("text", "--system TEXT", "the system message"),
+        Flag("text", "--tools FILE", "a JSON list of tools that the model may call"),
+        TOOL_PARSER,
+        Flag("count", "--max-new-tokens N", "largest number of tokens of an answer (512)"),
+        Flag("count", "--context N", "tokens of the longest conversation (4096, or what the model has)"),
+        TEMPERATURE,
+        FILTERS,
+        Flag("list", "--stop TEXT", "ends an answer before this text; may be repeated"),
+        Flag("number", "--seed N", "with equal seeds and messages equal answers (0)"),
+    ),
+)
+
+USAGE = f"""\
 usage: surogate chat MODEL [MODEL …] [--system TEXT] [KEY=VALUE …]
 
 A chat in the terminal. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a checkpoint
 with an adapter, a PEFT adapter, or a hub id. Several models answer one after the other, each with its own history.
 KEY=VALUE are keys of a run, such as device=cpu or qlora_bnb=true.
 
-  --adapter DIR        an adapter, a run or a checkpoint to use on MODEL; several are partners side by side
-  --system TEXT        the system message
-  --tools FILE         a JSON list of tools that the model may call
-  --tool-parser NAME   the form of its calls; without it the chat template decides
-  --max-new-tokens N   largest number of tokens of an answer (512)
-  --context N          tokens of the longest conversation (4096, or what the model has)
-  --temperature T      0 takes the most probable token. Without these flags generation_config.json decides
-  --top-k N, --top-p P, --min-p P, --repetition-penalty R
-  --stop TEXT          ends an answer before this text; may be repeated
-  --seed N             with equal seeds and messages equal answers (0)
-
+{shown(FLAGS.flags)}
 In the chat:
   /help                these commands
   /system TEXT         another system message, and a new conversation
@@ -57,13 +68,6 @@ Lines of standard input are messages if it is not a terminal.
 
 MOST, CONTEXT = 512, 4096
 """Tokens of an answer and of a conversation, unless flags say otherwise."""
-FLAGS = Flags(
-    command="surogate chat",
-    texts=("--system", "--tools", "--tool-parser"),
-    lists=("--adapter", "--stop"),
-    counts=("--max-new-tokens", "--context"),
-    samples=True,
-)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surogate_command_serve.access import LEAST_TOKEN, LOOPBACK, is_token
+from surogate_core.app.flags import ENGINE, TOOL_PARSER, Flag, shown
 from surogate_core.app.sampling import number, sampling_of
 from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
@@ -20,40 +21,52 @@ from surogate_core.errors import UserError
 if TYPE_CHECKING:
     from surogate_command_serve.server import Server
 
-USAGE = """\
+PORT = 8000
+FLAGS = Flags(
+    command="surogate serve",
+    flags=(
+        Flag(
+            "list",
+            "--adapter [NAME=]DIR",
+            "an adapter, a run or a checkpoint on MODEL, served beside it under its own name; may be repeated",
+        ),
+        Flag("text", "--name NAME", "the name of MODEL in requests (the last part of its path)"),
+        Flag("text", "--host ADDRESS", "the address to listen on (127.0.0.1: programs of this machine only)"),
+        Flag("text", "--port N", f"({PORT}); 0 takes a free one"),
+        Flag(
+            "text",
+            "--token-file FILE",
+            "the token that clients must send. A new file gets a random one. Without it a random token is printed",
+        ),
+        Flag("switch", "--no-token", "anybody on this machine may ask; on 127.0.0.1 only"),
+        Flag(
+            "count",
+            "--context N",
+            "tokens of the longest sequence, its prompt included (4096, or what the model has)",
+        ),
+        Flag("count", "--slots N", "sequences at a time (8 on a CPU, 64 on a GPU, or as many as memory allows)"),
+        ENGINE,
+        TOOL_PARSER,
+        Flag(
+            "number",
+            "--temperature T",
+            "for requests that have none. Without these flags generation_config.json decides",
+        ),
+        Flag("number", "--top-k N, --top-p P, --min-p P, --repetition-penalty R, --seed N"),
+        Flag("switch", "--quiet", "no line for each answer"),
+    ),
+)
+
+USAGE = f"""\
 usage: surogate serve MODEL [--adapter [NAME=]DIR …] [KEY=VALUE …]
 
 A server of the OpenAI API: /v1/models, /v1/completions and /v1/chat/completions, streamed or whole. MODEL is a Hugging
 Face directory, a run's directory (`latest` is the last run's), a checkpoint with an adapter, a PEFT adapter, or a hub
 id. KEY=VALUE are keys of a run, such as device=cpu or qlora_bnb=true.
 
-  --adapter [NAME=]DIR  an adapter, a run or a checkpoint on MODEL, served beside it under its own name; may be repeated
-  --name NAME           the name of MODEL in requests (the last part of its path)
-  --host ADDRESS        the address to listen on (127.0.0.1: programs of this machine only)
-  --port N              (8000); 0 takes a free one
-  --token-file FILE     the token that clients must send. A new file gets a random one. Without it a random token is
-                        printed
-  --no-token            anybody on this machine may ask; on 127.0.0.1 only
-  --context N           tokens of the longest sequence, its prompt included (4096, or what the model has)
-  --slots N             sequences at a time (8 on a CPU, 64 on a GPU, or as many as memory allows)
-  --engine NAME         the rollout engine (native)
-  --tool-parser NAME    the form of the model's tool calls; without it the chat template decides
-  --temperature T       for requests that have none. Without these flags generation_config.json decides
-  --top-k N, --top-p P, --min-p P, --repetition-penalty R, --seed N
-  --quiet               no line for each answer
-
+{shown(FLAGS.flags)}
 Ctrl-C ends the server.
 """
-
-PORT = 8000
-FLAGS = Flags(
-    command="surogate serve",
-    texts=("--name", "--host", "--port", "--token-file", "--engine", "--tool-parser"),
-    lists=("--adapter",),
-    counts=("--context", "--slots"),
-    switches=("--no-token", "--quiet"),
-    samples=True,
-)
 
 
 def main(argv: Sequence[str]) -> int:
