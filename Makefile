@@ -17,7 +17,8 @@ ARGS ?=
 PYTEST ?=
 # Processes that share the tests, each on one thread: 0 for none but pytest itself, as a debugger wants it.
 WORKERS ?= 2
-SHARED := OMP_NUM_THREADS=1 $(if $(filter-out 0,$(WORKERS)),PYTEST_ADDOPTS='-n $(WORKERS)')
+# With bytecode: pytest rewrites a thousand files once, and processes that tests start need not compile the core.
+SHARED := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(if $(filter-out 0,$(WORKERS)),PYTEST_ADDOPTS='-n $(WORKERS)')
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from tiny_qwen3 import make_engine, tiny_config
+
+from surogate_testing.tiny import CROSS_ENTROPY
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
@@ -27,3 +33,27 @@ def test_tests_that_begin_too_late_are_skipped(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("SUROGATE_TEST_MINUTES", "0")
     with pytest.raises(pytest.skip.Exception, match="the 0 minutes of SUROGATE_TEST_MINUTES are over"):
         root.pytest_runtest_setup(request.node)
+
+
+def heads_of(**changes: Any) -> list[Any]:
+    """The programs of a new engine's head."""
+    return list(make_engine(**changes).programs._heads.values())
+
+
+def test_equal_programs_are_traced_once_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_engine()
+    (head,) = first.programs._heads.values()
+    assert heads_of() == [head]
+    assert make_engine().programs.kernels.labels == first.programs.kernels.labels != {}
+    assert heads_of(config=tiny_config(vocab_size=67)) != [head]
+    assert heads_of(head_chunks=2) != [head]
+    own = replace(CROSS_ENTROPY, token_loss=lambda *arguments: CROSS_ENTROPY.token_loss(*arguments))
+    assert heads_of(objective=own) != heads_of(objective=own), "code of a test"
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert heads_of() == [head]
+    with mock.patch.object(torch, "relu", torch.relu):
+        assert heads_of() != [head]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "relu", torch.relu)
+        assert heads_of() != [head]
+    assert heads_of() == [head]
