@@ -8,7 +8,8 @@
 docs/python.md describes it. Importing this package imports no torch.
 """
 
-from surogate_command_serve.serving import serve
+from collections.abc import Callable
+from typing import Any
 
 from surogate_core import __version__
 from surogate_core.api import (
@@ -17,7 +18,6 @@ from surogate_core.api import (
     Report,
     Run,
     Sample,
-    evaluate,
     export,
     generate,
     load,
@@ -51,3 +51,15 @@ __all__ = [
     "sft",
     "train",
 ]
+
+_COMMANDS = {"evaluate": "eval", "serve": "serve"}
+"""Function → the command whose plugin has it. The plugin is imported when the function is used."""
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name not in _COMMANDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from surogate_core.app.commands import python_function
+
+    function: Callable[..., Any] = python_function(_COMMANDS[name])
+    return function

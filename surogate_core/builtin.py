@@ -118,13 +118,6 @@ COMMANDS = (
         rank=100,
     ),
     bundles.CommandSpec(
-        name="eval",
-        usage="eval MODEL [MODEL …]",
-        help="held-out loss, or accuracy on tasks; several models are compared",
-        main="surogate_core.cli.evaluate:main",
-        rank=120,
-    ),
-    bundles.CommandSpec(
         name="env",
         usage="env list|new|tasks|check|eval",
         help="environments of reinforcement learning: tasks, rewards of a model",

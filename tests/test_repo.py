@@ -296,8 +296,7 @@ FLOORS = (
     {"run", "convert"},
     {"measure"},
     {"app"},
-    {"cli"},
-    {"api"},
+    {"api", "cli"},
     {"__main__"},
 )
 """The folders and top files of the core from the ground up. A file imports its own folder and lower floors only."""

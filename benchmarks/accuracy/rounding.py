@@ -35,8 +35,8 @@ from surogate_core.engine.pieces import Piece
 from surogate_core.generate.losses import Document, documents_of
 from surogate_core.generate.weights import Layer, Weights
 from surogate_core.inference.generation import named, prepare
-from surogate_core.measure.evaluation import ratio_stderr
 from surogate_core.measure.rounding import Roundings
+from surogate_core.measure.stderr import ratio_stderr
 from surogate_core.plugins import load_plugins
 from surogate_core.plugins.registry import Registry
 from surogate_core.setup.assemble import resolve_recipe, resolve_weight_format

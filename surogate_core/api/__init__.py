@@ -3,7 +3,6 @@
 Importing this package imports neither torch nor Hydra.
 """
 
-from surogate_core.api.evaluation import evaluate
 from surogate_core.api.exporting import export
 from surogate_core.api.generation import generate
 from surogate_core.api.results import Evaluation, Paths, Report, Run, Sample, load
@@ -15,7 +14,6 @@ __all__ = [
     "Report",
     "Run",
     "Sample",
-    "evaluate",
     "export",
     "generate",
     "load",

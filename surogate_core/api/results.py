@@ -173,9 +173,9 @@ class Run:
 
     def evaluate(self, **options: Any) -> list[Any]:
         """Measure the run's result on held-out rows or tasks; the options are those of `surogate.evaluate`."""
-        from surogate_core.api.evaluation import evaluate
+        from surogate_core.app.commands import python_function
 
-        return list(evaluate(self.path, **options))
+        return list(python_function("eval")(self.path, **options))
 
     def merge(self, output: str | os.PathLike[str] | None = None, *, base_model: str | None = None) -> Path:
         """Fold the adapter into its base model; returns the new model's directory.

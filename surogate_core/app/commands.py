@@ -59,11 +59,27 @@ def run_command(command: OfferedCommand, arguments: Sequence[str]) -> int:
     Raises `PluginError` if what is installed is not what a lock of the policy holds, and if the import fails.
     """
     words = list(arguments)[len(command.name.split()) :]
+    return int(_imported(command, command.main, words)(words))
+
+
+def python_function(name: str) -> Any:
+    """The function that a command has for Python.
+
+    Raises `PluginError` as `find_command` and `run_command` do.
+    """
+    command = find_command([name])
+    assert command is not None, f"neither installed nor in the catalogue: {name}"
+    return _imported(command, command.python, ())
+
+
+def _imported(command: OfferedCommand, place: str, words: Sequence[str]) -> Any:
+    """The function at ``package.module:function``, from a plugin that may be imported."""
+    module, _, function = place.partition(":")
     if command.plugin.entry_point is None:
-        return int(_imported(command)(words))
+        return getattr(import_module(module), function)
     _check_plugin(command, words)
     try:
-        main = _imported(command)
+        return getattr(import_module(module), function)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -71,12 +87,6 @@ def run_command(command: OfferedCommand, arguments: Sequence[str]) -> int:
 
         broken = Broken(plugin=command.plugin, doing=f"when its command {command.name} was imported", error=error)
         raise PluginError(f"{broken}. {broken.fix}") from error
-    return int(main(words))
-
-
-def _imported(command: OfferedCommand) -> Any:
-    module, _, function = command.main.partition(":")
-    return getattr(import_module(module), function)
 
 
 def _one_of(found: Sequence[OfferedCommand]) -> OfferedCommand:

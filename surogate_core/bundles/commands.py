@@ -22,6 +22,8 @@ class CommandSpec:
     main: str
     """`package.module:function`, imported when the command runs: receives the words after the name as a list of texts,
     returns the exit code. Raises `UserError` for wrong input. With `--help` it prints its usage."""
+    python: str = ""
+    """`package.module:function`: the same from Python, for `surogate` and `Run`. Its module imports no torch."""
     rank: int = 500
     """Its place in `surogate --help`: small ranks come first, equal ranks by name. The core's are 100 (generate), 200
     (tokenize), 800 (plugins) and 900 (doctor)."""

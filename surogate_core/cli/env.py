@@ -146,7 +146,7 @@ def _list(words: Words) -> int:
     if not rows:
         print("No environment is installed. `surogate env new NAME` writes one.")
         return 0
-    from surogate_core.cli.evaluate import aligned
+    from surogate_core.app.tables import aligned
 
     lines = [["environment", "plugin", "options"]]
     for row in rows:

@@ -1,1 +1,1 @@
-"""Figures of trained models: held-out loss, tasks, numerics."""
+"""A loaded model that is measured, and the standard errors of its figures."""

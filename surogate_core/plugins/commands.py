@@ -30,6 +30,7 @@ class OfferedCommand:
     usage: str
     help: str
     main: str
+    python: str = ""
     rank: int = 500
     example: str = ""
     configured: bool = False

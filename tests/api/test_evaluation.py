@@ -26,9 +26,6 @@ def test_it_is_what_the_command_prints(
 
 
 def test_bad_input(hf_dir: Path) -> None:
-    for models in ([], [hf_dir, hf_dir]):
-        with pytest.raises(surogate.UserError, match="Fix: name each model once"):
-            surogate.evaluate(models)
     with pytest.raises(surogate.UserError, match="this is no run, so the rows to evaluate must be named"):
         surogate.evaluate(hf_dir)
     with pytest.raises(surogate.ConfigError, match="devise"):

@@ -9,11 +9,12 @@ SUROGATE_API = ">=2,<3"
 
 @hookimpl
 def surogate_command() -> bundles.CommandSpec:
-    """`surogate serve`."""
+    """`surogate serve`, and `surogate.serve` in Python."""
     return bundles.CommandSpec(
         name="serve",
         usage="serve MODEL [--adapter DIR …]",
         help="a server of the OpenAI API",
         main="surogate_command_serve.command:main",
+        python="surogate_command_serve.serving:serve",
         rank=140,
     )

@@ -23,7 +23,7 @@ def has_one_or_two_words(spec: CommandSpec) -> None:
 
 def is_listed_without_import(spec: CommandSpec) -> None:
     """`surogate --help` has it: its fields are literals in the module that the entry point names."""
-    fields = ("name", "usage", "help", "main", "rank", "example", "configured")
+    fields = ("name", "usage", "help", "main", "python", "rank", "example", "configured")
     wanted = [getattr(spec, field) for field in fields]
     found = [
         [getattr(offered, field) for field in fields] for offered in offered_commands() if offered.name == spec.name
@@ -53,4 +53,20 @@ def prints_its_usage(spec: CommandSpec) -> None:
     ensure("usage" in printed.getvalue().lower(), "with --help it prints no usage")
 
 
-CHECKS = (has_one_or_two_words, is_listed_without_import, has_help_for_each_form, prints_its_usage)
+def has_a_function_for_python(spec: CommandSpec) -> None:
+    """What `python` names is a function with a docstring; most commands have none."""
+    if not spec.python:
+        return
+    module, _, name = spec.python.partition(":")
+    function = getattr(import_module(module), name, None)
+    ensure(callable(function), f"{spec.python}: there is no such function")
+    ensure(bool(function.__doc__), f"{spec.python} has no docstring")
+
+
+CHECKS = (
+    has_one_or_two_words,
+    is_listed_without_import,
+    has_help_for_each_form,
+    prints_its_usage,
+    has_a_function_for_python,
+)

@@ -153,7 +153,7 @@ class _Run:
         self._ensure_adapter()
         merge(None, self.run, self.merged, families=lambda: self.registry.all("model"))
         self._ensure_merged()
-        before, after, folded = self._losses()
+        before, after, folded = (self._loss(word) for word in (self.base, self.run, self.merged))
         ensure(math.isfinite(before) and math.isfinite(after), f"losses of the evaluation are {before} and {after}")
         ensure(before != after, "the evaluation of the run is that of its base: the adapter changes nothing")
         ensure(abs(after - folded) <= CLOSE * abs(after), f"the run's loss is {after}, of the merged model {folded}")
@@ -208,11 +208,18 @@ class _Run:
         config = load_run_config([*found.overrides, *self.overrides], registry=self.registry)
         return prepare(found, config, self.registry)
 
-    def _losses(self) -> list[float]:
-        from surogate_core.measure.evaluation import evaluate_all
+    def _loss(self, word: Path) -> float:
+        """The mean loss of a label token on the held-out rows."""
+        from surogate_core.data import pipeline
+        from surogate_core.data.sampler import EvalBatches
+        from surogate_core.generate.losses import documents_of
 
-        prepared = {str(word): self._prepared(word) for word in (self.base, self.run, self.merged)}
-        return [one.loss for one in evaluate_all(prepared, self.registry)]
+        prepared = self._prepared(word)
+        data = pipeline.prepare(prepared.config, prepared.tokenizer, self.registry.all("dataset"), trains_prompts=False)
+        assert data.eval is not None
+        batches = EvalBatches(data.eval, rows_per_micro_batch=1)
+        documents = [one for found in documents_of(prepared.load(self.registry), batches) for one in found]
+        return math.fsum(one.loss for one in documents) / math.fsum(one.weight for one in documents)
 
     def _ensure_generates(self) -> None:
         """The merged model continues as the run does."""

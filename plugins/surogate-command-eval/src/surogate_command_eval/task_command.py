@@ -74,11 +74,11 @@ def _key(flag: str) -> str:
 
 def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
     """The tasks, checked; no model is loaded."""
+    from surogate_command_eval.task_scores import LocalTasks
+    from surogate_command_eval.tasks import TaskOptions, read_tasks
     from surogate_core.bundles import EvalSettings, Sampling
     from surogate_core.inference.generation import rollout_of
     from surogate_core.inference.texts import Wanted
-    from surogate_core.measure.task_scores import LocalTasks
-    from surogate_core.measure.tasks import TaskOptions, read_tasks
 
     if not asked.tasks:
         raise UserError("tasks: none is named. Fix: name a file of JSON lines")
@@ -148,8 +148,8 @@ def measured(
     progress: Callable[[Progress], None] = lambda event: None,
 ) -> list[TaskResult]:
     """The figures of the models."""
+    from surogate_command_eval.task_scores import measure_all
     from surogate_core.inference.generation import rollout_of
-    from surogate_core.measure.task_scores import measure_all
 
     engine = rollout_of(registry, asked.engine)
     return measure_all(

@@ -7,9 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from surogate_command_eval.task_scores import LocalTasks
+from surogate_command_eval.tasks import TaskOptions, read_tasks
 
 import surogate
 from surogate_core.cli.main import main
+from surogate_core.config.resolve import load_run_config
+from surogate_core.inference.generation import named, prepare
+from surogate_core.inference.texts import Prompt, Wanted
+from surogate_core.measure.subject import Pair, Subject
+from surogate_core.plugins.registry import Registry
 
 ROWS = [
     {"prompt": "The capital of France is", "answer": "Paris"},
@@ -66,8 +73,6 @@ def test_two_models_are_compared_and_each_completion_is_written(
         (("--tasks", "TASK", "--engine", "nativ"), "there is no such rollout"),
         (("--tasks", "TASK", "--temperature", "-1"), "--temperature -1.0: is out of range"),
         (("--tasks", "TASK", "datasets=a.jsonl"), "datasets=a.jsonl: tasks have rows of their own"),
-        (("--shots", "3"), "--shots: it is for tasks, and none is named. Fix: add --tasks FILE.jsonl"),
-        (("--chat",), "--chat: it is for tasks"),
     ],
 )
 def test_bad_input_is_one_clear_message(
@@ -85,7 +90,6 @@ def test_bad_options_from_python(hf_dir: Path, task: Path) -> None:
         ({"tasks": [task], "task_options": {"shot": 1}}, "task_options: there is no 'shot'. Fix: choose from match"),
         ({"tasks": [task], "task_options": {"sampling": {"heat": 1}}}, "sampling: there is no 'heat'"),
         ({"tasks": []}, "none is named"),
-        ({"task_options": {}}, "no task is named"),
     ):
         with pytest.raises(surogate.UserError) as error:
             surogate.evaluate(hf_dir, device="cpu", **options)  # type: ignore[call-overload]
@@ -154,3 +158,21 @@ def test_a_plugin_brings_tasks(
     ):
         assert main(["eval", str(hf_dir), "--tasks", "words:a", "device=cpu", *more]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_token_over_the_border_belongs_to_the_choice(hf_dir: Path, installed: Registry, tmp_path: Path) -> None:
+    """A prompt that ends with a space, which the tokenizer joins to the next word."""
+    found = named(str(hf_dir))
+    prepared = prepare(found, load_run_config([*found.overrides, "device=cpu"], registry=installed), installed)
+    subject = Subject("m", prepared, None, None)  # type: ignore[arg-type]
+    file = tmp_path / "t.jsonl"
+    file.write_text(json.dumps({"prompt": "A car has ", "choices": ["two", "four"], "answer": 1}))
+    tasks = LocalTasks(tasks=read_tasks([str(file)], TaskOptions()), wanted=Wanted())
+    (task,) = tasks.tasks
+    for pair, choice in zip(tasks.pairs(task, task.rows[0], subject), ("two", "four"), strict=True):
+        assert isinstance(pair, Pair)
+        assert pair.continuation
+        whole = subject.tokenizer.decode((*pair.context, *pair.continuation))
+        assert whole == f"A car has {choice}"
+    prompt = tasks.context(task, task.rows[0], subject)
+    assert isinstance(prompt, Prompt)

@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from surogate_command_eval.objective_evaluation import measured, refuse_references
 from surogate_core.bundles import Objective, PreparingTask, Task
 from surogate_core.config.grammar import encode
 from surogate_core.config.schema import RunConfig
@@ -17,7 +18,7 @@ from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.generate.losses import Document, documents_of
 from surogate_core.inference.generation import Prepared, placed
-from surogate_core.measure.objective_evaluation import measured, refuse_references
+from surogate_core.measure.stderr import ratio_stderr
 from surogate_core.measure.subject import refuse_nan
 from surogate_core.setup.task_spec import objective_of, task_spec
 
@@ -195,12 +196,3 @@ def _figures(
         difference=difference,
         difference_stderr=difference_stderr,
     )
-
-
-def ratio_stderr(sums: Sequence[tuple[float, float]], mean: float) -> float:
-    """The standard error of a ratio of sums over documents (Cochran, Sampling Techniques, 1977, section 2.11)."""
-    count = len(sums)
-    if count < 2:
-        return math.nan
-    spread = math.fsum((value - mean * weight) ** 2 for value, weight in sums)
-    return math.sqrt(spread * count / (count - 1)) / math.fsum(weight for _, weight in sums)

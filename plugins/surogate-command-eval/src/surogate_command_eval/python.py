@@ -10,8 +10,8 @@ from surogate_core.api.process import contained, plain
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
+    from surogate_command_eval.evaluation import Evaluation
     from surogate_core.bundles import TaskResult
-    from surogate_core.measure.evaluation import Evaluation
 
 Name = str | os.PathLike[str]
 
@@ -48,15 +48,15 @@ def evaluate(
     if tasks is None and task_options is not None:
         raise UserError("task_options: no task is named. Fix: tasks=[FILE]")
     with contained():
-        from surogate_core.cli.evaluate import loader
+        from surogate_command_eval.command import loader
+        from surogate_command_eval.evaluation import evaluate_all
         from surogate_core.config.grammar import encode
-        from surogate_core.measure.evaluation import evaluate_all
 
         load = loader(names, [f"{key}={encode(plain(value))}" for key, value in keys.items()], None)
         if tasks is None:
             return evaluate_all(load.for_rows(), load.registry)
+        from surogate_command_eval.task_command import Asked, evaluators_of, measured
         from surogate_core.app.sampling import flags_of
-        from surogate_core.cli.evaluate_tasks import Asked, evaluators_of, measured
 
         options = dict(task_options or {})
         options["sampling"] = flags_of(options.get("sampling"))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from surogate_command_eval.tasks import BETWEEN, LocalTask, Row, Verdict, judged
 from surogate_core.bundles import Evaluator, RolloutEngineSpec, TaskResult
 from surogate_core.data.chat import encode_text
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.inference.generation import Prepared
 from surogate_core.inference.texts import Prompt, Text, Wanted, prompt_of_messages, prompt_of_text
+from surogate_core.measure.stderr import mean_stderr
 from surogate_core.measure.subject import Pair, Subject
-from surogate_core.measure.tasks import BETWEEN, LocalTask, Row, Verdict, judged
 from surogate_core.plugins.registry import Registry
 
 Taken = Callable[[Mapping[str, Any]], None]
@@ -211,11 +211,6 @@ def _best(values: Sequence[float]) -> int:
 
 
 # ------------------------------------------------------------------------------------ figures
-
-
-def mean_stderr(scores: Sequence[float]) -> float:
-    """The standard error of a mean; NaN for one score."""
-    return statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
 
 
 def mcnemar(first: Sequence[float], other: Sequence[float]) -> float | None:

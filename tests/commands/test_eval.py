@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from surogate_command_eval.command import prepared_models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surogate_core.cli.evaluate import prepared_models
 from surogate_core.cli.main import main
-from surogate_core.generate.losses import Document
-from surogate_core.measure.evaluation import _figures, ratio_stderr
 
 Run = Callable[..., int]
 Call = Callable[..., list[dict[str, Any]]]
@@ -134,26 +132,6 @@ def test_runs_share_rows_and_keep_their_own_precision(hf_dir: Path, rows: Path, 
     assert quantised.datasets == full.datasets == base.datasets
 
 
-def test_the_standard_error_is_that_of_a_bootstrap() -> None:
-    generator = np.random.default_rng(0)
-    weights = generator.integers(1, 30, 400).astype(float)
-    sums = weights * generator.normal(2.0, 0.7, 400)
-    samples = [generator.integers(0, 400, 400) for _ in range(2000)]
-    resampled = [sums[s].sum() / weights[s].sum() for s in samples]
-    found = ratio_stderr(list(zip(sums, weights, strict=True)), sums.sum() / weights.sum())
-    assert found == pytest.approx(np.std(resampled), rel=0.1)
-    assert math.isnan(ratio_stderr([(1.0, 1.0)], 1.0))
-    assert ratio_stderr([(2.0, 2.0), (2.0, 1.0)], 4 / 3) == pytest.approx(4 / 9), "by hand"
-
-
-def test_other_tokens_are_not_compared() -> None:
-    documents = [Document(loss=2.0, weight=2.0, tokens=2, hits=1), Document(loss=1.0, weight=1.0, tokens=1, hits=0)]
-    first = _figures("a", documents, "x", None)
-    assert _figures("b", documents, "y", (first, documents)).difference is None
-    assert _figures("b", documents, "x", (first, documents)).difference == 0
-    assert first.perplexity == pytest.approx(math.e)
-
-
 def test_a_model_with_nan_is_one_clear_line(
     model_copy: Path, rows: Path, data_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,14 +164,9 @@ def test_the_table_and_the_file(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "no model is named"),
         (("MODEL",), "this is no run, so the rows to evaluate must be named. Fix: datasets=FILE.jsonl"),
-        (("MODEL", "MODEL", "datasets=a.jsonl"), "is named twice"),
         (("gone/model/dir", "datasets=a.jsonl"), "there is no such directory"),
         (("MODEL", "datasets=gone.jsonl"), "gone.jsonl"),
-        (("MODEL", "--jsn"), "--jsn is not known. Fix: --json"),
-        (("MODEL", "--output"), "a value must follow"),
-        (("MODEL", "--json=false"), "--json: is a switch and takes no value"),
     ],
 )
 def test_bad_input_is_one_clear_message(

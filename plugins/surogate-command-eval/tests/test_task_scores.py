@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from surogate_command_eval.task_scores import LocalTasks, compared, mcnemar
+from surogate_command_eval.tasks import TaskOptions, read_tasks
 
 from surogate_core.bundles import TaskResult
-from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import UserError
-from surogate_core.inference.generation import named, prepare
-from surogate_core.inference.texts import Prompt, Text, Wanted
-from surogate_core.measure.subject import Likelihood, Pair, Subject
-from surogate_core.measure.task_scores import LocalTasks, compared, mcnemar, mean_stderr
-from surogate_core.measure.tasks import TaskOptions, read_tasks
-from surogate_core.plugins.registry import Registry
+from surogate_core.inference.texts import Text, Wanted
+from surogate_core.measure.subject import Likelihood, Subject
+from surogate_testing.chat_templates import byte_tokenizer
 
 
 def result(*scores: float) -> TaskResult:
@@ -31,12 +30,6 @@ def result(*scores: float) -> TaskResult:
         rows=len(scores),
         scores=scores,
     )
-
-
-def test_the_standard_error_is_that_of_a_proportion() -> None:
-    scores = [1.0] * 30 + [0.0] * 70
-    assert mean_stderr(scores) == pytest.approx(math.sqrt(0.3 * 0.7 / 99))
-    assert math.isnan(mean_stderr([1.0]))
 
 
 def test_the_p_value_is_that_of_mcnemars_exact_test() -> None:
@@ -80,9 +73,8 @@ class Parrot(Subject):
 
 
 @pytest.fixture(scope="module")
-def parrot(hf_dir: Path, installed: Registry) -> Parrot:
-    found = named(str(hf_dir))
-    prepared = prepare(found, load_run_config([*found.overrides, "device=cpu"], registry=installed), installed)
+def parrot() -> Parrot:
+    prepared: Any = SimpleNamespace(tokenizer=byte_tokenizer())
     return Parrot("m", prepared, None, None)  # type: ignore[arg-type]
 
 
@@ -184,17 +176,3 @@ def test_the_choices_of_a_chat_follow_its_template(tmp_path: Path, parrot: Parro
         [{"role": "user", "content": "A car has"}], tokenize=False, add_generation_prompt=True
     )
     assert parrot.pairs == [(context, "two"), (context, "four wheels")]
-
-
-def test_a_token_over_the_border_belongs_to_the_choice(parrot: Parrot, tmp_path: Path) -> None:
-    """A prompt that ends with a space, which the tokenizer joins to the next word."""
-    rows = [{"prompt": "A car has ", "choices": ["two", "four"], "answer": 1}]
-    tasks = tasks_of(tmp_path, rows, Wanted())
-    (task,) = tasks.tasks
-    for pair, choice in zip(tasks.pairs(task, task.rows[0], parrot), ("two", "four"), strict=True):
-        assert isinstance(pair, Pair)
-        assert pair.continuation
-        whole = parrot.tokenizer.decode((*pair.context, *pair.continuation))
-        assert whole == f"A car has {choice}"
-    prompt = tasks.context(task, task.rows[0], parrot)
-    assert isinstance(prompt, Prompt)

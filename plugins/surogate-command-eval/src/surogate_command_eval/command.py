@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.app.flags import CHAT, ENGINE, MAX_NEW_TOKENS, SLOTS, SYSTEM, Flag, shown
+from surogate_core.app.tables import aligned
 from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 from surogate_core.numbers import significant
 
 if TYPE_CHECKING:
+    from surogate_command_eval.evaluation import Evaluation
     from surogate_core.config.schema import RunConfig
     from surogate_core.inference.generation import Named, Prepared
-    from surogate_core.measure.evaluation import Evaluation
     from surogate_core.plugins.registry import Registry
 
 OF_MODELS = (
@@ -133,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     if output is not None:
         replace_file(output, f"{text}\n".encode(), key="--output")
     if "--report" in words.switches:
-        from surogate_core.cli.evaluate_report import add_to_reports
+        from surogate_command_eval.report import add_to_reports
 
         add_to_reports(words.models, plain)
     return 0
@@ -141,8 +142,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _losses(words: Words) -> tuple[str, list[dict[str, Any]]]:
     """The table of held-out losses, and the figures as JSON."""
+    from surogate_command_eval.evaluation import evaluate_all
     from surogate_core.app.progress import shown_progress
-    from surogate_core.measure.evaluation import evaluate_all
 
     prepared, registry = prepared_models(words.models, words.overrides, _given(words))
     _note(prepared)
@@ -153,9 +154,9 @@ def _losses(words: Words) -> tuple[str, list[dict[str, Any]]]:
 
 def _tasks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]]:
     """The table of tasks, and the figures as JSON. `output`: a file for the completions."""
+    from surogate_command_eval.task_command import Asked, evaluators_of, measured, task_table
     from surogate_core.app.kept import json_line, kept_lines
     from surogate_core.app.progress import shown_progress
-    from surogate_core.cli.evaluate_tasks import Asked, evaluators_of, measured, task_table
     from surogate_core.files.atomic import replace_file
 
     asked = Asked.of_words(words)
@@ -209,8 +210,8 @@ class Loader:
 
     def for_rows(self) -> dict[str, Prepared]:
         """The models by name, all with the same rows."""
+        from surogate_command_eval.evaluation import held_out, shared
         from surogate_core.inference.generation import prepare
-        from surogate_core.measure.evaluation import held_out, shared
         from surogate_core.setup.task_spec import task_spec
 
         keys = set(map(_name, self.words))
@@ -306,16 +307,6 @@ def table(found: Sequence[Evaluation]) -> str:
     if several and any(one.data != found[0].data for one in found):
         rows.append("Models with another tokenizer or template have other tokens, so their losses are not compared.")
     return "\n".join(rows)
-
-
-def aligned(lines: Sequence[Sequence[str]], *, texts: int) -> list[str]:
-    """Lines of cells in columns, of which the first `texts` are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    found = []
-    for line in lines:
-        left, right = list(map(str.ljust, line[:texts], widths)), list(map(str.rjust, line[texts:], widths[texts:]))
-        found.append("  ".join([*left, *right]).rstrip())
-    return found
 
 
 def _shown(value: float | None) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from surogate_command_eval.tasks import Row, TaskOptions, judged, read_tasks
 
 from surogate_core.errors import UserError
-from surogate_core.measure.tasks import Row, TaskOptions, judged, read_tasks
 
 
 def row(match: str, *answers: str, pattern: str | None = None) -> Row:

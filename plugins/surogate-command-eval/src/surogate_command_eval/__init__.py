@@ -1,0 +1,20 @@
+"""Surogate plugin: the command eval."""
+
+from __future__ import annotations
+
+from surogate_core import bundles, hookimpl
+
+SUROGATE_API = ">=2,<3"
+
+
+@hookimpl
+def surogate_command() -> bundles.CommandSpec:
+    """`surogate eval`, and `surogate.evaluate` in Python."""
+    return bundles.CommandSpec(
+        name="eval",
+        usage="eval MODEL [MODEL …]",
+        help="held-out loss, or accuracy on tasks; several models are compared",
+        main="surogate_command_eval.command:main",
+        python="surogate_command_eval.python:evaluate",
+        rank=120,
+    )
