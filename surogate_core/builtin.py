@@ -147,13 +147,6 @@ COMMANDS = (
         rank=310,
     ),
     bundles.CommandSpec(
-        name="numerics",
-        usage="numerics [KEY=VALUE …] [--recipes A,B]",
-        help="the same training under each precision recipe, compared",
-        main="surogate_core.cli.numerics:main",
-        rank=330,
-    ),
-    bundles.CommandSpec(
         name="plugins",
         usage="plugins list|show NAME|lock|verify|sbom\nplugins new NAME --kind KIND\nplugins check [NAME …|--matrix]",
         help="what is installed, and whether it matches the lock\n"

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from surogate_command_numerics.rounding import Roundings
 from torch import Tensor
 
 from surogate_core.bundles import Role
@@ -35,7 +36,6 @@ from surogate_core.engine.pieces import Piece
 from surogate_core.generate.losses import Document, documents_of
 from surogate_core.generate.weights import Layer, Weights
 from surogate_core.inference.generation import named, prepare
-from surogate_core.measure.rounding import Roundings
 from surogate_core.measure.stderr import ratio_stderr
 from surogate_core.plugins import load_plugins
 from surogate_core.plugins.registry import Registry

@@ -9,7 +9,7 @@ from surogate_core.drawing.curves import Curve
 from surogate_core.drawing.picture import stacked
 
 if TYPE_CHECKING:
-    from surogate_core.measure.numerics import Numerics, Training
+    from surogate_command_numerics.numerics import Numerics, Training
 
 
 PICTURED = {"projections": "", "experts": " of experts"}

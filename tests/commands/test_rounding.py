@@ -7,12 +7,12 @@ from typing import Any
 import mixture
 import pytest
 import torch
+from surogate_command_numerics.rounding import DENSE, EXPERTS, QUIET, ROLES, Record, Roundings, rounding_of
 from surogate_quant_nf4 import NF4Options
 from surogate_quant_nf4.nf4 import NF4
 from torch import Tensor
 
 from surogate_core.bundles import WeightFormat
-from surogate_core.measure.rounding import DENSE, EXPERTS, QUIET, ROLES, Record, Roundings, rounding_of
 from surogate_testing import tiny, weight_formats
 
 

@@ -70,10 +70,10 @@ def main(argv: Sequence[str]) -> int:
     registry = registry_for(arguments)
     runs = _configs(words, arguments.overrides, arguments.config_file, registry)
 
+    from surogate_command_numerics.numerics import measure
+    from surogate_command_numerics.page import markdown, picture
     from surogate_core.app.progress import shown_progress
-    from surogate_core.cli.numerics_report import markdown, picture
     from surogate_core.files.atomic import ensure_writable, replace_file
-    from surogate_core.measure.numerics import measure
     from surogate_core.setup.assemble import is_out_of_memory
     from surogate_core.setup.fitting import out_of_memory
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from surogate_command_numerics.rounding import Rounded, Roundings, rounding_of
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.referenced import ReferencedTask
@@ -21,7 +22,6 @@ from surogate_core.dsl import Model
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
-from surogate_core.measure.rounding import Rounded, Roundings, rounding_of
 from surogate_core.numbers import significant
 from surogate_core.run.identity import identity_of
 from surogate_core.run.reference import add_references, policy_of
