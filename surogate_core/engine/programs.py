@@ -116,7 +116,7 @@ class ProgramBuilder:
     def layer_function(self, piece: Piece, *, training: bool) -> Function:
         """The layer as a function of as many tokens as its arguments have; in training it gives side outputs too."""
         block, names = piece.block, list(self.plan.tables)
-        parameters, assembly = self.parameters, self.plan.assembly
+        parameters, losses = self.parameters, self.settings.router_losses
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
         reads_rows = self.reads_rows(piece)
         count = len(piece.specs) + len(panels) + reads_rows
@@ -126,7 +126,7 @@ class ProgramBuilder:
         packed = frozenset(name for name in slot_names if f"{name}.weight" in names_of_packed)
         recipe = Multiply(plain_gemm, packed=packed)
         if piece.key not in self.plan.plain:
-            mine = assembly.recipe
+            mine = self.plan.assembly.recipe
             recipe = Multiply(mine.linear, mine.grouped, mine.expert_codes, packed)
         assert block is not None
 
@@ -145,7 +145,7 @@ class ProgramBuilder:
             y, sides = bound.outputs(x, tables)
             if not piece.sides or not training:
                 return y
-            return y, *reported(sides, piece.sides, assembly.settings.router_losses)
+            return y, *reported(sides, piece.sides, losses)
 
         return run
 

@@ -22,15 +22,12 @@ import torch
 from surogate_core.dsl import mixers
 from surogate_core.dsl.declare import Block
 from surogate_core.engine import programs
-from surogate_core.engine.assembly import Assembly
 from surogate_core.kernels import ahead, heads, native, registry
 
 SHARED = ("differentiate", "with_gradients", "without_gradients", "footprint", "joint_bytes")
 """The functions of `engine.programs` that trace."""
 OURS = ("surogate", "torch", "builtins", "functools", "operator", "pathlib")
 """Tops of modules whose code is the same in all tests."""
-UNREAD = {Assembly: {"kernels", "stores", "optimizer", "optimizer_options", "offloader"}}
-"""Fields that no traced function reads. The kernels are those in use."""
 UNTRACED = (
     *("os", "sys", "time", "signal", "shutil", "subprocess", "threading", "socket", "tests.", "plugins.", "plugin_"),
     *(f"surogate_core.{room}" for room in ("api", "app", "cli", "config", "convert", "data", "environments", "files")),
@@ -97,9 +94,8 @@ def _object(thing: Any, within: tuple[int, ...]) -> Any:
         return thing.identity
     if isinstance(thing, torch.Tensor) or type(thing).__module__.startswith("torch"):
         raise _UnlikeError(thing)
-    unread = UNREAD.get(type(thing), set())
     if is_dataclass(thing):
-        named = {f.name: getattr(thing, f.name) for f in fields(thing) if f.name not in unread}
+        named = {f.name: getattr(thing, f.name) for f in fields(thing)}
     else:
         named = vars(thing)
     return type(thing), _value({**named, **getattr(thing, "__dict__", {})}, within)
