@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from surogate_core.bundles import RolloutSettings, Sampling
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
-from surogate_core.convert.merge import _of_checkpoint
 from surogate_core.errors import MachineError, UserError
 from surogate_core.inference import texts
 from surogate_core.inference.generation import Prepared, named, on_its_base, prepare, quantised_note, with_adapter
 from surogate_core.plugins.registry import Registry
+from surogate_core.setup.trained import _of_checkpoint
 from surogate_core.train.checkpoint import Checkpoint
 
 Run = Callable[..., int]
