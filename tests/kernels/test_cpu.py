@@ -73,6 +73,7 @@ def test_frozen_norm_weights_cost_nothing() -> None:
     assert nothing.numel() == 0
 
 
+@pytest.mark.slow_cases("inductor")
 @pytest.mark.parametrize("compiler", ["fx", "inductor"])
 def test_a_gradient_of_stride_zero(compiler: Any) -> None:
     """What `sum` hands to the backward is one number expanded; torch's CPU attention would misread it."""
