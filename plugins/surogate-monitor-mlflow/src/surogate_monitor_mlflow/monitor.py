@@ -14,20 +14,8 @@ from typing import Annotated, Any
 
 from annotated_types import Gt
 
-from surogate_core.errors import MachineError
-from surogate_core.events import (
-    Advice,
-    Control,
-    Event,
-    Notice,
-    PhaseChange,
-    RolloutSamples,
-    RunEnd,
-    RunInfo,
-    RunStart,
-    Samples,
-)
-from surogate_core.train.scalars import samples_of, scalars_of
+from surogate_core.events import RunInfo, RunStart
+from surogate_core.train.trackers import Ended, Tracker, package
 
 PARAM_CHARACTERS = 6000
 """Longest value of a parameter that every MLflow server takes."""
@@ -52,92 +40,64 @@ class MlflowOptions:
     """Time between two batches that are sent."""
 
 
-class MlflowMonitor:
+class MlflowMonitor(Tracker):
     """Metrics, parameters, and phases, advice and samples as tags; a resumed run continues under the same id."""
 
+    title = "MLflow"
+
     def __init__(self, options: MlflowOptions, info: RunInfo):
-        # Import now, so that a missing package ends the run before anything slow starts.
-        try:
-            from mlflow import MlflowClient
-        except ModuleNotFoundError as error:
-            raise MachineError(
-                "monitor mlflow: its package is not installed. Fix: pip install 'surogate-monitor-mlflow[client]'"
-            ) from error
-        self._options, self._info = options, info
+        super().__init__(options, info)
+        mlflow = package("mlflow", monitor="mlflow", install="surogate-monitor-mlflow[client]")
         output = Path(info.output_dir).absolute()
         uri = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             output.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{output / 'mlflow.db'}"
-        self._uri, self._client = uri, MlflowClient(tracking_uri=uri)
-        self._id: str | None = None
-        self._sender: _Sender | None = None
+        self._uri, self._client = uri, mlflow.MlflowClient(tracking_uri=uri)
 
-    def on_event(self, event: Event) -> Control | None:
-        """Hand the event to the thread; raises what went wrong there since the last one."""
-        if isinstance(event, RunStart):
-            return self._begin(event)
-        if self._sender is None:
-            return None
-        step, values = scalars_of(event)
-        match event:
-            case PhaseChange():
-                self._sender.tag("phase", event.phase)
-            case Advice():
-                text = f"step {event.step}: {event.message} {event.key}: {event.suggestion}."
-                self._sender.tag(f"advice.{event.rule}", text)
-            case Samples() | RolloutSamples():
-                for name, text in samples_of(event).items():
-                    self._sender.tag(name.replace("/", "."), f"step {event.step}: {text}")
-            case RunEnd():
-                self._finish("FINISHED" if event.reason in ("finished", "stopped") else _STATUS[event.reason])
-            case _:
-                self._sender.metrics(step, values)
-        return None
-
-    def state(self) -> dict[str, Any]:
-        """The id under which a resumed run continues."""
-        return {"id": self._id}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self._id = state["id"]
-
-    def close(self) -> None:
-        """Finish a run that sent no `RunEnd`."""
-        self._finish("FAILED")
-
-    def _begin(self, event: RunStart) -> Control:
-        self._finish("FAILED")
-        client, name = self._client, self._options.experiment
-        if self._id is not None:
-            client.update_run(self._id, status="RUNNING")
+    def begin(self, event: RunStart) -> tuple[_Sender, str]:
+        """The thread that sends to a run, and the run's place."""
+        client, name = self._client, self.options.experiment
+        if self.id is not None:
+            client.update_run(self.id, status="RUNNING")
         else:
             found = client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else client.create_experiment(name)
-            run = client.create_run(experiment, run_name=self._info.run_name)
-            self._id = str(run.info.run_id)
-            self._log_params({**_flat(self._info.config), "model_title": event.model, "device": event.device})
-        self._sender = _Sender(client, self._id, self._options.seconds)
-        return Control(events=(Notice(level="info", message=f"MLflow: run {self._id} at {self._uri}"),))
+            run = client.create_run(experiment, run_name=self.info.run_name)
+            self.id = str(run.info.run_id)
+            self._log_params({**_flat(self.info.config), "model_title": event.model, "device": event.device})
+        return _Sender(client, self.id, self.options.seconds), f"run {self.id} at {self._uri}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand values to the thread; raises what went wrong there since the last event."""
+        self.run.metrics(step, values)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Hand a tag to the thread. A tag has no step, so that the text names it."""
+        self.run.tag(name.replace("/", "."), text if name == "phase" else f"step {step}: {text}")
+
+    def finish(self, run: _Sender, ended: Ended) -> None:
+        """Send the rest and set the run's status."""
+        assert self.id is not None
+        run.close()
+        self._client.set_terminated(self.id, _STATUS[ended])
 
     def _log_params(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        assert self._id is not None
+        assert self.id is not None
         params = [Param(key, value[:PARAM_CHARACTERS]) for key, value in values.items()]
         for begin in range(0, len(params), BATCH_PARAMS):
-            self._client.log_batch(self._id, params=params[begin : begin + BATCH_PARAMS])
-
-    def _finish(self, status: str) -> None:
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            assert self._id is not None
-            sender.close()
-            self._client.set_terminated(self._id, status)
+            self._client.log_batch(self.id, params=params[begin : begin + BATCH_PARAMS])
 
 
-_STATUS = {"signal": "KILLED", "failed": "FAILED"}
+_STATUS: Mapping[Ended, str] = {
+    "finished": "FINISHED",
+    "stopped": "FINISHED",
+    "signal": "KILLED",
+    "failed": "FAILED",
+    "unknown": "FAILED",
+}
 
 
 class _Sender:
