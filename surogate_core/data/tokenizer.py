@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +75,8 @@ def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTo
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(local), trust_remote_code=False)
+        with _quiet_about_models():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(local), trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise OSError, ValueError, KeyError and bare Exception
         raise UserError(
             f"tokenizer {path}: cannot be loaded: {_first_line(error)} Fix: check that its files are complete."
@@ -95,6 +98,23 @@ def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTo
     if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
         raise UserError(f"tokenizer {path}: its vocabulary is missing. Fix: add tokenizer.json to it.")
     return tokenizer
+
+
+@contextmanager
+def _quiet_about_models() -> Iterator[None]:
+    """Drop transformers' warning that it has no model of this ``model_type``: the model is a family's, and transformers
+    reads ``config.json`` for the class of the tokenizer alone.
+    """
+    logger = logging.getLogger("transformers.configuration_utils")
+
+    def concerns_tokenizers(record: logging.LogRecord) -> bool:
+        return "You are using a model of type" not in record.getMessage()
+
+    logger.addFilter(concerns_tokenizers)
+    try:
+        yield
+    finally:
+        logger.removeFilter(concerns_tokenizers)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer, padding_id, tokenizer_digest
 from surogate_core.errors import UserError
@@ -16,6 +18,26 @@ def test_a_saved_tokenizer_loads_and_is_the_same(tokenizer: Any, tmp_path: Path)
     loaded = load_tokenizer(str(tmp_path))
     assert loaded("w5 w6")["input_ids"] == [5, 6]
     assert tokenizer_digest(load_tokenizer(str(tmp_path))) == tokenizer_digest(loaded)
+
+
+def test_a_model_that_transformers_does_not_know_is_no_warning(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is a family's; other warnings come through."""
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nobody", "architectures": ["NobodyForCausalLM"]}')
+    heard: list[str] = []
+    logger = logging.getLogger("transformers.configuration_utils")
+    monkeypatch.setattr(
+        logger, "handle", lambda record: heard.append(record.getMessage()) if logger.filter(record) else 0
+    )
+    AutoTokenizer.from_pretrained(tmp_path)
+    assert any("a model of type `nobody`" in text for text in heard), "transformers warns no more: drop the filter"
+    heard.clear()
+    load_tokenizer(str(tmp_path))
+    assert heard == []
+    logger.warning("something else")
+    assert heard == ["something else"]
 
 
 def test_the_vocabularies_must_fit(tokenizer: Any) -> None:

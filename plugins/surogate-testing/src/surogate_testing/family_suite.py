@@ -184,6 +184,9 @@ class FamilyTests:
             if file.name.endswith(".yaml"):
                 option = yaml.safe_load(file.read_text(encoding="utf-8"))
                 assert option["model"]["name"] == self.facts.family.name
+                assert (option["from_scratch"], option["lora"]) == (True, False), (
+                    "adapters on random weights are no model"
+                )
                 named.add(option["model"]["preset"])
         assert named == set(self.facts.family.presets)
 
