@@ -19,8 +19,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from surogate_monitor_web.serve import Follower, PageServer
-from surogate_monitor_web.write import write_report
+from surogate_command_report.serve import Follower, PageServer
+from surogate_command_report.write import write_report
 
 from surogate_core.cli.main import main as command
 from surogate_core.config.resolve import load_run_config

@@ -49,13 +49,13 @@ def test_archives_are_built_twice_with_equal_bytes(
     release: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(release, "source", lambda: ("c" * 40, "1700000000", True))
-    project = ROOT / "plugins" / "surogate-monitor-web"
+    project = ROOT / "plugins" / "surogate-command-report"
     sums = []
     for place in ("first", "second"):
         assert release.main(["--output", str(tmp_path / place), "--only", str(project)]) == 0
         sums.append((tmp_path / place / "SHA256SUMS").read_text())
     assert sums[0] == sums[1]
-    name = "surogate_monitor_web-0.1.0"
+    name = "surogate_command_report-0.1.0"
     assert re.fullmatch(rf"\w{{64}}  {name}-py3-none-any\.whl\n\w{{64}}  {name}\.tar\.gz\n", sums[0])
     assert release.main(["--output", str(tmp_path / "first"), "--only", str(project)]) == 2
 

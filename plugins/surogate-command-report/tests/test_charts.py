@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from surogate_monitor_web import html, markdown
-from surogate_monitor_web.card import card_of
-from surogate_monitor_web.charts import Chart, charts_of
-from surogate_monitor_web.compare import table
-from surogate_monitor_web.contents import completions
+from surogate_command_report import html, markdown
+from surogate_command_report.card import card_of
+from surogate_command_report.charts import Chart, charts_of
+from surogate_command_report.compare import table
+from surogate_command_report.contents import completions
 
 from surogate_core.events import event_fields
 from surogate_core.files.records import COMPLETIONS, RunRecord

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from surogate_command_report import charts, compare, contents, heat
+from surogate_command_report.card import Card, card_of
+from surogate_command_report.data import embedded, experts, figures, tables
+from surogate_command_report.document import static_page
 from surogate_core.drawing.curves import Curve, chart, legend
 from surogate_core.files.records import RunRecord
-from surogate_monitor_web import charts, compare, contents, heat
-from surogate_monitor_web.card import Card, card_of
-from surogate_monitor_web.data import embedded, experts, figures, tables
-from surogate_monitor_web.document import static_page
 
 SVG_POINTS = 400
 """Most points of a curve in the pictures that are shown without a script."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from surogate_command_report import contents
 from surogate_core.drawing.curves import figure
 from surogate_core.files.records import RunRecord
-from surogate_monitor_web import contents
 
 Rows = list[tuple[str, ...]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surogate_monitor_web.contents import evaluations, ranks, sections
+from surogate_command_report.contents import evaluations, ranks, sections
 
 from surogate_core.files.evaluations import EVALUATIONS, add_evaluations
 from surogate_core.files.records import RunRecord

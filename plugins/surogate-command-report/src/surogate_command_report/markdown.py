@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from surogate_command_report import compare, contents
+from surogate_command_report.card import card_of
+from surogate_command_report.data import tables
 from surogate_core.files.records import RunRecord
-from surogate_monitor_web import compare, contents
-from surogate_monitor_web.card import card_of
-from surogate_monitor_web.data import tables
 
 
 def render(runs: Sequence[RunRecord]) -> str:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surogate_monitor_web import contents
-from surogate_monitor_web.card import card_of
-from surogate_monitor_web.write import write_report
+from surogate_command_report import contents
+from surogate_command_report.card import card_of
+from surogate_command_report.write import write_report
 
 from surogate_core.cli.main import main
 from surogate_core.drawing.curves import POINTS, Curve, chart

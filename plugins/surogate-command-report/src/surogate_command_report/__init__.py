@@ -20,7 +20,7 @@ def surogate_command() -> bundles.CommandSpec:
         name="report",
         usage="report [RUN …] [--output FILE|--serve]",
         help="curves and figures of runs, as files or as a live page",
-        main="surogate_monitor_web.command:main",
+        main="surogate_command_report.command:main",
         rank=320,
     )
 
@@ -33,7 +33,7 @@ def surogate_report() -> bundles.ReportSpec:
 
 def _write(directories: Sequence[Path]) -> list[Path]:
     # Imported when a run ends.
-    from surogate_monitor_web.write import write_report
+    from surogate_command_report.write import write_report
 
     return write_report(directories)
 
@@ -41,12 +41,12 @@ def _write(directories: Sequence[Path]) -> list[Path]:
 @hookimpl
 def surogate_config_path() -> str:
     """Where the option `monitor=web` is."""
-    return "pkg://surogate_monitor_web.conf"
+    return "pkg://surogate_command_report.conf"
 
 
 @hookimpl
 def surogate_monitor() -> bundles.MonitorSpec:
     """The live page of a run."""
-    from surogate_monitor_web.live import WebMonitor, WebOptions
+    from surogate_command_report.live import WebMonitor, WebOptions
 
     return bundles.MonitorSpec(name="web", build=WebMonitor, options=WebOptions)

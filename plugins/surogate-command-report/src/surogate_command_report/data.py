@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from surogate_command_report import charts, compare, contents, heat
+from surogate_command_report.card import card_of
 from surogate_core.drawing import palette
 from surogate_core.drawing.curves import POINTS, kept_places, smoothed
 from surogate_core.files.records import RunRecord
-from surogate_monitor_web import charts, compare, contents, heat
-from surogate_monitor_web.card import card_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

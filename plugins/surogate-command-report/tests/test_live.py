@@ -13,7 +13,7 @@ from typing import Any
 from urllib.error import URLError
 
 import pytest
-import surogate_monitor_web
+import surogate_command_report
 
 from surogate_core.errors import UserError
 from surogate_core.events import (
@@ -29,7 +29,7 @@ from surogate_testing.run_events import START, step
 
 
 def monitor(directory: Path, **options: Any) -> Any:
-    spec = surogate_monitor_web.surogate_monitor()
+    spec = surogate_command_report.surogate_monitor()
     info = RunInfo(run_name="r", output_dir=str(directory), task="sft", config={}, interactive=False)
     return spec.build(spec.options(**options), info)
 
@@ -143,8 +143,8 @@ def test_what_cannot_be_served_is_the_users_to_mend(tmp_path: Path) -> None:
 def test_the_option_has_the_defaults() -> None:
     from omegaconf import OmegaConf
 
-    spec = surogate_monitor_web.surogate_monitor()
-    yaml = resources.files("surogate_monitor_web.conf.monitor").joinpath("web.yaml").read_text()
+    spec = surogate_command_report.surogate_monitor()
+    yaml = resources.files("surogate_command_report.conf.monitor").joinpath("web.yaml").read_text()
     values = dict(OmegaConf.create(yaml))
     assert values.pop("name") == spec.name == "web"
     assert spec.options(**values) == spec.options()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from surogate_monitor_web import heat, html
+from surogate_command_report import heat, html
 
 from surogate_core.files.loads import Loads
 from surogate_core.files.records import RunRecord

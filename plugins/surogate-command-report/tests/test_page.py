@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surogate_monitor_web import html
-from surogate_monitor_web.serve import PageServer
+from surogate_command_report import html
+from surogate_command_report.serve import PageServer
 
 from surogate_core.files.records import RunRecord
 

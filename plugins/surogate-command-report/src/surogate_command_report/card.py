@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from surogate_command_report import charts, compare, contents
 from surogate_core.drawing.curves import figure
 from surogate_core.files.records import RunRecord
-from surogate_monitor_web import charts, compare, contents
 
 RECENT_STEPS = 20
 """Steps whose median time and rate a running run's figures are made of."""

@@ -10,8 +10,8 @@ from functools import cache
 from html import escape
 from importlib import resources
 
+from surogate_command_report.data import embedded, layout
 from surogate_core.drawing import palette
-from surogate_monitor_web.data import embedded, layout
 
 PURE, CHARTS, HEAT = "figures.js", "charts.js", "heat.js"
 """Scripts of both pages: functions without a document, the charts, and the heat maps."""
@@ -60,4 +60,4 @@ def _digest(text: str) -> str:
 
 @cache
 def _read(name: str) -> str:
-    return resources.files("surogate_monitor_web.page").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("surogate_command_report.page").joinpath(name).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="needs node")
 def evaluate(*expressions: str, **names: Any) -> list[Any]:
     """The values of the expressions, in which the functions of figures.js and `names` are known."""
     assert NODE is not None
-    script = resources.files("surogate_monitor_web.page").joinpath("figures.js").read_text(encoding="utf-8")
+    script = resources.files("surogate_command_report.page").joinpath("figures.js").read_text(encoding="utf-8")
     given = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in names.items())
     script += f"{given}process.stdout.write(JSON.stringify([{', '.join(expressions)}]));"
     found = subprocess.run([NODE, "-"], input=script, capture_output=True, text=True, check=True, timeout=60)

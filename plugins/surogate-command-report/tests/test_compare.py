@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surogate_monitor_web import compare
-from surogate_monitor_web.card import card_of
-from surogate_monitor_web.write import write_report
+from surogate_command_report import compare
+from surogate_command_report.card import card_of
+from surogate_command_report.write import write_report
 
 from surogate_core.cli.main import main
 from surogate_core.files.records import RunRecord, find_runs

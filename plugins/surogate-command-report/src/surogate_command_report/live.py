@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
+from surogate_command_report.serve import Follower, PageServer
 from surogate_core.errors import UserError
 from surogate_core.events import Control, Event, Notice, RunInfo, RunStart, event_fields
 from surogate_core.files.atomic import write_file
 from surogate_core.files.private import private
 from surogate_core.files.records import RunRecord, read_run
-from surogate_monitor_web.serve import Follower, PageServer
 
 URL_FILE = "web.url"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from surogate_command_report import html, markdown
 from surogate_core.errors import UserError
 from surogate_core.files import atomic
 from surogate_core.files.records import RunRecord, find_runs, read_run
 from surogate_core.files.run_lock import is_running
-from surogate_monitor_web import html, markdown
 
 FORMS: Mapping[str, Callable[[Sequence[RunRecord]], str]] = {".html": html.render, ".md": markdown.render}
 """Suffix → the form of the report."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surogate_monitor_web.card import card_of, method
+from surogate_command_report.card import card_of, method
 
 from surogate_core.files.records import RunRecord
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surogate_monitor_web.card import card_of
-from surogate_monitor_web.data import figures, texts
-from surogate_monitor_web.document import live_page
-from surogate_monitor_web.serve import Follower, PageServer
-from surogate_monitor_web.write import write_report
+from surogate_command_report.card import card_of
+from surogate_command_report.data import figures, texts
+from surogate_command_report.document import live_page
+from surogate_command_report.serve import Follower, PageServer
+from surogate_command_report.write import write_report
 
 from surogate_core.cli.main import main
 from surogate_core.drawing.curves import POINTS
@@ -277,7 +277,7 @@ def step(at: int, loss: float = 1.0) -> str:
 
 
 def test_a_growing_file_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surogate_monitor_web.serve.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("surogate_command_report.serve.POLL_SECONDS", 0.02)
     metrics = tmp_path / "metrics.jsonl"
     with closing(Follower(tmp_path)) as follower:
         assert follower.caught_up.wait(10)
@@ -302,7 +302,7 @@ def test_a_growing_file_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_that_holds_its_lock_is_shown_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surogate_monitor_web.serve.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("surogate_command_report.serve.POLL_SECONDS", 0.01)
     (tmp_path / "metrics.jsonl").write_text(line(event="run_start", steps=9, notes=[]) + step(1) + step(2))
     with locked(tmp_path, key="output_dir"), closing(Follower(tmp_path)) as follower:
         until(lambda: follower.caught_up.is_set())

@@ -21,11 +21,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import structlog
 
+from surogate_command_report.data import AXES, experts, figures, texts
+from surogate_command_report.document import live_page
 from surogate_core.files.metrics import parsed
 from surogate_core.files.records import RunRecord, metrics_path
 from surogate_core.files.run_lock import is_running
-from surogate_monitor_web.data import AXES, experts, figures, texts
-from surogate_monitor_web.document import live_page
 
 log = structlog.get_logger(__name__)
 

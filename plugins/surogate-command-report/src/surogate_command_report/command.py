@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("surogate report: --serve writes no --output. Fix: keep one of them")
     if serve:
         return _serve(directories, port)
-    from surogate_monitor_web.write import write_report
+    from surogate_command_report.write import write_report
 
     for file in write_report(directories, output=output):
         print(file)
@@ -78,8 +78,8 @@ def _port(text: str) -> int:
 def _serve(directories: Sequence[Path], port: int) -> int:
     from contextlib import ExitStack, closing
 
+    from surogate_command_report.serve import Follower, PageServer
     from surogate_core.files.records import find_runs
-    from surogate_monitor_web.serve import Follower, PageServer
 
     with ExitStack() as stack:
         followers = [stack.enter_context(closing(Follower(run, group=group))) for run, group in find_runs(directories)]
