@@ -98,7 +98,8 @@ def test_the_core_conforms() -> None:
     assert {c.subject for c in found} == subjects | fabrics
     for check in found:
         if check.subject not in fabrics:
-            check.run()
+            with suppress(NotApplicable):
+                check.run()
 
 
 # ------------------------------------------------------------------------- what breaks a rule
