@@ -44,8 +44,8 @@ INTRODUCTION = """\
 Only `check` imports a plugin. [config.md](config.md#which-plugins-may-be-imported) describes the import policies,
 [security.md](security.md) what they protect against.
 
-Plugins start fast: with 100 more plugins than this repository has, `surogate --help` takes 0.16 s, `surogate plugins
-list` 0.46 s and `surogate --cfg job` 1.03 s; without the 100 they take 0.14, 0.29 and 0.78 s (medians on a machine
+Plugins start fast: with 100 more plugins than this repository has, `surogate --help` takes 0.14 s, `surogate plugins
+list` 0.46 s and `surogate --cfg job` 1.03 s; without the 100 they take 0.11, 0.29 and 0.78 s (medians on a machine
 with two cores, `python benchmarks/plugin_cold_start.py`). This holds for plugins that import torch only when they are
 used; `--help` imports no plugin.
 
