@@ -19,7 +19,7 @@ from surogate_core.hf.export import check_place, export_full, exported_facts, ge
 from surogate_core.hf.lora_files import LoraAdapter
 from surogate_core.hf.tokenizer_files import TokenizerFiles
 from surogate_core.hf.weights import TIED, ModelDir, generation_config_in, locate
-from surogate_core.setup.own_head import read_head_of
+from surogate_core.setup.heads import read_head_of
 from surogate_core.setup.tokenizer_of_run import record_in, recorded
 from surogate_core.setup.trained import later_checkpoint, named_base, open_trained, own_base
 from surogate_core.train.checkpoint import CheckpointDir

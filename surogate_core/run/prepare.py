@@ -27,7 +27,7 @@ from surogate_core.events import Progress
 from surogate_core.hf.contents import Contents, check_contents, digest_cache
 from surogate_core.hf.weights import unused_note
 from surogate_core.numbers import significant
-from surogate_core.run.token_budget import adjusted_epochs, token_budget
+from surogate_core.run.notes import adjusted_epochs, token_budget
 from surogate_core.setup.assemble import (
     ResolvedModel,
     check_commit,

@@ -26,7 +26,7 @@ from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.run import unwatched
 from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.identity import identity_of
-from surogate_core.run.next_commands import next_commands
+from surogate_core.run.notes import SetUpTimes, next_commands, rate_note, untested_torch
 from surogate_core.run.outputs import Outputs
 from surogate_core.run.prepare import (
     Base,
@@ -38,12 +38,9 @@ from surogate_core.run.prepare import (
     resumed_note,
     with_adjusted_epochs,
 )
-from surogate_core.run.rate_check import rate_note
 from surogate_core.run.record import new_run_id
 from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.samples import Sampler, rows_of
-from surogate_core.run.set_up_times import SetUpTimes
-from surogate_core.run.versions import untested_torch
 from surogate_core.setup.assemble import adapter_notes, is_out_of_memory, weight_format_spec
 from surogate_core.setup.build import Choice, build_engine
 from surogate_core.setup.experts import idle_parameters, product_notes

@@ -40,8 +40,7 @@ from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir, config_in, locate
 from surogate_core.kernels.native import assumed
 from surogate_core.kernels.registry import KernelTable
-from surogate_core.setup.heads import built_for, new_names
-from surogate_core.setup.own_head import own_head_note, read_head
+from surogate_core.setup.heads import built_for, new_names, own_head_note, read_head
 from surogate_core.setup.router import router_losses
 from surogate_core.setup.task_spec import objective_of, task_spec
 

@@ -165,7 +165,7 @@ def test_epoch_adjustment_makes_up_the_token_budget(
     tmp_path: Path, base: list[str], run_here: RunHere, monkeypatch: pytest.MonkeyPatch, records: Records
 ) -> None:
     # 20 tokens a parameter are hours for any model; a hundredth of one are seconds.
-    monkeypatch.setattr("surogate_core.run.token_budget.TOKENS_PER_PARAMETER", 0.02)
+    monkeypatch.setattr("surogate_core.run.notes.TOKENS_PER_PARAMETER", 0.02)
     keys = [*base, *WILD, "learning_rate=1e-4", "warmup_steps=0", "max_steps=-1", "save_steps=0", "num_epochs=7"]
     assert run_here(tmp_path, *keys, "epoch_adjustment=true") == 0
     (start,) = records(tmp_path, "run_start")

@@ -25,7 +25,7 @@ from surogate_core.events import (
     RunStart,
     StepEnd,
 )
-from surogate_core.run.token_budget import TOKENS_PER_PARAMETER, token_budget
+from surogate_core.run.notes import TOKENS_PER_PARAMETER, token_budget
 from surogate_core.train.lr import warmup_length
 from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor, for_frozen_router, for_native
 from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
