@@ -39,7 +39,7 @@ INTRODUCTION = """\
 | `surogate plugins check --matrix` | try which installed plugins can be combined; exit code 0 or 1 |
 | `surogate plugins lock` | write the digests of all installed files to `surogate.lock` |
 | `surogate plugins verify` | compare the installed files with the lock; exit code 0, 1 (different) or 2 (no lock) |
-| `surogate plugins sbom` | print a bill of materials of the installed set, as CycloneDX 1.6 JSON |
+| `surogate plugins sbom` | print a CycloneDX 1.6 bill of materials of the installed set, with the hash of every file |
 
 Only `check` imports a plugin. [config.md](config.md#which-plugins-may-be-imported) describes the import policies,
 [security.md](security.md) what they protect against.

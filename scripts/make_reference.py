@@ -23,7 +23,7 @@ from surogate_core import events  # noqa: E402
 from surogate_core.app.commands import first_words  # noqa: E402
 from surogate_core.cli.main import main as surogate  # noqa: E402
 
-PLUGINS = ("list", "show", "check", "new", "lock", "verify", "sbom")
+PLUGINS = ("list", "show", "check", "new", "lock", "verify")
 
 CLI = """\
 # Command line

@@ -148,7 +148,7 @@ COMMANDS = (
     ),
     bundles.CommandSpec(
         name="plugins",
-        usage="plugins list|show NAME|lock|verify|sbom\nplugins new NAME --kind KIND\nplugins check [NAME …|--matrix]",
+        usage="plugins list|show NAME|lock|verify\nplugins new NAME --kind KIND\nplugins check [NAME …|--matrix]",
         help="what is installed, and whether it matches the lock\n"
         "write a plugin package of your own\n"
         "whether a plugin does what its kind must; what can be combined",

@@ -59,7 +59,17 @@ def run_command(command: OfferedCommand, arguments: Sequence[str]) -> int:
     Raises `PluginError` if what is installed is not what a lock of the policy holds, and if the import fails.
     """
     words = list(arguments)[len(command.name.split()) :]
-    return int(_imported(command, command.main, words)(words))
+    function = _imported(command, command.main, words)
+    try:
+        return int(function(words))
+    except SystemExit as end:
+        from surogate_core.plugins.isolation import culprit
+
+        # A command's own plugin may end it, as argparse does; another plugin may not.
+        by = culprit(end)
+        if by is None or by.name != command.plugin.name or not isinstance(end.code, int | None):
+            raise
+        return end.code or 0
 
 
 def python_function(name: str) -> Any:

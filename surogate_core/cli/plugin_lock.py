@@ -1,4 +1,7 @@
-"""`surogate plugins lock`, `verify` and `sbom`: the installed set, pinned and listed. No plugin is imported."""
+"""`surogate plugins lock` and `verify`: the installed set, pinned and compared. No plugin is imported.
+
+They are in the core, because a policy's lock may refuse every plugin, and these commands are then the way out.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,10 @@ from surogate_core.plugins.digests import MISSING
 from surogate_core.plugins.discovery import (
     DEFAULT_LOCK,
     EDITABLE_VARIABLE,
-    canonical,
     import_policy,
     installed_plugins,
 )
 from surogate_core.plugins.lock import Lock, differences, installed_lock, read_lock, requirements, write_lock
-from surogate_core.plugins.sbom import bill_of_materials
 from surogate_core.plugins.surroundings import SCOPES
 
 
@@ -55,18 +56,11 @@ def add_commands(commands: Any) -> None:
     verifying.add_argument("--lock", metavar="FILE", type=Path, default=Path(DEFAULT_LOCK), help="default: %(default)s")
     verifying.add_argument("--allow-editable", action="store_true", help="accept editable installs")
     verifying.add_argument("--json", action="store_true", help="machine-readable")
-    listing = commands.add_parser(
-        "sbom",
-        help="print a bill of materials",
-        description="Print a bill of materials of the installed set in CycloneDX JSON.",
-    )
-    listing.add_argument("--scope", choices=SCOPES, default="dependencies", help="as for lock; default: %(default)s")
-    listing.add_argument("--output", metavar="FILE", type=Path, help="write to FILE instead of standard output")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the sub-command; the exit code."""
-    return {"verify": _verify, "sbom": _sbom, "lock": _lock}[arguments.command](arguments)
+    return {"verify": _verify, "lock": _lock}[arguments.command](arguments)
 
 
 def _lock(arguments: argparse.Namespace) -> int:
@@ -125,17 +119,3 @@ def _verify(arguments: argparse.Namespace) -> int:
     if not found:
         print(f"{arguments.lock}: the installed plugins are the locked ones")
     return 1 if found else 0
-
-
-def _sbom(arguments: argparse.Namespace) -> int:
-    policy = import_policy()
-    names = sorted({canonical(p.distribution) for p in installed_plugins() if policy.refusal(p.name) is None})
-    text = json.dumps(bill_of_materials(names, arguments.scope), indent=1, ensure_ascii=False) + "\n"
-    if arguments.output is None:
-        print(text, end="")
-        return 0
-    try:
-        arguments.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output {arguments.output}: cannot be written: {error.strerror}.") from None
-    return 0

@@ -55,7 +55,7 @@ class _Row:
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
     parser = argparse.ArgumentParser(prog="surogate plugins", description="The plugins that are installed.")
-    commands = parser.add_subparsers(dest="command", metavar="list|show|check|new|lock|verify|sbom", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="list|show|check|new|lock|verify", required=True)
     listing = commands.add_parser("list", help="every installed plugin")
     showing = commands.add_parser("show", help="one plugin in full")
     showing.add_argument("name", metavar="NAME", help="entry-point name or distribution")
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     making.add_argument("--output", metavar="DIR", type=Path, default=Path(), help="where; default: here")
     plugin_lock.add_commands(commands)
     arguments = parser.parse_args(list(argv))
-    if arguments.command in ("lock", "verify", "sbom"):
+    if arguments.command in ("lock", "verify"):
         return plugin_lock.main(arguments)
     if arguments.command == "check":
         from surogate_core.cli import plugin_check

@@ -151,6 +151,17 @@ def test_a_bug_in_a_command_names_its_plugin(install_plugin: Any, capsys: pytest
     assert "a bug in plugin hello (distribution dist-hello 1.2.3): ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_a_command_may_end_as_argparse_does(install_plugin: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    parsing = (
+        "import argparse\n\ndef main(words):\n    argparse.ArgumentParser(prog='x').parse_args(words)\n    return 0\n"
+    )
+    install_plugin("parses", source("parses", "plugin_parses").partition("def main")[0] + parsing)
+    assert main(["parses", "--help"]) == 0
+    assert "usage: x" in capsys.readouterr().out
+    assert main(["parses", "--unknown"]) == 2
+    assert "a bug" not in capsys.readouterr().err
+
+
 def test_a_command_that_is_not_installed_names_its_distribution(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution
 from typing import Any
 
-from surogate_core.plugins.digests import direct_url
-from surogate_core.plugins.discovery import CORE_DISTRIBUTION, GROUP, canonical
+from surogate_core.plugins.digests import LINK
+from surogate_core.plugins.discovery import CORE_DISTRIBUTION, GROUP, InstalledPlugin, canonical
+from surogate_core.plugins.lock import LockedDistribution, installed_distributions
 from surogate_core.plugins.surroundings import Scope, in_scope, required_by
 
 SPEC_VERSION = "1.6"
 
 
-def bill_of_materials(plugins: Sequence[str], scope: Scope) -> dict[str, Any]:
-    """The bill of the plugins' distributions, by their normalised names, of the core and of what `scope` adds.
+def bill_of_materials(plugins: Sequence[InstalledPlugin], scope: Scope) -> dict[str, Any]:
+    """The bill of the plugins' distributions, of the core and of what `scope` adds.
 
     Equal sets give equal bills: a bill contains no time, and its serial number is derived from the contents.
     """
-    dists = {n: d for n, d in required_by([CORE_DISTRIBUTION, *plugins]).items() if n in {CORE_DISTRIBUTION, *plugins}}
-    dists = dict(sorted((dists | in_scope(scope, plugins)).items()))
-    components = [_component(name, dist) for name, dist in dists.items()]
+    names = {CORE_DISTRIBUTION, *(canonical(plugin.distribution) for plugin in plugins)}
+    dists = {name: dist for name, dist in required_by(names).items() if name in names}
+    dists = dict(sorted((dists | in_scope(scope, names)).items()))
+    locked = installed_distributions(plugins, "core" if scope == "plugins" else scope)
+    components = [_component(name, dist, locked[name]) for name, dist in dists.items()]
     core = next((c for c in components if c["name"] == CORE_DISTRIBUTION), {"name": CORE_DISTRIBUTION})
     bill: dict[str, Any] = {
         "$schema": f"http://cyclonedx.org/schema/bom-{SPEC_VERSION}.schema.json",
@@ -40,7 +44,7 @@ def bill_of_materials(plugins: Sequence[str], scope: Scope) -> dict[str, Any]:
     return {**bill, "serialNumber": f"urn:uuid:{digest}"}
 
 
-def _component(name: str, dist: Distribution) -> dict[str, Any]:
+def _component(name: str, dist: Distribution, locked: LockedDistribution) -> dict[str, Any]:
     reference = _reference(name, dist)
     found: dict[str, Any] = {
         "type": "library",
@@ -58,14 +62,27 @@ def _component(name: str, dist: Distribution) -> dict[str, Any]:
     elif metadata["License"]:
         # Some put the whole text there.
         found["licenses"] = [{"license": {"name": metadata["License"].strip().splitlines()[0]}}]
-    archive = direct_url(dist).get("archive_info", {})
-    hashes = archive.get("hashes", {}) if isinstance(archive, dict) else {}
-    if isinstance(hashes, dict) and isinstance(hashes.get("sha256"), str):
-        found["hashes"] = [{"alg": "SHA-256", "content": hashes["sha256"]}]
+    if locked.wheel_sha256:
+        found["hashes"] = _hashes(locked.wheel_sha256)
+    if locked.files:
+        found["components"] = [_file(path, digest) for path, digest in sorted(locked.files.items())]
     points = [f"{p.name} = {p.value}" for p in dist.entry_points if p.group == GROUP]
     if points:
         found["properties"] = [{"name": "surogate:entry_point", "value": text} for text in sorted(points)]
     return found
+
+
+def _file(path: str, digest: str) -> dict[str, Any]:
+    """A file below the directory of installation; one that cannot be read has the reason in place of its hash."""
+    sha256 = digest.removeprefix(f"{LINK} ")
+    found: dict[str, Any] = {"type": "file", "name": path}
+    if re.fullmatch("[0-9a-f]{64}", sha256):
+        return {**found, "hashes": _hashes(sha256)}
+    return {**found, "properties": [{"name": "surogate:no_hash", "value": digest}]}
+
+
+def _hashes(sha256: str) -> list[dict[str, str]]:
+    return [{"alg": "SHA-256", "content": sha256}]
 
 
 def _reference(name: str, dist: Distribution) -> str:
