@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from surogate_core.errors import ConfigError, PluginError, UserError
+from surogate_core.errors import PluginError, UserError
 from surogate_core.plugins.commands import OfferedCommand, command_names, offered_commands
 from surogate_core.plugins.discovery import ImportPolicy, import_policy, installed_plugins
 
@@ -131,12 +131,15 @@ def _check_plugin(command: OfferedCommand, words: Sequence[str]) -> None:
 
 def _policy_in(words: Sequence[str]) -> ImportPolicy:
     """The policies of environment, machine and the configuration in a command's words."""
+    file = next((Path(word) for word in words if word.endswith((".yaml", ".yml")) and Path(word).is_file()), None)
+    overrides = [word for word in words if "=" in word and word[0] != "-"]
+    if file is None and not overrides:
+        return import_policy()
     from surogate_core.config.resolve import peek_policy
 
-    file = next((Path(word) for word in words if word.endswith((".yaml", ".yml")) and Path(word).is_file()), None)
     try:
-        return import_policy(peek_policy([word for word in words if "=" in word and word[0] != "-"], file))
-    except ConfigError:
+        return import_policy(peek_policy(overrides, file))
+    except UserError:
         return import_policy()  # the command reports what is wrong with its words
 
 

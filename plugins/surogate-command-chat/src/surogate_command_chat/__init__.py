@@ -16,4 +16,5 @@ def surogate_command() -> bundles.CommandSpec:
         help="a chat in the terminal",
         main="surogate_command_chat.command:main",
         rank=110,
+        configured=True,
     )

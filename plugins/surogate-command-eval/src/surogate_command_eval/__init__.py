@@ -17,4 +17,5 @@ def surogate_command() -> bundles.CommandSpec:
         main="surogate_command_eval.command:main",
         python="surogate_command_eval.python:evaluate",
         rank=120,
+        configured=True,
     )

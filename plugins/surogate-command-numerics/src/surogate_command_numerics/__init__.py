@@ -16,4 +16,5 @@ def surogate_command() -> bundles.CommandSpec:
         help="the same training under each precision recipe, compared",
         main="surogate_command_numerics.command:main",
         rank=330,
+        configured=True,
     )

@@ -17,4 +17,5 @@ def surogate_command() -> bundles.CommandSpec:
         main="surogate_command_serve.command:main",
         python="surogate_command_serve.serving:serve",
         rank=140,
+        configured=True,
     )
