@@ -118,13 +118,6 @@ COMMANDS = (
         rank=100,
     ),
     bundles.CommandSpec(
-        name="env",
-        usage="env list|new|tasks|check|eval",
-        help="environments of reinforcement learning: tasks, rewards of a model",
-        main="surogate_core.cli.env:main",
-        rank=130,
-    ),
-    bundles.CommandSpec(
         name="tokenize",
         usage="tokenize [TASK] [FILE.yaml] [KEY=VALUE …] [--debug [N]]",
         help="tokenise and pack the data, show what is trained",

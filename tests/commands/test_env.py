@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from surogate_core.cli.env import wrong_with
 from surogate_core.cli.main import main
-from surogate_core.environments.checking import Checked
 
 SOURCE = """
 import time
@@ -85,7 +82,6 @@ def test_what_is_installed(env: Env) -> None:
     assert found["countdown"]["options"]["numbers"] == 3
     assert found["countdown"]["weights"] == {"valid": 0.1}
     assert found["countdown"]["deterministic"] is True
-    assert "usage: surogate env list" in env("--help")
 
 
 def test_tasks_are_printed_and_solved(env: Env, tmp_path: Path) -> None:
@@ -141,34 +137,8 @@ def test_a_build_that_hangs_ends_at_the_limit_that_is_given(env: Env, install_pl
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({}, None),
-        ({"names": (("a",), ("b",))}, "the names of the rewards differ between episodes. Fix: None for one that"),
-        ({"names": ((),)}, "there is no reward."),
-        ({"unknown_weights": ("b",)}, "weights of rewards that there are not: b."),
-        ({"faults": {"exception": 1}}, None),
-        ({"faults": {"exception": 1, "timeout": 3}}, "every episode fails."),
-    ],
-)
-def test_what_is_wrong_with_rewards(changes: dict[str, Any], line: str | None) -> None:
-    sound = Checked(
-        tasks=2, episodes=4, differences=(), faults={}, names=(("a",),), rewards={"fixed": 1.0}, unknown_weights=()
-    )
-    found = wrong_with(replace(sound, **changes), declared=True)
-    assert [one[: len(line or "")] for one in found] == ([line] if line else [])
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["chek", "copy"], "surogate env: there is no command 'chek'. Fix: surogate env check"),
-        (["check"], "surogate env check: takes one name; got none. Fix: surogate env check NAME"),
-        (["eval", "copy"], "takes a model and the name of an environment; got copy."),
-        (["list", "copy"], "surogate env list: takes no name; got copy."),
-        (["list", "length=3"], "surogate env list: takes no options; got length=3. Fix: leave it out"),
-        (["check", "copy", "--solved"], "surogate env check: --solved is not for this command. Fix: leave it out"),
-        (["eval", "m", "copy", "--reply", "a"], "--reply is not for this command"),
         (["check", "cpoy"], "there is no such environment; known: arithmetic, copy, "),
         (["check", "copy", "lenght=3"], "lenght (command line): there is no such key."),
         (["check", "copy", "length=many"], "environment.length (command line): must be a whole number"),

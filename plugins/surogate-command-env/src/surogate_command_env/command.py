@@ -18,10 +18,10 @@ from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
+    from surogate_command_env.scores import Scores
     from surogate_core.config.schema import RunConfig, Selection
     from surogate_core.environments.checking import Checked
     from surogate_core.environments.pool import EnvironmentPool
-    from surogate_core.measure.environment_scores import Scores
     from surogate_core.plugins.registry import Registry
 
 FLAGS = Flags(
@@ -314,9 +314,9 @@ def wrong_with(found: Checked, *, declared: bool) -> list[str]:
 
 
 def _eval(words: Words) -> int:
+    from surogate_command_env.scores import compared
     from surogate_core import logs
     from surogate_core.files.atomic import replace_file
-    from surogate_core.measure.environment_scores import compared
 
     logs.configure()
     output = _output(words)
@@ -343,10 +343,10 @@ def _eval(words: Words) -> int:
 
 
 def _measured(model: str, name: str, words: Words, taken: Callable[[Mapping[str, Any]], None]) -> Scores:
+    from surogate_command_env.scores import Plan, measure
     from surogate_core.app.progress import shown_progress
     from surogate_core.inference.generation import named, prepare, rollout_of, with_adapter
     from surogate_core.inference.texts import Wanted
-    from surogate_core.measure.environment_scores import Plan, measure
     from surogate_core.measure.subject import Subject
 
     found = with_adapter(model, words.texts["--adapter"]) if "--adapter" in words.texts else named(model)

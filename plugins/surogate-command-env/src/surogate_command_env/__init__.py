@@ -1,0 +1,19 @@
+"""Surogate plugin: the command env."""
+
+from __future__ import annotations
+
+from surogate_core import bundles, hookimpl
+
+SUROGATE_API = ">=2,<3"
+
+
+@hookimpl
+def surogate_command() -> bundles.CommandSpec:
+    """`surogate env`."""
+    return bundles.CommandSpec(
+        name="env",
+        usage="env list|new|tasks|check|eval",
+        help="environments of reinforcement learning: tasks, rewards of a model",
+        main="surogate_command_env.command:main",
+        rank=130,
+    )
