@@ -30,9 +30,9 @@ from os import PathLike
 from typing import Any, Literal, TypeAlias
 
 from surogate_command_eval.python import evaluate as evaluate
+from surogate_command_export.python import export as export
 from surogate_command_serve.serving import serve as serve
 
-from surogate_core.api.exporting import export as export
 from surogate_core.api.generation import generate as generate
 from surogate_core.api.results import Evaluation as Evaluation
 from surogate_core.api.results import Paths as Paths

@@ -18,7 +18,6 @@ from surogate_core.api import (
     Report,
     Run,
     Sample,
-    export,
     generate,
     load,
     pt,
@@ -52,7 +51,7 @@ __all__ = [
     "train",
 ]
 
-_COMMANDS = {"evaluate": "eval", "serve": "serve"}
+_COMMANDS = {"evaluate": "eval", "export": "export", "serve": "serve"}
 """Function → the command whose plugin has it. The plugin is imported when the function is used."""
 
 

@@ -125,21 +125,6 @@ COMMANDS = (
         rank=200,
     ),
     bundles.CommandSpec(
-        name="merge",
-        usage="merge [RUN] [--output DIR]",
-        help="fold a LoRA adapter into its base model; RUN is the latest by default",
-        main="surogate_core.cli.merge:main",
-        rank=300,
-    ),
-    bundles.CommandSpec(
-        name="export",
-        usage="export [RUN] --to hub://USER/NAME\nexport [MODEL] --to FILE.gguf",
-        help="upload the result to the Hugging Face hub, or copy it to a directory\n"
-        "write one file for llama.cpp and Ollama",
-        main="surogate_core.cli.export:main",
-        rank=310,
-    ),
-    bundles.CommandSpec(
         name="plugins",
         usage="plugins list|show NAME|lock|verify\nplugins new NAME --kind KIND\nplugins check [NAME …|--matrix]",
         help="what is installed, and whether it matches the lock\n"

@@ -293,7 +293,7 @@ FLOORS = (
     {"builtin"},
     {"setup"},
     {"inference"},
-    {"run", "convert"},
+    {"run"},
     {"measure"},
     {"app"},
     {"api", "cli"},

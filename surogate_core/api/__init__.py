@@ -3,7 +3,6 @@
 Importing this package imports neither torch nor Hydra.
 """
 
-from surogate_core.api.exporting import export
 from surogate_core.api.generation import generate
 from surogate_core.api.results import Evaluation, Paths, Report, Run, Sample, load
 from surogate_core.api.training import pt, sft, train
@@ -14,7 +13,6 @@ __all__ = [
     "Report",
     "Run",
     "Sample",
-    "export",
     "generate",
     "load",
     "pt",

@@ -182,20 +182,18 @@ class Run:
 
         `output`: by default ``merged`` in the run's directory. `base_model`: where the base is now, if it has moved.
         """
-        from surogate_core.convert.merge import merge
-        from surogate_core.plugins import model_families
+        from surogate_core.app.commands import python_function
 
         target = Path(output) if output is not None else self.path / "merged"
         if self.paths.model is not None:
             raise UserError(f"{self.path}: the run has no adapter to merge. Fix: use its model: {self.paths.model}")
-        merge(base_model, self.path, target, families=model_families)
-        return target
+        return Path(python_function("merge")(self.path, target, base_model=base_model))
 
     def export(self, to: str | os.PathLike[str], **options: Any) -> Path:
         """Write the result as another program's file; the options are those of `surogate.export`."""
-        from surogate_core.api.exporting import export
+        from surogate_core.app.commands import python_function
 
-        return export(self.path, to, **options)
+        return Path(python_function("export")(self.path, to, **options))
 
     def report(self) -> Report:
         """Write the report anew, from what the run has recorded until now."""

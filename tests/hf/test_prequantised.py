@@ -13,9 +13,9 @@ import quantised as files
 import torch
 from quantised import METHODS, SKIPPED
 from safetensors.torch import load_file, save_file
+from surogate_command_export.merge import merge
 from surogate_quant_nvfp4 import surogate_weight_format
 
-from surogate_core.convert.merge import merge
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_command_export.merge import merge
 
-from surogate_core.convert.merge import merge
 from surogate_core.errors import ConfigError, UserError
 
 RunHere = Callable[..., int]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from surogate_command_export.merge import _dtype_warnings
 from torch import Tensor
 
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
-from surogate_core.convert.merge import _dtype_warnings
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.pieces import Kept, Source, distinct, pieces

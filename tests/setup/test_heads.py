@@ -12,13 +12,13 @@ import pytest
 import torch
 from run_fixtures import EMBEDDED
 from safetensors.torch import load_file, save_file
+from surogate_command_export.conversion import convert
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from surogate_core.bundles import Exported, ExportFormat, ExportJob, ModelFamily
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
-from surogate_core.convert.conversion import convert
 from surogate_core.data.tokenizer import load_tokenizer
 from surogate_core.dsl import ScoreHead
 from surogate_core.errors import ConfigError

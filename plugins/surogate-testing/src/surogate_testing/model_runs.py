@@ -6,6 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +142,6 @@ class _Run:
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Every step from a model of this configuration, and that they agree."""
-        from surogate_core.convert.merge import merge
-
         _write_model(self.family, config, self.base)
         texts = ("the chain slips when it is worn", "oil it", "a brake squeals if the rim is wet; dry it and go on")
         rows = [
@@ -151,6 +150,7 @@ class _Run:
         self.rows.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows * 2), encoding="utf-8")
         self._fine_tune()
         self._ensure_adapter()
+        merge = _from_plugin("surogate_command_export.merge", "merge")
         merge(None, self.run, self.merged, families=lambda: self.registry.all("model"))
         self._ensure_merged()
         before, after, folded = (self._loss(word) for word in (self.base, self.run, self.merged))
@@ -241,8 +241,7 @@ class _Run:
 
     def _export(self) -> None:
         """A file in each installed format to which the family describes itself, or a refusal that names the tensor."""
-        from surogate_core.convert.conversion import convert, options_of
-
+        convert, options_of = (_from_plugin("surogate_command_export.conversion", n) for n in ("convert", "options_of"))
         for name in self.family.exports.keys() & set(self.registry.names("export")):
             spec, place = self.registry.get("export", name), self.parent / f"export.{name}"
             options = options_of(spec, {})
@@ -251,6 +250,16 @@ class _Run:
             except UserError:
                 continue  # the format has no place for such a model, and says so
             ensure(done.file.stat().st_size > 0, f"export {name}: the file is empty")
+
+
+def _from_plugin(module: str, name: str) -> Any:
+    """A function of a plugin of this project, which need not be installed."""
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        raise NotApplicable(f"a run needs another plugin: {error.name.replace('_', '-')} is not installed") from None
 
 
 def _write_model(family: ModelFamily, config: Mapping[str, Any], directory: Path) -> None:

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     model = _model_of(words, FLAGS.command)
     if not target:
         raise UserError("surogate export: --to missing. Fix: --to hub://USER/NAME, or --to DIR")
-    from surogate_core.hf.push import SCHEME, export_in
+    from surogate_command_export.push import SCHEME, export_in
 
     export = export_in(run_directory(model))
     if target.startswith(SCHEME):
@@ -91,7 +91,7 @@ def _value(argv: Sequence[str], flag: str) -> str | None:
 
 def _format(registry: Registry, chosen: str | None, target: str) -> ExportFormat | None:
     """The format of a name or, without one, that whose files end as the target does; None if there is none."""
-    from surogate_core.convert.conversion import format_of, formats_by_suffix
+    from surogate_command_export.conversion import format_of, formats_by_suffix
 
     if chosen is not None:
         return format_of(registry, chosen)
@@ -102,10 +102,10 @@ def _format(registry: Registry, chosen: str | None, target: str) -> ExportFormat
 
 
 def _convert(spec: ExportFormat, registry: Registry, argv: Sequence[str]) -> int:
+    from surogate_command_export.conversion import convert, options_of, place_of
     from surogate_core import logs
     from surogate_core.app.progress import shown_progress
     from surogate_core.bundles.options import field_types
-    from surogate_core.convert.conversion import convert, options_of, place_of
     from surogate_core.events import Progress
     from surogate_core.files.atomic import human_bytes
 
@@ -155,8 +155,8 @@ def _model_of(words: Words, command: str) -> str:
 
 
 def _push(words: Words, export: Path, target: str) -> int:
+    from surogate_command_export.push import outgoing, parse_repo, push
     from surogate_core.files.atomic import human_bytes
-    from surogate_core.hf.push import outgoing, parse_repo, push
 
     repo = parse_repo(target)
     files = outgoing(export, base_model=words.texts.get("--base-model"), repo=repo)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from surogate_command_export.conversion import Converted, convert, place_of, title_of
+from surogate_command_export.merge import merge
 
 from surogate_core.bundles import Exported, ExportFormat, ExportJob
-from surogate_core.convert.conversion import Converted, convert, place_of, title_of
-from surogate_core.convert.merge import merge
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files import atomic
 from surogate_core.plugins.registry import Registry

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surogate_command_export.merge import merge_warnings
 from surogate_core.bundles import ExportFormat, ExportJob
 from surogate_core.bundles.options import field_types
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.typed import Builder
-from surogate_core.convert.merge import merge_warnings
 from surogate_core.dsl.experts import expanded
 from surogate_core.engine.pieces import distinct, pieces
 from surogate_core.errors import ConfigError, Problem, UserError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -16,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from surogate_command_export.merge import merge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from surogate_core.cli import merge as command
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
-from surogate_core.convert.merge import merge
 from surogate_core.data.tokenizer import TOKENIZER_FILES
 from surogate_core.inference.generation import named, prepare
 from surogate_core.plugins.registry import Registry
@@ -47,40 +45,6 @@ def kill_merge(directory: Path, *, kills: int) -> None:
     assert done.returncode == 0, done.stdout
     assert done.stdout.rstrip().endswith("PASS")
     assert f"{kills} kills" in done.stdout
-
-
-class Terminal(io.StringIO):
-    """A text stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "120")
-    with command._shown() as progress:
-        for done in range(0, 5_000_001, 1_000_000):
-            progress(done, 5_000_000)
-    text = terminal.getvalue()
-    assert "merging" in text
-    assert "5.0/5.0 MB" in text
-    assert "━" in text
-
-
-def test_elsewhere_there_is_a_line_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with command._shown() as progress:
-        for done in range(11):
-            progress(done * 10**9, 10 * 10**9)
-    assert capsys.readouterr().err == "merging: 9.31 GiB of 9.31 GiB, 100%\n"
-    monkeypatch.setattr(command._Lines, "SECONDS", 0.0)
-    with command._shown() as progress:
-        progress(10**9, 4 * 10**9)
-    assert capsys.readouterr().err == "merging: 954 MiB of 3.73 GiB, 25%\n"
 
 
 def test_the_progress_is_in_bytes_and_ends_at_all(

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     from surogate_core import logs
 
     logs.configure()
-    from surogate_core.convert.merge import merge
+    from surogate_command_export.merge import merge
     from surogate_core.plugins import model_families
 
     named = values.get("--checkpoint-dir")

@@ -1,4 +1,4 @@
-"""`export`: a model as another program's file, from Python."""
+"""`export` and `merge` from Python."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def export(
     `UserError` or `MachineError`.
     """
     with contained():
+        from surogate_command_export.conversion import convert, format_by_suffix, format_of, options_of, place_of
         from surogate_core.app.arguments import Arguments, registry_for
         from surogate_core.config.yamlfile import with_keywords
-        from surogate_core.convert.conversion import convert, format_by_suffix, format_of, options_of, place_of
 
         source = with_keywords(None, {key: plain(value) for key, value in (keys or {}).items()})
         registry = registry_for(Arguments(config_file=source))
@@ -40,3 +40,15 @@ def export(
         place = place_of(os.fspath(to), spec, word)
         top = None if adapter is None else os.fspath(adapter)
         return convert(word, spec, chosen, place, registry, adapter=top, config_file=source).file
+
+
+def merge(run: Path, output: Path, *, base_model: str | None = None) -> Path:
+    """Fold a run's adapter into its base model; returns the new model's directory, `output`.
+
+    `base_model`: where the base is now, if it has moved. Raises `UserError` or `MachineError`.
+    """
+    from surogate_command_export.merge import merge as fold
+    from surogate_core.plugins import model_families
+
+    fold(base_model, run, output, families=model_families)
+    return output

@@ -1,1 +1,0 @@
-"""From one format of a trained model to another: merging adapters, files for other programs."""
