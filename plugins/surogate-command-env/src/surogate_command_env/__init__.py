@@ -16,4 +16,5 @@ def surogate_command() -> bundles.CommandSpec:
         help="environments of reinforcement learning: tasks, rewards of a model",
         main="surogate_command_env.command:main",
         rank=130,
+        configured=True,
     )

@@ -27,5 +27,6 @@ def surogate_command() -> list[bundles.CommandSpec]:
             main="surogate_command_export.export_command:main",
             python="surogate_command_export.python:export",
             rank=310,
+            configured=True,
         ),
     ]
