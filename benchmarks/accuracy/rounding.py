@@ -31,6 +31,7 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
 from surogate_core.data import pipeline
 from surogate_core.data.sampler import EvalBatches
+from surogate_core.dsl.declare import Multiply
 from surogate_core.dsl.slots import Gemm, TracedSlot, plain_gemm
 from surogate_core.engine.pieces import Piece
 from surogate_core.generate.losses import Document, documents_of
@@ -100,7 +101,7 @@ class RoundedWeights(Weights):
     def _eager(self, piece: Piece, gemm: Gemm) -> Layer:
         assert piece.block is not None
         tensors = {s.name: t for s, t in zip(piece.specs, self.parameters.inputs(piece), strict=True)}
-        bound = piece.block.bind(tensors, piece.slots, gemm=gemm, seed=None, experts=piece.experts)
+        bound = piece.block.bind(tensors, piece.slots, Multiply(gemm), experts=piece.experts)
 
         def run(x_ND: Tensor, tables: Sequence[Tensor]) -> Tensor:
             y_ND, _ = bound.outputs(x_ND, dict(zip(self.plan.tables, tables, strict=True)))

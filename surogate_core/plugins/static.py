@@ -208,7 +208,7 @@ def _offered(file: Path) -> tuple[list[tuple[str, str]], list[str]]:
     bundles, flat_keys = [], []
 
     def text_of(node: ast.expr) -> str | None:
-        value = node.value if isinstance(node, ast.Constant) else None
+        value: object = node.value if isinstance(node, ast.Constant) else None
         value = constants.get(node.id) if isinstance(node, ast.Name) else value
         return value if isinstance(value, str) else None
 
