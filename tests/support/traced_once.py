@@ -30,7 +30,7 @@ OURS = ("surogate", "torch", "builtins", "functools", "operator", "pathlib")
 """Tops of modules whose code is the same in all tests."""
 UNTRACED = (
     *("os", "sys", "time", "signal", "shutil", "subprocess", "threading", "socket", "tests.", "plugins.", "plugin_"),
-    *(f"surogate_core.{room}" for room in ("api", "app", "cli", "config", "convert", "data", "environments", "files")),
+    *(f"surogate_core.{room}" for room in ("api", "app", "cli", "config", "data", "environments", "files")),
     *(f"surogate_core.{room}" for room in ("generate", "hf", "inference", "launch", "logs", "measure", "plugins")),
     *(f"surogate_core.{room}" for room in ("report", "run", "serve", "setup", "train.loop", "train.signals")),
     *(f"surogate_{kind}" for kind in ("command", "dataset", "environment", "export", "launcher", "monitor", "rollout")),

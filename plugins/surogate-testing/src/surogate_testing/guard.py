@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import surogate_core
 from surogate_core.train.signals import TimeUp, time_limit
 
 SECONDS = 600.0
@@ -28,7 +29,7 @@ SECONDS_APART = 60.0
 GRACE = 5.0
 """Seconds for a child process after its time limit, to report where it was."""
 
-_CORE = Path(__file__).resolve().parents[1]
+_OURS = tuple(Path(module).resolve().parent for module in (surogate_core.__file__, __file__))
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -113,7 +114,7 @@ def _is_plugins(file: Path, package: Path | None) -> bool:
     file = file.resolve()
     if package is not None:
         return file == package.resolve() or package.resolve() in file.parents
-    return _CORE not in file.parents and not any(library in file.parents for library in _LIBRARIES)
+    return not any(place in file.parents for place in (*_OURS, *_LIBRARIES))
 
 
 def traceback_of(error: BaseException) -> str:

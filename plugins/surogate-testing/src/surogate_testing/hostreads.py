@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import surogate_core
+
 _METHODS = frozenset(
     {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__", "__complex__"}
 )
@@ -34,7 +36,7 @@ _OPS = frozenset(
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
 _HERE = Path(__file__).resolve()
-_CORE = _HERE.parents[1]
+_CORE = Path(surogate_core.__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
 
 
@@ -48,7 +50,7 @@ def _of_the_core() -> bool:
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if not (_TORCH in file.parents or file == _HERE):
-            return _CORE in file.parents and _HERE.parent not in file.parents
+            return _CORE in file.parents
         frame = frame.f_back
     return False
 
