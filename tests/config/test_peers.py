@@ -109,7 +109,9 @@ def test_every_fix_composes(load: Any, settings: Mapping[str, Any]) -> None:
         config = load(*(f"model.{key}={peers.shown(value, ',')}" for key, value in nested.items()), "model=owner/name")
     else:
         more = {"lora": False} if settings.get("optimizer") == "normuon" else {}
-        more |= {"model": "owner/name"} if "adapter_path" in settings else {}
+        # The shapes of a preset have random weights, all of which are trained.
+        trained = "adapter_path" in settings or any(key.startswith("qlora") for key in settings)
+        more |= {"model": "owner/name"} if trained else {}
         more |= {"gpus": 2} if "context_parallel_size" in settings else {}
         config = load(file=yaml.safe_dump({**base, **more, **settings}))
     assert config.datasets

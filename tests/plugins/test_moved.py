@@ -55,7 +55,7 @@ def wheel_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: built(ROOT / "plugins" / name, tmp_path_factory.mktemp(name))[0])
 
 
-def tested_beside(plugin: Path) -> list[str]:
+def beside_in_tests(plugin: Path) -> list[str]:
     """The plugins of this repository in its dependency group `test`."""
     groups = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8")).get("dependency-groups", {})
     names = [re.split(r"[\[>]", requirement)[0] for requirement in groups.get("test", [])]
@@ -77,7 +77,7 @@ def test_a_moved_plugin_builds_and_passes_its_tests(
     assert {"pyproject.toml", "README.md"} | {f"tests/{f.name}" for f in (plugin / "tests").glob("*.py")} <= names
 
     environment = Environment(tmp_path, without="*surogate*")
-    beside = tested_beside(plugin)
+    beside = beside_in_tests(plugin)
     for one in (*shared_wheels, wheel, *map(wheel_of, beside)):
         unpack(one, environment.site)
     # The tests find the installed package, not the sources beside them.

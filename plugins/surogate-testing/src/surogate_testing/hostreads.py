@@ -35,9 +35,9 @@ _OPS = frozenset(
 )
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
-_HERE = Path(__file__).resolve()
-_CORE = Path(surogate_core.__file__).resolve().parent
-_TORCH = Path(torch.__file__).resolve().parent
+_HERE = Path(__file__)
+_CORE = Path(surogate_core.__file__).parent
+_TORCH = Path(torch.__file__).parent
 
 
 class _HostRead(BaseException):
