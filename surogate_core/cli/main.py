@@ -168,12 +168,9 @@ def _train(arguments: list[str], task: str | None) -> int:
 
 
 def _unknown_command(arguments: Sequence[str]) -> UserError:
-    from surogate_core.config import planned
     from surogate_core.plugins.commands import known_names
 
     word = arguments[0]
-    if word in planned.COMMANDS:
-        return UserError(f"surogate {word}: {planned.MESSAGE}")
     if word.endswith((".yaml", ".yml")):
         return UserError(f"{word}: name the task before the file. Fix: surogate sft {' '.join(arguments)}")
     near = get_close_matches(word, [*CORE_TASKS, DEMO, *known_names()], n=1, cutoff=0.5)

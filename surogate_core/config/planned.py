@@ -18,9 +18,6 @@ KEYS = {
 NAMES: frozenset[tuple[str, str]] = frozenset()
 """(group or kind, name)."""
 
-COMMANDS: frozenset[str] = frozenset()
-"""Sub-commands of `surogate`."""
-
 PLAN = "on the command line of `surogate plan`"
 ELSEWHERE = {
     "num_nodes": f"launcher=ray launcher.num_nodes=N for a run, or num_nodes=N {PLAN}",

@@ -544,18 +544,6 @@ def test_incompatible_lists_every_difference(tmp_path: Path) -> None:
     assert "lora_target_modules" not in message
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1023 * 1024, "1023 KiB"), (999.6 * 2**20, "1000 MiB"),
-        (999.4 * 2**20, "999 MiB"), (1.5 * 2**30, "1.5 GiB"), (1000 * 2**30, "1000 GiB"), (2**40, "1 TiB"),
-        (5000 * 2**40, "5000 TiB"),
-    ],
-)  # fmt: skip
-def test_bytes_for_people(count: float, text: str) -> None:
-    assert atomic.human_bytes(count) == text
-
-
 @pytest.mark.parametrize(("key", "value"), [("step", 3), ("sequence", 9), ("run", "other")])
 def test_a_manifest_with_another_number_is_torn(key: str, value: object, tmp_path: Path) -> None:
     checkpoints = CheckpointDir(tmp_path, limit=2)
