@@ -1,11 +1,12 @@
 """Speed of this tree as a ratio to another tree's, in turns on one GPU: whether a change kept the speed.
 
     python benchmarks/before_after.py OTHER [--cases lora-0.6b lora-8b …] [--rounds 2] [--out found.json]
-    python benchmarks/before_after.py OTHER --packages SITE     # where OTHER's distributions are installed
+    python benchmarks/before_after.py OTHER --packages SITE [--ours SITE]   # where the distributions are installed
     python benchmarks/before_after.py OTHER --cases small       # tiny, on a CPU: the script itself
 
 OTHER is a checkout of the earlier version. Its benchmarks run with its own packages: those in SITE (as `pip install
---target SITE` leaves them) or, without it, the sources of OTHER with the plugins that are installed here. Each round
+--target SITE` leaves them) or, without it, the sources of OTHER with the plugins that are installed here. Where the two
+versions have different distributions, give both sites and leave ours out of PYTHONPATH. Each round
 runs a case in both trees, in processes of their own and in the order that the round before did not have; a tree's
 figure is its best of all rounds. `ratio` is ours divided by the other's: 1.00 or more means that nothing was lost.
 """
@@ -112,13 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="a checkout of the earlier version")
     parser.add_argument("--packages", type=Path, help="where its distributions are installed")
+    parser.add_argument("--ours", type=Path, help="where the distributions of this tree are installed")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=[c for c in CASES if c != "small"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300, help="seconds that a script may take")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args(arguments)
-    packages = words.packages and words.packages.resolve()
-    trees = {"ours": (HERE, None), "other": (words.other.resolve(), packages)}
+    ours, packages = (site and site.resolve() for site in (words.ours, words.packages))
+    trees = {"ours": (HERE, ours), "other": (words.other.resolve(), packages)}
     every: list[Found] = []
     for case in words.cases:
         every.append(compare(case, trees, words.rounds, words.limit))
