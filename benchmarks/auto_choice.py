@@ -25,7 +25,7 @@ import torch
 from surogate_core.batch import MicroBatch
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
-from surogate_core.engine.prediction import CUDA_CONTEXT
+from surogate_core.engine.planning.prediction import CUDA_CONTEXT
 from surogate_core.setup.assemble import ResolvedModel, is_out_of_memory, resolve_model
 from surogate_core.setup.build import Choice, build_engine, is_open
 

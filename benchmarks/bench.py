@@ -18,7 +18,7 @@ from surogate_core.batch import MicroBatch
 from surogate_core.bundles import KernelPack, RecipeContext, TensorKind
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.slots import Adapter
-from surogate_core.engine.assembly import Assembly, EngineSettings
+from surogate_core.engine.planning.assembly import Assembly, EngineSettings
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.kernels.torch_pack import TORCH_PACK

@@ -18,9 +18,9 @@ from surogate_core.batch import Counts, MicroBatch
 from surogate_core.bundles import TensorKind
 from surogate_core.dsl.declare import Model
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource
+from surogate_core.engine.planning.assembly import Assembly, EngineSettings
+from surogate_core.engine.planning.pieces import RandomSource
 from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh

@@ -42,9 +42,9 @@ def ours(dropout: float, recompute: bool) -> Callable[[int], float]:
     from surogate_model_qwen3.model import build
 
     from surogate_core.dsl.trace import Recompute
-    from surogate_core.engine.assembly import EngineSettings
     from surogate_core.engine.engine import Engine
-    from surogate_core.engine.pieces import RandomSource
+    from surogate_core.engine.planning.assembly import EngineSettings
+    from surogate_core.engine.planning.pieces import RandomSource
 
     device = torch.device("cpu")
     settings = EngineSettings(

@@ -36,8 +36,8 @@ from bench import adapters, apart, assemble, registry
 from gpu_lora import profile
 
 from surogate_core.bundles import Grammar, Request, RolloutSettings, Sampling
-from surogate_core.engine.assembly import EngineSettings
-from surogate_core.engine.pieces import RandomSource
+from surogate_core.engine.planning.assembly import EngineSettings
+from surogate_core.engine.planning.pieces import RandomSource
 from surogate_core.generate.constraints import Grammars
 from surogate_core.generate.decoding import SteppedRunner
 from surogate_core.generate.native import NativeEngine

@@ -38,8 +38,8 @@ from surogate_core.bundles import (
 )
 from surogate_core.dsl.sides import Form, RouterLosses
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
+from surogate_core.engine.planning.assembly import Assembly, EngineSettings
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.mesh.axes import Axes
 from surogate_core.train.flops import Work, gemm_flops_per_second

@@ -160,7 +160,7 @@ def _ours(options: argparse.Namespace, device: Any, batches: Sequence[Any], resu
     from shapes import Weights
 
     from surogate_core.engine.engine import Engine
-    from surogate_core.engine.prediction import predict
+    from surogate_core.engine.planning.prediction import predict
 
     assembly = gpu_lora.make_assembly(options, device, batches[0].cu_seqlens.numel())
     facts: dict[str, Any] = {"predicted_gib": plan_memory.in_torch(predict(assembly)) / 2**30}

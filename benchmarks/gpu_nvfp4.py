@@ -27,9 +27,9 @@ from surogate_model_qwen3.model import build
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import KernelPack
-from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource
+from surogate_core.engine.planning.assembly import EngineSettings
+from surogate_core.engine.planning.pieces import RandomSource
 from surogate_core.formats.nvfp4 import Operand, nvfp4_rounded
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.kernels.torch_pack import TORCH_PACK

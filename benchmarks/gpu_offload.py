@@ -32,9 +32,9 @@ from surogate_model_qwen3.presets import PRESETS
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import TensorKind
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource
+from surogate_core.engine.planning.assembly import EngineSettings
+from surogate_core.engine.planning.pieces import RandomSource
 from surogate_core.kernels.registry import KernelTable
 
 GIB = 2**30

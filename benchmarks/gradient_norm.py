@@ -1,9 +1,9 @@
 """The norm of a flat group: milliseconds, and its relative error against float64, beside torch's own in one call.
 
-`engine` is what a step takes (`surogate_core.kernels.norms.long_norm`); `vector_norm` is torch's over the whole group,
-`foreach` torch's of a list, as of sums that are streamed to the host, and `runs` what a CPU takes, on the device. On a
-GPU each is captured in a CUDA graph and timed by events over `--repeats` replays; on a CPU the ways take turns and the
-fastest call counts.
+`engine` is what a step takes (`surogate_core.kernels.optimizing.norms.long_norm`); `vector_norm` is torch's over the
+whole group, `foreach` torch's of a list, as of sums that are streamed to the host, and `runs` what a CPU takes, on the
+device. On a GPU each is captured in a CUDA graph and timed by events over `--repeats` replays; on a CPU the ways take
+turns and the fastest call counts.
 
     python benchmarks/gradient_norm.py [--device cuda] [--values 1000000007 66000000] [--threads 1]
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from surogate_core.kernels.norms import RUN, long_norm
+from surogate_core.kernels.optimizing.norms import RUN, long_norm
 
 
 def runs(x: Tensor) -> Tensor:

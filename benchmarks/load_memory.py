@@ -43,7 +43,7 @@ def write_model(directory: Path, layers: int) -> None:
     import torch
     from surogate_model_qwen3.model import build
 
-    from surogate_core.engine.pieces import distinct, pieces
+    from surogate_core.engine.planning.pieces import distinct, pieces
     from surogate_core.hf.card import Card
     from surogate_core.hf.export import export_full
 

@@ -53,9 +53,9 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl.declare import Model, TensorSpec
 from surogate_core.dsl.sides import RouterLosses
-from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource, Source
+from surogate_core.engine.planning.assembly import EngineSettings
+from surogate_core.engine.planning.pieces import RandomSource, Source
 from surogate_core.engine.update import StepResult
 from surogate_core.plugins import load_plugins
 from surogate_core.train.drive import Ready, drive

@@ -32,9 +32,9 @@ from surogate_model_qwen3.model import build
 
 from surogate_core.batch import MicroBatch
 from surogate_core.bundles import Monitor
-from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource
+from surogate_core.engine.planning.assembly import EngineSettings
+from surogate_core.engine.planning.pieces import RandomSource
 from surogate_core.events import EvalEnd, RunEnd, RunInfo, RunStart, StepEnd
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.train.bus import EventBus

@@ -36,7 +36,7 @@ import torch
 from surogate_core.drawing.curves import Curve
 from surogate_core.drawing.picture import stacked
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource
+from surogate_core.engine.planning.pieces import RandomSource
 
 SWEEP_SEED = 0
 

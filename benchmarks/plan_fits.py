@@ -67,7 +67,7 @@ def train(name: str, proposal: dict[str, Any]) -> Result:
     import torch
 
     from surogate_core.app.arguments import load, parse
-    from surogate_core.engine.prediction import CUDA_CONTEXT
+    from surogate_core.engine.planning.prediction import CUDA_CONTEXT
     from surogate_core.setup.assemble import resolve_model
     from surogate_core.setup.build import build_engine
 

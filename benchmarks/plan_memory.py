@@ -38,10 +38,10 @@ from surogate_core.bundles import (
 )
 from surogate_core.dsl.declare import Model, TensorSpec
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.prediction import Prediction, predict
-from surogate_core.kernels import native
+from surogate_core.engine.planning.assembly import Assembly, EngineSettings
+from surogate_core.engine.planning.prediction import Prediction, predict
+from surogate_core.kernels.building import native
 
 MICRO_STEPS, RANK, BORDERS = 2, 16, 64
 GPU = (9, 0)

@@ -38,9 +38,9 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.data.packing import best_fit_decreasing
 from surogate_core.data.referenced import REFERENCE
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource
+from surogate_core.engine.planning.assembly import EngineSettings
+from surogate_core.engine.planning.pieces import RandomSource
 from surogate_core.mesh.axes import Axes
 
 OURS = ("sft", "dpo", "ipo", "orpo", "simpo", "reference")

@@ -33,7 +33,7 @@ import plan_memory
 import torch
 from bench_world import Training
 
-from surogate_core.engine.prediction import predict
+from surogate_core.engine.planning.prediction import predict
 from surogate_core.engine.update import StepResult
 from surogate_core.mesh.mesh import Mesh
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surogate_core.dsl import Block, Model, Param
 from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine.pieces import RandomSource
+from surogate_core.engine.planning.pieces import RandomSource
 
 DENSE = surogate_model_qwen3.presets.PRESETS
 SPARSE = {f"moe-{name}": config for name, config in surogate_model_qwen3_moe.presets.PRESETS.items()}

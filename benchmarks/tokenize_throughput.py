@@ -88,7 +88,7 @@ def ours(data: Path, tokenizer: Path, cache: Path, processes: int) -> dict[str, 
     """The work of a run before its first step."""
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import prepare
-    from surogate_core.data.tokenizer import load_tokenizer
+    from surogate_core.data.text.tokenizer import load_tokenizer
     from surogate_core.plugins import load_plugins
 
     config = RunConfig(

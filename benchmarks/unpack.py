@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import WeightFormat
-from surogate_core.engine.weight_formats import ROW_ALIGNMENT
+from surogate_core.engine.planning.weight_formats import ROW_ALIGNMENT
 
 FORMATS = ("nf4", "fp8", "nvfp4")
 SHAPES = {"gate_proj": (128, 768, 2048), "down_proj": (128, 2048, 768)}

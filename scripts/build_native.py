@@ -16,7 +16,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from surogate_core.kernels.native import ARCHITECTURES, FLAGS, Sources, binary_name, names, source_of
+from surogate_core.kernels.building.native import ARCHITECTURES, FLAGS, Sources, binary_name, names, source_of
 
 PACKS = sorted(Path(__file__).resolve().parents[1].glob("plugins/*/src/*/native"))
 

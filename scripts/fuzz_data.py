@@ -405,7 +405,7 @@ def cases(draw: st.DrawFn) -> Case:
 @cache
 def tokenizer(template: str) -> Any:
     """The embedded tokenizer with one of the templates."""
-    from surogate_core.data.tokenizer import load_tokenizer
+    from surogate_core.data.text.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(EMBEDDED_TOKENIZER)
     if template != "own":

@@ -28,7 +28,7 @@ import torch
 from surogate_model_qwen3.model import build
 
 from surogate_core.cli.main import main as surogate
-from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.files import atomic, tensorfile
 from surogate_core.files.paths import resolve_package_path
 from surogate_core.hf.card import Card

@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 from surogate_command_plan.gpus import Gpu, find  # noqa: E402
 
 from surogate_core.config.resolve import load_run_config  # noqa: E402
-from surogate_core.engine.prediction import Counts  # noqa: E402
-from surogate_core.kernels.native import assuming  # noqa: E402
+from surogate_core.engine.planning.prediction import Counts  # noqa: E402
+from surogate_core.kernels.building.native import assuming  # noqa: E402
 from surogate_core.plugins.registry import load_plugins  # noqa: E402
 from surogate_core.setup.assemble import resolve_model  # noqa: E402
 from surogate_core.setup.fitting import assembly_of, placed  # noqa: E402

@@ -26,14 +26,14 @@ from surogate_command_numerics.rounding import Roundings
 from torch import Tensor
 
 from surogate_core.bundles import Role
-from surogate_core.config.grammar import encode
+from surogate_core.config.composing.grammar import encode
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
 from surogate_core.data import pipeline
 from surogate_core.data.sampler import EvalBatches
 from surogate_core.dsl.declare import Multiply
 from surogate_core.dsl.slots import Gemm, TracedSlot, plain_gemm
-from surogate_core.engine.pieces import Piece
+from surogate_core.engine.planning.pieces import Piece
 from surogate_core.generate.losses import Document, documents_of
 from surogate_core.generate.weights import Layer, Weights
 from surogate_core.inference.generation import named, prepare

@@ -153,7 +153,7 @@ def registry_for(arguments: Arguments) -> Registry:
 
 def _add_directory(parsed: Arguments, directory: str) -> None:
     """A directory of the user's option files, as the override that Hydra has for it."""
-    from surogate_core.config.grammar import encode
+    from surogate_core.config.composing.grammar import encode
 
     parsed.overrides.append(f"hydra.searchpath={encode([directory])}")
 

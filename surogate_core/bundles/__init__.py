@@ -12,10 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from surogate_core.bundles.advantages import AdvantageSpec
 from surogate_core.bundles.commands import CommandSpec
 from surogate_core.bundles.data import DatasetFormat, FormatChoice
-from surogate_core.bundles.environments import (
+from surogate_core.bundles.evals import EvalSettings, Evaluator, EvaluatorSpec, TaskResult
+from surogate_core.bundles.exports import Exported, ExportFormat, ExportJob
+from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
+from surogate_core.bundles.kernels import Kernel, KernelPack
+from surogate_core.bundles.launchers import Job, Launcher
+from surogate_core.bundles.models import ModelFamily, decoder_presets
+from surogate_core.bundles.monitors import Monitor, MonitorSpec, ReportSpec
+from surogate_core.bundles.objectives import Objective, ObjectiveSpec
+from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
+from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
+from surogate_core.bundles.options import Code, Flat, NoOptions
+from surogate_core.bundles.parts import Part, part_of
+from surogate_core.bundles.recipes import PanelOp, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
+from surogate_core.bundles.reinforcement.advantages import AdvantageSpec
+from surogate_core.bundles.reinforcement.environments import (
     Environment,
     EnvironmentSpec,
     EnvironmentTask,
@@ -26,19 +39,7 @@ from surogate_core.bundles.environments import (
     Turn,
     total_reward,
 )
-from surogate_core.bundles.evals import EvalSettings, Evaluator, EvaluatorSpec, TaskResult
-from surogate_core.bundles.exports import Exported, ExportFormat, ExportJob
-from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
-from surogate_core.bundles.kernels import Kernel, KernelPack
-from surogate_core.bundles.launchers import Job, Launcher
-from surogate_core.bundles.models import ModelFamily, decoder_presets
-from surogate_core.bundles.monitors import Monitor, MonitorSpec
-from surogate_core.bundles.objectives import Objective, ObjectiveSpec
-from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
-from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
-from surogate_core.bundles.options import Code, Flat, NoOptions
-from surogate_core.bundles.parts import Part, part_of
-from surogate_core.bundles.policy_losses import (
+from surogate_core.bundles.reinforcement.policy_losses import (
     PER_COMPLETION,
     PER_LARGEST_LENGTH,
     PER_MICRO_BATCH,
@@ -50,9 +51,7 @@ from surogate_core.bundles.policy_losses import (
     PolicyLossSpec,
     PolicyTerms,
 )
-from surogate_core.bundles.recipes import PanelOp, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
-from surogate_core.bundles.reports import ReportSpec
-from surogate_core.bundles.rollouts import (
+from surogate_core.bundles.reinforcement.rollouts import (
     ApartEngine,
     Arriving,
     Completion,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_core.bundles.rollouts import Sampling
+    from surogate_core.bundles.reinforcement.rollouts import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

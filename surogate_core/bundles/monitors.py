@@ -1,9 +1,10 @@
-"""Monitors: receive the events of a run."""
+"""Monitors, which receive the events of a run, and reports, which are made from the files in its directory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from surogate_core.bundles.options import NoOptions
@@ -42,3 +43,14 @@ class MonitorSpec:
     """Whether it may write to standard output, as a console does; otherwise the conformance kit refuses that."""
     keeps_record: bool = False
     """Whether it writes ``metrics.jsonl`` by `surogate_core.files.metrics`, from which the run's report is made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSpec:
+    """A report, written at the end of every run that keeps a record and when the figures of a run change."""
+
+    name: str
+    """Its name, for messages."""
+    write: Callable[[Sequence[Path]], Sequence[Path]]
+    """(directories of runs) → the files that it has written; the first is the one to open. Raises `UserError` for a
+    directory without a record. An error at the end of a run is a warning in its log."""

@@ -91,7 +91,7 @@ class OptimizerSpec:
     state_bytes_per_parameter: float = 8.0
     """Bytes of state per parameter, for the prediction of `surogate plan`."""
     master_dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
-    """The `master_dtype`s that it supports; it writes bf16 through `surogate_core.kernels.rounding.write_master`."""
+    """The `master_dtype`s that it supports; bf16 by `surogate_core.kernels.optimizing.rounding.write_master`."""
     rule: str | None = None
     """Name of its update rule. Optimizers with the same rule train alike, and `surogate plan --fit` proposes the one
     with less state. None: no other has this rule.

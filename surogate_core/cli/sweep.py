@@ -18,7 +18,7 @@ from surogate_core.masking import masked
 from surogate_core.plugins.commands import command_names
 
 if TYPE_CHECKING:
-    from surogate_core.config.overrides import Settings
+    from surogate_core.config.composing.overrides import Settings
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.place import Place
@@ -115,7 +115,7 @@ class Sweep:
 
     def overrides(self) -> list[str]:
         """Hydra's overrides: the user's settings override the default places of the runs."""
-        from surogate_core.config.grammar import encode
+        from surogate_core.config.composing.grammar import encode
 
         lines = self.settings.overrides()
         named = [_key(line) for line in lines]
@@ -132,7 +132,7 @@ class Sweep:
         """One run."""
         from hydra.core.hydra_config import HydraConfig
 
-        from surogate_core.config.compose import plain_values
+        from surogate_core.config.composing.compose import plain_values
         from surogate_core.config.resolve import check_values
 
         checked = check_values(plain_values(config), self.registry, self.settings.where, self.settings.is_set)

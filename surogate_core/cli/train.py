@@ -55,7 +55,7 @@ def main(argv: Sequence[str], task: str | None) -> int:
 
 def _show(arguments: Arguments, task: str | None) -> int:
     """``--cfg`` and ``--info``: check as for a run, then let Hydra print."""
-    from surogate_core.config.compose import run_hydra
+    from surogate_core.config.composing.compose import run_hydra
     from surogate_core.config.resolve import load_many
 
     registry = registry_for(arguments)
@@ -71,7 +71,7 @@ def _show(arguments: Arguments, task: str | None) -> int:
 def _complete(arguments: Arguments) -> int:
     """Tab completion; Hydra knows groups and keys, not our sub-commands, so they are taken out of the line."""
     from surogate_core.app.commands import first_words
-    from surogate_core.config.compose import run_hydra
+    from surogate_core.config.composing.compose import run_hydra
     from surogate_core.plugins import load_plugins
 
     registry = load_plugins()
@@ -119,7 +119,7 @@ def _bare(word: str, registry: Registry) -> str:
 
 
 def _multirun(arguments: Arguments, task: str | None) -> int:
-    from surogate_core.config.compose import run_hydra
+    from surogate_core.config.composing.compose import run_hydra
     from surogate_core.config.places import check_model_is_there
     from surogate_core.config.resolve import gather, load_many
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles.options import flat_marks
+from surogate_core.config.composing.overrides import COMMAND_LINE
 from surogate_core.config.names import LIST_GROUPS, flat_keys
-from surogate_core.config.overrides import COMMAND_LINE
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import Problem
 

@@ -166,7 +166,7 @@ def _log_file(config: RunConfig) -> Found:
     """A log that would be appended to a file of data or of the model."""
     if config.log_file is None:
         return
-    from surogate_core.data.files import Kind, kind_of
+    from surogate_core.data.rows.files import Kind, kind_of
 
     log = Path(expanded(config.log_file)).resolve()
     data = [Path(expanded(e["path"])).resolve() for e in [*config.datasets, *config.validation_datasets]]

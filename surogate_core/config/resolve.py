@@ -46,7 +46,7 @@ def load_many(
     """The same for a sweep: with `multirun`, one configuration for each swept value, with the other sweeps at their
     first value. Each is returned with its overrides.
     """
-    from surogate_core.config.overrides import Settings
+    from surogate_core.config.composing.overrides import Settings
 
     settings = gather(args, task=task, config_file=config_file, registry=registry, multirun=multirun)
     assert isinstance(settings, Settings)
@@ -76,7 +76,7 @@ def gather(
     args: Sequence[str], *, task: str | None, config_file: Source | None, registry: Registry, multirun: bool = False
 ) -> Any:
     """File and command line as one `Settings`; its `problems` are not raised yet."""
-    from surogate_core.config.overrides import COMMAND_LINE, Settings
+    from surogate_core.config.composing.overrides import COMMAND_LINE, Settings
     from surogate_core.config.yamlfile import read_yaml
 
     settings = Settings(registry, multirun=multirun)
@@ -128,7 +128,7 @@ def _other_sweepers(settings: Any) -> list[Problem]:
 
     They are taken out, so that Hydra does not complain about them too.
     """
-    from surogate_core.config.overrides import COMMAND_LINE
+    from surogate_core.config.composing.overrides import COMMAND_LINE
 
     problems: list[Problem] = []
     for line in list(settings.hydra):
@@ -148,7 +148,7 @@ def _other_sweepers(settings: Any) -> list[Problem]:
 
 def check(overrides: Sequence[str], settings: Any) -> RunConfig:
     """Compose the overrides and check the result."""
-    from surogate_core.config.compose import compose_config, resolved_values
+    from surogate_core.config.composing.compose import compose_config, resolved_values
 
     try:
         composed = compose_config(overrides, settings.registry)
@@ -206,8 +206,8 @@ def peek_policy(args: Sequence[str], config_file: Source | None = None) -> Plugi
 
     Raises `ConfigError` when it is not sound, as nothing may be imported then.
     """
-    from surogate_core.config.grammar import parse_override
-    from surogate_core.config.overrides import COMMAND_LINE
+    from surogate_core.config.composing.grammar import parse_override
+    from surogate_core.config.composing.overrides import COMMAND_LINE
     from surogate_core.config.typed import Builder
     from surogate_core.config.yamlfile import read_yaml
 
@@ -255,7 +255,7 @@ def peek_policy(args: Sequence[str], config_file: Source | None = None) -> Plugi
 
 def mistakes_without_plugins(args: Sequence[str], config_file: Source | None) -> list[Problem]:
     """The mistakes that can be found while the plugin policy is not known: in keys and values of the core's own."""
-    from surogate_core.config.grammar import parse_override
+    from surogate_core.config.composing.grammar import parse_override
     from surogate_core.config.typed import Builder
     from surogate_core.plugins.catalogue import catalogue
     from surogate_core.plugins.discovery import ImportPolicy, installed_plugins
@@ -277,7 +277,7 @@ def mistakes_without_plugins(args: Sequence[str], config_file: Source | None) ->
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
     """One list of overrides for each value of each sweep, the other sweeps at their first value."""
-    from surogate_core.config.grammar import parse_override
+    from surogate_core.config.composing.grammar import parse_override
 
     choices: list[list[str]] = []
     for text in overrides:

@@ -259,7 +259,7 @@ class _Validator:
 
     def datasets(self, key: str, value: Any) -> list[dict[str, Any]]:
         """The entries of a list of data sets, checked against the options of their type."""
-        from surogate_core.data.sources import SourceSpec
+        from surogate_core.data.rows.sources import SourceSpec
 
         value = entries_of(value)
         if value is None:

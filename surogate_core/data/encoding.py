@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.batch import IGNORE_LABEL
-from surogate_core.data import clock
-from surogate_core.data.chat import encoder_of
 from surogate_core.data.contract import encoded
 from surogate_core.data.encoded import RowError, members
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow
+from surogate_core.data.text import clock
+from surogate_core.data.text.chat import encoder_of
 from surogate_core.errors import MachineError, UserError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from surogate_core.bundles import DatasetFormat
-    from surogate_core.data.chunks import Chunk, Place
     from surogate_core.data.encoded import EncodeContext, Encoded, Group
+    from surogate_core.data.rows.chunks import Chunk, Place
 
 WORTH_PROCESSES = 8 << 20
 """Size of a data set in bytes above which starting processes, which takes a few seconds, is worth it."""

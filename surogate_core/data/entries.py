@@ -12,7 +12,7 @@ from typing import Any
 from surogate_core.bundles import DatasetFormat
 from surogate_core.data.encoded import RowError
 from surogate_core.data.report import BAD_ROWS_SHOWN, BadRow, list_bad_rows
-from surogate_core.data.sources import Source, SourceSpec
+from surogate_core.data.rows.sources import Source, SourceSpec
 from surogate_core.errors import ConfigError, Problem, UserError
 
 WHOLE_CHUNKS, SAMPLED_CHUNKS = 16, 200

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.data import clock
 from surogate_core.data.cache import Cache, digest_of
-from surogate_core.data.chunks import START
 from surogate_core.data.encoded import EncodeContext
 from surogate_core.data.encoding import UNREAD_KEPT, RowEncoder, encode_chunks, process_count
 from surogate_core.data.entries import DatasetEntry, check_task, choose_format, parse_entries
 from surogate_core.data.mixture import count_copies, keep_copies_together, mix, split_documents
 from surogate_core.data.packing import PackSettings
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow, DataReport, DatasetReport, list_bad_rows, list_some
+from surogate_core.data.rows.chunks import START
+from surogate_core.data.rows.sources import READERS_VERSION, Source, open_source
 from surogate_core.data.shards import (
     DOCUMENTS_VERSION,
     SHARD_VERSION,
@@ -32,8 +32,8 @@ from surogate_core.data.shards import (
     PackedRows,
     pack_documents,
 )
-from surogate_core.data.sources import READERS_VERSION, Source, open_source
-from surogate_core.data.tokenizer import padding_id, tokenizer_digest
+from surogate_core.data.text import clock
+from surogate_core.data.text.tokenizer import padding_id, tokenizer_digest
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.files import atomic

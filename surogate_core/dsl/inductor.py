@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from surogate_core.caches import use_private_caches
-from surogate_core.kernels.ahead import compiling
+from surogate_core.kernels.building.ahead import compiling
 from surogate_core.kernels.registry import write_in_place
 
 UNTIMED = {

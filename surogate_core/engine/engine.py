@@ -20,15 +20,15 @@ from torch import Tensor
 from surogate_core.batch import Counts, MicroBatch
 from surogate_core.bundles import Optimizer, RecipeState
 from surogate_core.dsl.sides import REAL
-from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.device_memory import grow_segments
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.host_memory import keep_freed_pages
 from surogate_core.engine.inputs import Inputs
 from surogate_core.engine.parameters import Parameters
-from surogate_core.engine.pieces import Source
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.plan import EnginePlan
+from surogate_core.engine.planning.assembly import Assembly
+from surogate_core.engine.planning.pieces import Source
+from surogate_core.engine.planning.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.ranks.embedding_rows import EmbeddingRows
 from surogate_core.engine.ranks.lanes import Lanes
@@ -42,7 +42,7 @@ from surogate_core.engine.stopwatch import Stopwatch
 from surogate_core.engine.update import StepResult, Update, norm_of
 from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import Deferred, TensorFile
-from surogate_core.kernels.ahead import wait_for_all
+from surogate_core.kernels.building.ahead import wait_for_all
 from surogate_core.kernels.heads import SharedRows
 from surogate_core.mesh.mesh import Mesh
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, GradientStore, ParamGroup
 from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine.pieces import Piece
 from surogate_core.engine.placement import Placement
+from surogate_core.engine.planning.pieces import Piece
 from surogate_core.engine.ranks.sharded_gradients import ShardedGradients
 from surogate_core.engine.ranks.sharding import ShardedGroup, Sharing, longest_part
 from surogate_core.mesh.axes import AxisName

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ParamGroup
-from surogate_core.engine.pieces import Piece
-from surogate_core.kernels.norms import long_norm
+from surogate_core.engine.planning.pieces import Piece
+from surogate_core.kernels.optimizing.norms import long_norm
 
 
 class FlatNorm:

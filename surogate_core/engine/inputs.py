@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surogate_core.batch import MicroBatch
 from surogate_core.dsl.declare import Model
-from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.planning.assembly import EngineSettings
 
 
 @dataclass(slots=True)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.slots import Panel
-from surogate_core.engine.pieces import Packed, Piece
+from surogate_core.engine.planning.pieces import Packed, Piece
 
 if TYPE_CHECKING:
-    from surogate_core.engine.weight_plan import WeightPlan
+    from surogate_core.engine.planning.weight_plan import WeightPlan
 
 
 class Panels:

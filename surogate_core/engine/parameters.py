@@ -16,14 +16,14 @@ from surogate_core.dsl.experts import split
 from surogate_core.dsl.slots import Join, Panel
 from surogate_core.engine.flat_groups import FlatGroups
 from surogate_core.engine.panels import Panels
-from surogate_core.engine.pieces import InFile, Kept, OneByOne, Packed, Piece, Source, distinct
 from surogate_core.engine.placement import Placement
+from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, Packed, Piece, Source, distinct
 from surogate_core.engine.ranks.sharded_weights import ShardedWeights
 from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.files.tensorfile import Deferred
 
 if TYPE_CHECKING:
-    from surogate_core.engine.weight_plan import WeightPlan
+    from surogate_core.engine.planning.weight_plan import WeightPlan
 
 
 def _as_one(weights: Sequence[Tensor]) -> Tensor:

@@ -26,11 +26,11 @@ from surogate_core.dsl.trace import (
     with_gradients,
     without_gradients,
 )
-from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.figures import of_chunk, of_sequences
 from surogate_core.engine.parameters import Parameters
-from surogate_core.engine.pieces import Piece
-from surogate_core.engine.plan import EnginePlan
+from surogate_core.engine.planning.assembly import EngineSettings
+from surogate_core.engine.planning.pieces import Piece
+from surogate_core.engine.planning.plan import EnginePlan
 from surogate_core.errors import SurogateError
 from surogate_core.kernels import ops, registry
 from surogate_core.kernels.heads import SharedRows, sharing

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.sides import Role, RouterLosses
-from surogate_core.engine.pieces import Piece
+from surogate_core.engine.planning.pieces import Piece
 from surogate_core.engine.ranks.traffic import Traffic
 
 ALIGNED = 4

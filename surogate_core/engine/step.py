@@ -20,7 +20,7 @@ from surogate_core.engine.gradient_norm import FlatNorm
 from surogate_core.engine.inputs import Inputs
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.plan import EnginePlan
+from surogate_core.engine.planning.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.ranks.embedding_rows import EmbeddingRows, add_rows
 from surogate_core.engine.ranks.sharded_gradients import ShardedGradients

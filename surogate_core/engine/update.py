@@ -11,15 +11,15 @@ from torch import Tensor
 
 from surogate_core.bundles import Optimizer
 from surogate_core.dsl.sides import Role
-from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.gradient_norm import FlatNorm, SegmentNorm, StreamedNorm
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
+from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.engine.ranks.sharding import Sharing, owners, piece_ranges
 from surogate_core.engine.ranks.traffic import Traffic
 from surogate_core.engine.step import StepContext
-from surogate_core.kernels.cpu_updates import host_kernels
+from surogate_core.kernels.optimizing.cpu_updates import host_kernels
 from surogate_core.kernels.registry import using
 from surogate_core.mesh.sums import LANES
 

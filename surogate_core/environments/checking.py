@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from surogate_core.bundles.environments import EnvironmentTask, Fault, Rewards, Turn, total_reward
+from surogate_core.bundles.reinforcement.environments import EnvironmentTask, Fault, Rewards, Turn, total_reward
 from surogate_core.environments.order import held_out_numbers, training_numbers
 from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from surogate_core.bundles.environments import EnvironmentTask, Rewards, Turn
+from surogate_core.bundles.reinforcement.environments import EnvironmentTask, Rewards, Turn
 
 
 class OneReply:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from surogate_core.bundles.environments import EnvironmentTask, Fault, Rewards, Turn
+from surogate_core.bundles.reinforcement.environments import EnvironmentTask, Fault, Rewards, Turn
 from surogate_core.bundles.tasks import Stopped
 from surogate_core.config.resolve import plain
 from surogate_core.config.schema import Selection

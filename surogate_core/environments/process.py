@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
-from surogate_core.bundles.environments import Fault, FaultReason
+from surogate_core.bundles.reinforcement.environments import Fault, FaultReason
 from surogate_core.environments import shapes, worker
 from surogate_core.environments.frames import GoneError, LateError, Pipe, TooLargeError, packed
 from surogate_core.environments.guardian import TOKEN, Guardian

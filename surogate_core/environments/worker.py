@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from surogate_core.bundles.environments import Environment, EnvironmentTask, Episode, Turn
+from surogate_core.bundles.reinforcement.environments import Environment, EnvironmentTask, Episode, Turn
 from surogate_core.environments import shapes
 from surogate_core.environments.frames import GoneError, Pipe, TooLargeError, packed
 from surogate_core.environments.limits import Limits, allow_cpu

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
+from surogate_core.kernels.optimizing.rounding import PERIOD, write_master
 from surogate_core.kernels.registry import op
-from surogate_core.kernels.rounding import PERIOD, write_master
 
 BLOCK = 256
 """Elements that share one absmax."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.mixers import KeyValues, Spec, States, mixing
-from surogate_core.engine.assembly import Assembly
+from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.generate.cache import Cache, Documents, FromCache, Places, Reader, Steps, features_of, places_of
 from surogate_core.generate.masks import packed_masks, unpacked, words_of
 from surogate_core.generate.passes import tables_of
@@ -30,7 +30,7 @@ from surogate_core.kernels.registry import using
 
 if TYPE_CHECKING:
     from surogate_core.bundles import Sampling
-    from surogate_core.engine.pieces import Piece
+    from surogate_core.engine.planning.pieces import Piece
 
 BLOCK = 8
 """Steps between two looks at the tokens. While the host looks, the next block runs."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from surogate_core.dsl.mixers import KeyValues, Scan, States, active_mixing, mixing
 from surogate_core.dsl.sides import REAL
 from surogate_core.dsl.trace import Function, Signature, without_gradients
-from surogate_core.engine.pieces import Piece
+from surogate_core.engine.planning.pieces import Piece
 from surogate_core.generate.cache import FromCache
 from surogate_core.generate.weights import Layer, Weights
 from surogate_core.kernels.registry import using

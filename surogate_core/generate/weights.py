@@ -11,12 +11,12 @@ from torch import Tensor
 
 from surogate_core.bundles import Store
 from surogate_core.dsl.trace import Function
-from surogate_core.engine.assembly import Assembly
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import Parameters
-from surogate_core.engine.pieces import Piece, Source
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.plan import EnginePlan
+from surogate_core.engine.planning.assembly import Assembly
+from surogate_core.engine.planning.pieces import Piece, Source
+from surogate_core.engine.planning.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.engine.step import RecipeRows, StoreSet

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core import __version__
-from surogate_core.data.tokenizer import turn_end_id
+from surogate_core.data.text.tokenizer import turn_end_id
 from surogate_core.errors import UserError
 from surogate_core.files import atomic
 from surogate_core.files.foreign import read_json

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.data.tokenizer import TOKENIZER_FILES, has_tokenizer
+from surogate_core.data.text.tokenizer import TOKENIZER_FILES, has_tokenizer
 from surogate_core.files import atomic
 
 if TYPE_CHECKING:

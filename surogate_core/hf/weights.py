@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.data.tokenizer import TOKENIZER_FILES
+from surogate_core.data.text.tokenizer import TOKENIZER_FILES
 from surogate_core.errors import UserError, printable
 from surogate_core.files.foreign import check_sizes, read_json
 from surogate_core.files.hub import absent, commit_of, fetch, nearest_directory, one_revision

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surogate_core.bundles import Sampling
-from surogate_core.config.grammar import encode
+from surogate_core.config.composing.grammar import encode
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.tokenizer import has_tokenizer, turn_end_id
+from surogate_core.data.text.tokenizer import has_tokenizer, turn_end_id
 from surogate_core.dsl.declare import LoRA, Model
 from surogate_core.dsl.experts import expanded
 from surogate_core.dsl.heads import LMHead
 from surogate_core.dsl.slots import Adapter
-from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import SurogateError, UserError
 from surogate_core.files.paths import is_hub_id
 from surogate_core.files.runs import among_runs, config_of_run, run_directory

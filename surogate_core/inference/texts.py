@@ -16,10 +16,10 @@ from surogate_core.bundles import (
     RolloutSettings,
     Sampling,
 )
-from surogate_core.data.calls import template_message
-from surogate_core.data.chat import chat_of, encode_text
 from surogate_core.data.encoded import RowError
-from surogate_core.data.whole_text import encode_whole
+from surogate_core.data.text.calls import template_message
+from surogate_core.data.text.chat import chat_of, encode_text
+from surogate_core.data.text.whole_text import encode_whole
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.files.prompts import tools_of

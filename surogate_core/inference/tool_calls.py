@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from surogate_core.bundles import ToolParserSpec
-from surogate_core.data.chat import chat_of
+from surogate_core.data.text.chat import chat_of
 from surogate_core.inference.completions import Watch
 from surogate_core.tools.choosing import Tools, functions_of, parser_of
 from surogate_core.tools.reading import Call, CallReader

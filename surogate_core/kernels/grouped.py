@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.native import assumed, capability
+from surogate_core.kernels.building.native import assumed, capability
 from surogate_core.kernels.registry import op, workspace
 
 GROUPS = 1024

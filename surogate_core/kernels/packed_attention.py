@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from surogate_core.kernels.ahead import compiled_ahead
+from surogate_core.kernels.building.ahead import compiled_ahead
 from surogate_core.kernels.ops import region
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]

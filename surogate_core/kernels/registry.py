@@ -52,7 +52,14 @@ def _is(value: Any, default: Any) -> bool:
 OP_MODULES = tuple(
     f"surogate_core.{module}"
     for module in (
-        *("kernels.ops", "kernels.experts", "kernels.grouped", "kernels.updates", "kernels.decoding", "kernels.sums"),
+        *(
+            "kernels.ops",
+            "kernels.experts",
+            "kernels.grouped",
+            "kernels.optimizing.updates",
+            "kernels.decoding",
+            "kernels.sums",
+        ),
         *("kernels.scans", "kernels.convolutions"),
         *("formats.fp8", "formats.nvfp4", "formats.adamw_8bit"),
     )

@@ -17,9 +17,9 @@ from surogate_core.bundles.tasks import evaluator_of
 from surogate_core.config import sharing
 from surogate_core.config.flat import flat_defaults, no_effect_notes
 from surogate_core.config.schema import RunConfig
-from surogate_core.data import clock
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.preview import suspicious_examples
+from surogate_core.data.text import clock
 from surogate_core.dsl.rope import check_covers
 from surogate_core.engine.device_memory import give_back
 from surogate_core.errors import ConfigError, Problem

@@ -30,15 +30,15 @@ from surogate_core.dsl.declare import GROUPS, LoRA, target_names
 from surogate_core.dsl.experts import expanded
 from surogate_core.dsl.slots import Adapter
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.assembly import Assembly, EngineSettings
-from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.engine.planning.assembly import Assembly, EngineSettings
+from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import ConfigError, MachineError, Problem, UserError
 from surogate_core.files.hub import commit_of, split_revision
 from surogate_core.hf.card import config_overrides
 from surogate_core.hf.lora_files import InitialAdapter, another_base, check_merging
 from surogate_core.hf.prequantised import Scheme
 from surogate_core.hf.weights import ModelDir, config_in, locate
-from surogate_core.kernels.native import assumed
+from surogate_core.kernels.building.native import assumed
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.setup.heads import built_for, new_names, own_head_note, read_head
 from surogate_core.setup.router import router_losses

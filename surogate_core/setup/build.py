@@ -18,10 +18,10 @@ import torch
 
 from surogate_core.config.schema import RunConfig
 from surogate_core.config.sharing import tokens_of_rank
-from surogate_core.engine.assembly import EngineSettings
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.prediction import CUDA_CONTEXT, Counts, Prediction
+from surogate_core.engine.planning.assembly import EngineSettings
+from surogate_core.engine.planning.prediction import CUDA_CONTEXT, Counts, Prediction
 from surogate_core.files.atomic import human_bytes
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.setup.assemble import (

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine.assembly import Assembly
-from surogate_core.engine.pieces import InFile, Kept, OneByOne, Source, distinct, pieces
-from surogate_core.engine.weight_formats import plan_format
-from surogate_core.engine.weight_plan import plain_layers
+from surogate_core.engine.planning.assembly import Assembly
+from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, Source, distinct, pieces
+from surogate_core.engine.planning.weight_formats import plan_format
+from surogate_core.engine.planning.weight_plan import plain_layers
 
 if TYPE_CHECKING:
-    from surogate_core.engine.pieces import Piece
+    from surogate_core.engine.planning.pieces import Piece
 
 ITERATIONS = 6
 """Multiplications with the error and its transpose; the spectrum of rounding errors is nearly flat."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.experts import EXPERT, expanded
-from surogate_core.engine.assembly import Assembly
-from surogate_core.engine.pieces import InFile, Kept, OneByOne, RandomSource, Source, pieces
-from surogate_core.engine.weight_formats import plan_format
+from surogate_core.engine.planning.assembly import Assembly
+from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, RandomSource, Source, pieces
+from surogate_core.engine.planning.weight_formats import plan_format
 from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, fold
 from surogate_core.hf.weights import ModelDir
 from surogate_core.setup.assemble import ResolvedModel, adopts_checkpoint

@@ -14,7 +14,7 @@ from surogate_core import __version__
 from surogate_core.config.checks import EXACT_RANKS, row_groups
 from surogate_core.config.schema import RunConfig
 from surogate_core.config.sharing import axes
-from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.planning.assembly import EngineSettings
 from surogate_core.errors import ConfigError, Problem, UserError, printable
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.sums import lanes_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.config.choices import default_groups
 from surogate_core.data.templates import apply_template
-from surogate_core.data.tokenizer import check_vocabulary, load_tokenizer
+from surogate_core.data.text.tokenizer import check_vocabulary, load_tokenizer
 from surogate_core.errors import UserError
 from surogate_core.hf.tokenizer_files import TokenizerFiles
 from surogate_core.train.checkpoint import CheckpointDir

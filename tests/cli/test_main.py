@@ -99,7 +99,7 @@ def test_demo_and_a_bare_override_train_the_embedded_example(run: list[Any], tmp
 
 
 def test_help_of_a_task_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    from surogate_core.config.overrides import KEYS
+    from surogate_core.config.composing.overrides import KEYS
 
     main(["sft", "--help"])
     out = capsys.readouterr().out

@@ -126,7 +126,7 @@ def test_long_documents_are_counted_as_they_are_treated(tokenize: Tokenize, caps
 def test_the_run_finds_what_was_tokenised(tokenize: Tokenize, tmp_path: Path) -> None:
     from surogate_core.config.resolve import load_run_config
     from surogate_core.data.pipeline import prepare
-    from surogate_core.data.tokenizer import load_tokenizer
+    from surogate_core.data.text.tokenizer import load_tokenizer
     from surogate_core.plugins import load_plugins
 
     assert tokenize() == 0

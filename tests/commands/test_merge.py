@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
-from surogate_core.data.tokenizer import TOKENIZER_FILES
+from surogate_core.data.text.tokenizer import TOKENIZER_FILES
 from surogate_core.inference.generation import named, prepare
 from surogate_core.plugins.registry import Registry
 

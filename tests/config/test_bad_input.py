@@ -15,8 +15,8 @@ import pytest
 
 from surogate_core.config import planned
 from surogate_core.config.checks import RULES
-from surogate_core.config.grammar import parse_override
-from surogate_core.config.overrides import KEYS
+from surogate_core.config.composing.grammar import parse_override
+from surogate_core.config.composing.overrides import KEYS
 from surogate_core.config.resolve import load_run_config, peek_policy
 from surogate_core.config.schema import RunConfig
 from surogate_core.config.typed import Builder, field_types

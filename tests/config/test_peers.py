@@ -18,7 +18,7 @@ from surogate_core.config.choices import default_groups
 from surogate_core.config.names import unknown_key
 from surogate_core.config.schema import RunConfig
 from surogate_core.config.typed import Builder
-from surogate_core.data.sources import SourceSpec
+from surogate_core.data.rows.sources import SourceSpec
 from surogate_core.errors import Problem
 from surogate_core.plugins import Registry
 

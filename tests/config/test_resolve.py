@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.config.compose import compose_config, plain_values
+from surogate_core.config.composing.compose import compose_config, plain_values
 from surogate_core.config.resolve import expand_sweeps, load_many, to_dict, to_yaml
 from surogate_core.config.schema import ModelSelection
 from surogate_core.plugins import Registry

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from surogate_core.bundles import DatasetFormat
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.encoded import EncodeContext, Encoded, RowError
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_testing import chat_templates
 
 

@@ -12,8 +12,8 @@ from surogate_core.bundles import DatasetFormat
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.entries import choose_format, parse_entries
 from surogate_core.data.pipeline import PreparedData, prepare
-from surogate_core.data.sources import open_source
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.rows.sources import open_source
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
 from surogate_core.plugins import import_policy, load_plugins
 

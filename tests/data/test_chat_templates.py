@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from surogate_dataset_chat import EMBEDDED_TOKENIZER
 
 from surogate_core.config.schema import RunConfig
-from surogate_core.data import labels
 from surogate_core.data.encoded import Encoded, RowError
-from surogate_core.data.labels import Override, tokenize_conversation
 from surogate_core.data.templates import TURN_ENDS, apply_template
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.text import labels
+from surogate_core.data.text.labels import Override, tokenize_conversation
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
 from surogate_core.setup.tokenizer_of_run import tokenizer_of_run
 from surogate_testing.chat_templates import ENDS, SHIPPED, TEMPLATES

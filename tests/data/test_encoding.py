@@ -19,13 +19,14 @@ from surogate_dataset_chat import EMBEDDED_TOKENIZER
 
 from surogate_core.bundles import DatasetFormat
 from surogate_core.config.schema import RunConfig
-from surogate_core.data import encoding, json_rows, pipeline
+from surogate_core.data import encoding, pipeline
 from surogate_core.data.contract import FormatError
 from surogate_core.data.encoded import EncodeContext, Encoded, RowError
 from surogate_core.data.encoding import RowEncoder, encode_chunks, process_count
 from surogate_core.data.pipeline import prepare
-from surogate_core.data.sources import SourceSpec, open_source
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.rows import json_rows
+from surogate_core.data.rows.sources import SourceSpec, open_source
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_core.errors import MachineError
 from surogate_core.plugins import load_plugins
 
@@ -119,7 +120,7 @@ def test_a_killed_tokenisation_leaves_nothing_that_is_read_and_no_process(big: P
     script = tmp_path / "tokenise.py"
     script.write_text(
         "from surogate_core.data import json_rows, pipeline\n"
-        "from surogate_core.data.tokenizer import load_tokenizer\n"
+        "from surogate_core.data.text.tokenizer import load_tokenizer\n"
         "from surogate_core.plugins import load_plugins\n"
         "from surogate_core.config.schema import RunConfig\n"
         "if __name__ == '__main__':\n"

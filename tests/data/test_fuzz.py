@@ -98,7 +98,7 @@ def test_the_check_finds_a_lost_row(fuzz_data: ModuleType, monkeypatch: pytest.M
     counts = fuzz_data.Counts()
     fuzz_data.run_case(case, counts)
     assert not counts.failures, counts.failures
-    monkeypatch.setattr("surogate_core.data.json_rows._line_rows", lambda line: iter(()))
+    monkeypatch.setattr("surogate_core.data.rows.json_rows._line_rows", lambda line: iter(()))
     fuzz_data.run_case(case, counts)
     ((_, detail),) = counts.failures.values()
     assert "3 rows in the file, 1 read" in detail

@@ -13,7 +13,7 @@ from hub_cache import add_repository
 from huggingface_hub import constants, errors
 from safetensors.torch import save_file
 
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files.hub import commit_of, fetch, one_revision, split_revision
 from surogate_core.hf.weights import INDEX, SINGLE, ModelDir, locate

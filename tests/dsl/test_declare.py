@@ -14,7 +14,7 @@ from surogate_core.dsl.declare import LoRA, Multiply
 from surogate_core.dsl.dims import number_of
 from surogate_core.dsl.inits import constant, uniform
 from surogate_core.dsl.slots import Adapter, TracedSlot
-from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import PluginError, UserError
 
 D, F, V = Dim("width"), Dim("inner"), Dim("vocab")

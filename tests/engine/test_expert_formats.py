@@ -19,8 +19,8 @@ from surogate_core.bundles import RecipeContext, WeightFormat
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.experts import EXPERT
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import Kept, OneByOne
-from surogate_core.engine.prediction import Counts, predict
+from surogate_core.engine.planning.pieces import Kept, OneByOne
+from surogate_core.engine.planning.prediction import Counts, predict
 from surogate_testing import tiny
 from surogate_testing.weight_formats import built, rounded
 

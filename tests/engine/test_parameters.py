@@ -19,7 +19,7 @@ from surogate_core.dsl import Dim, Param, Stack
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.slots import Adapter
 from surogate_core.engine.parameters import Parameters
-from surogate_core.engine.pieces import RandomSource, distinct, pieces
+from surogate_core.engine.planning.pieces import RandomSource, distinct, pieces
 from surogate_core.engine.stores import DeviceStore
 from surogate_testing import tiny
 from surogate_testing.recipes import built

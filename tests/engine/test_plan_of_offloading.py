@@ -15,7 +15,7 @@ from torch import Tensor
 from surogate_core.bundles import OffloaderSpec, TensorKind
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.prediction import predict
+from surogate_core.engine.planning.prediction import predict
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_testing import tiny
 

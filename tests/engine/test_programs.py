@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_qwen3 import make_engine, tiny_config
 
-from surogate_core.engine.pieces import Piece
+from surogate_core.engine.planning.pieces import Piece
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_testing import tiny
 

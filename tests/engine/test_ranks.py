@@ -16,7 +16,7 @@ from torch import Tensor
 from surogate_core.bundles import OffloaderSpec, OptimizerSpec, Store, Stores, TensorKind
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import InFile
+from surogate_core.engine.planning.pieces import InFile
 from surogate_core.errors import PluginError, UserError
 from surogate_core.mesh import groups
 from surogate_core.mesh.virtual import VirtualFabric, in_threads

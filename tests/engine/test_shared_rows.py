@@ -13,7 +13,7 @@ from torch import Tensor
 from surogate_core.dsl import Attention, Block, Convolution, Dim, Linear, Param, Stack
 from surogate_core.dsl.rope import KINDS, Rope
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.prediction import predict
+from surogate_core.engine.planning.prediction import predict
 from surogate_core.errors import UserError
 from surogate_core.kernels import heads, ops
 from surogate_core.mesh.virtual import VirtualFabric, in_threads

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from surogate_core.cli import main as cli
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_core.errors import UserError
 from surogate_core.files import tokenizers
 from surogate_core.files.paths import resolve_package_path

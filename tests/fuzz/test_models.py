@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from surogate_core.config.resolve import load_run_config
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_core.errors import SurogateError
 from surogate_core.files.paths import resolve_package_path
 from surogate_core.files.tokenizers import named_panics

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import strategies as st
 
 from surogate_core.data.encoded import RowError
-from surogate_core.data.labels import tokenize_conversation
 from surogate_core.data.templates import TURN_ENDS, apply_template, template_text
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.text.labels import tokenize_conversation
+from surogate_core.data.text.tokenizer import load_tokenizer
 
 EMBEDDED_TOKENIZER = "pkg://surogate_dataset_chat/embedded/tokenizer"
 CHATML = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import Source
+from surogate_core.engine.planning.pieces import Source
 from surogate_core.errors import UserError
 from surogate_core.generate import passes
 from surogate_core.generate.native import NativeEngine

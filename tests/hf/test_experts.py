@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from surogate_core.dsl.experts import expanded
-from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import UserError
 from surogate_core.hf.weights import INDEX, SINGLE, ModelDir
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from surogate_core.data.templates import apply_template
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_core.hf.card import Card
 from surogate_core.hf.export import export_adapter, export_full
 from surogate_core.hf.tokenizer_files import TokenizerFiles

@@ -11,7 +11,7 @@ import pytest
 CODE = """
 import importlib.machinery, importlib.util, json, sys, types
 import torch
-from surogate_core.kernels.native import assuming
+from surogate_core.kernels.building.native import assuming
 from surogate_core.kernels.registry import KernelTable, references
 from surogate_core.plugins import load_plugins
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from surogate_core.kernels import grouped
+from surogate_core.kernels.building.native import assuming
 from surogate_core.kernels.experts import grouped_linears  # noqa: F401 - registers the op
-from surogate_core.kernels.native import assuming
 from surogate_core.kernels.registry import KernelTable, references, using
 from surogate_core.kernels.torch_pack import TORCH_PACK
 

@@ -10,7 +10,7 @@ from surogate_export_gguf.architectures import Architecture
 
 from surogate_core.bundles import ExportJob, ModelFamily, Sampling
 from surogate_core.dsl.experts import expanded
-from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import UserError
 from surogate_core.plugins.registry import model_families
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.config.compose import compose_config, plain_values
+from surogate_core.config.composing.compose import compose_config, plain_values
 from surogate_core.plugins import discovery, import_policy, load_plugins
 
 SOURCE = """
@@ -34,7 +34,7 @@ CHOICES = ["recipe=f3", "monitor=[f7-a,jsonl,f1-a]", "optimizer=adamw", "learnin
 
 REPORT = """
 import json
-from surogate_core.config.compose import compose_config, plain_values
+from surogate_core.config.composing.compose import compose_config, plain_values
 from surogate_core.plugins import import_policy, load_plugins
 registry = load_plugins(import_policy(None, {}))
 config = plain_values(compose_config(["optimizer=adamw"], registry))

@@ -24,7 +24,7 @@ from trl_parity import END, distance
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import part_of
-from surogate_core.bundles.advantages import advantages
+from surogate_core.bundles.reinforcement.advantages import advantages
 from surogate_core.engine.engine import Engine
 from surogate_core.train.advantages import ADVANTAGES
 from surogate_core.train.policy import Policy

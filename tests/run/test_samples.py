@@ -18,7 +18,7 @@ from run_fixtures import EMBEDDED, KILLER, LORA
 
 from surogate_core.bundles import Completion, Request, RolloutEngineSpec
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_core.errors import MachineError, UserError
 from surogate_core.events import Notice, Samples
 from surogate_core.plugins.registry import Registry, load_plugins

@@ -13,7 +13,7 @@ from run_fixtures import SMALL
 
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
-from surogate_core.engine.prediction import predict
+from surogate_core.engine.planning.prediction import predict
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
 from surogate_core.setup import build

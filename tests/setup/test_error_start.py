@@ -16,8 +16,8 @@ from torch import Tensor
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
 from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine.assembly import Assembly
-from surogate_core.engine.pieces import Kept, Source, distinct, pieces
+from surogate_core.engine.planning.assembly import Assembly
+from surogate_core.engine.planning.pieces import Kept, Source, distinct, pieces
 from surogate_core.errors import ConfigError
 from surogate_core.plugins.registry import Registry
 from surogate_core.run.prepare import _init_notes

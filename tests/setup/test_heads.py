@@ -19,7 +19,7 @@ from surogate_core.bundles import Exported, ExportFormat, ExportJob, ModelFamily
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.tokenizer import load_tokenizer
+from surogate_core.data.text.tokenizer import load_tokenizer
 from surogate_core.dsl import ScoreHead
 from surogate_core.errors import ConfigError
 from surogate_core.files.paths import resolve_package_path

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from surogate_core.config.schema import RunConfig
-from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.planning.assembly import EngineSettings
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.mesh.axes import Axes
 from surogate_core.setup.ranks import (

@@ -22,7 +22,8 @@ import torch
 from surogate_core.dsl import mixers
 from surogate_core.dsl.declare import Block
 from surogate_core.engine import programs
-from surogate_core.kernels import ahead, heads, native, registry
+from surogate_core.kernels import heads, registry
+from surogate_core.kernels.building import ahead, native
 
 SHARED = ("differentiate", "with_gradients", "without_gradients", "footprint", "joint_bytes")
 """The functions of `engine.programs` that trace."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from surogate_core.bundles import ToolParserSpec
-from surogate_core.data.chat import chat_of
+from surogate_core.data.text.chat import chat_of
 from surogate_core.errors import UserError
 from surogate_core.inference.tool_calls import tag_ids
 from surogate_core.tools.checks import read_tools

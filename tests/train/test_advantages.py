@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from surogate_core.bundles import AdvantageSpec, Part, part_of
-from surogate_core.bundles.advantages import advantages
+from surogate_core.bundles.reinforcement.advantages import advantages
 from surogate_core.errors import PluginError
 from surogate_core.plugins import Registry
 from surogate_core.train.advantages import ADVANTAGES

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from surogate_core.kernels.ahead import noting
+from surogate_core.kernels.building.ahead import noting
 from surogate_core.kernels.panels import MOST
 from surogate_native import adapters_programs as programs
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.formats import fp8
-from surogate_core.kernels.native import Module
+from surogate_core.kernels.building.native import Module
 
 FIGURES = 4
 """Numbers of one tensor."""

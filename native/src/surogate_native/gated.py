@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from surogate_core.kernels.native import Module
+from surogate_core.kernels.building.native import Module
 from surogate_native import graph_edits as edits
 
 RANK = 16

@@ -12,7 +12,7 @@ from surogate_command_plan.cluster_cost import BASE, Cost, Work, cost, flat, hie
 from surogate_command_plan.speed import CALL, HIDDEN, HIDDEN_NCCL, WAIT
 
 from surogate_core.cli.main import main
-from surogate_core.engine import assembly
+from surogate_core.engine.planning import assembly
 from surogate_core.engine.ranks.shares import Sent
 
 TABLE = ["sequence_len=2048", "per_device_train_batch_size=2", "recompute=false", "lmhead_chunks=4", "lora_dropout=0"]

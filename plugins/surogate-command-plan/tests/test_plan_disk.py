@@ -12,7 +12,7 @@ from surogate_command_plan import fit
 from surogate_command_plan.gpus import Room
 
 from surogate_core.cli.main import main
-from surogate_core.engine.prediction import Held, Prediction
+from surogate_core.engine.planning.prediction import Held, Prediction
 from surogate_core.files import atomic
 
 SMALL = ["model.config.num_hidden_layers=2", "sequence_len=256", "per_device_train_batch_size=2", "lora=false"]

@@ -15,9 +15,9 @@ from surogate_command_plan.view import duration
 
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
-from surogate_core.engine.prediction import CUBLAS_WORKSPACE, CUDA_CONTEXT
+from surogate_core.engine.planning.prediction import CUBLAS_WORKSPACE, CUDA_CONTEXT
 from surogate_core.errors import UserError
-from surogate_core.kernels import native
+from surogate_core.kernels.building import native
 from surogate_core.plugins.registry import Registry
 
 SMALL = [
@@ -124,7 +124,7 @@ MEASURED = [
 def test_the_estimate_is_calibrated_on_what_was_measured(model: str, keys: list[str], rate: float) -> None:
     from surogate_command_plan.speed import speed
 
-    from surogate_core.engine.prediction import Prediction
+    from surogate_core.engine.planning.prediction import Prediction
     from surogate_core.plugins import load_plugins
     from surogate_core.setup.assemble import resolve_model
 

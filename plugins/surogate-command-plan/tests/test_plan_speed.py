@@ -14,7 +14,7 @@ from surogate_command_plan.gpus import gpus
 from surogate_command_plan.speed import CALL, HIDDEN, UNLINKED, WAIT, WireRates, wire_of
 
 from surogate_core.cli.main import main
-from surogate_core.engine import assembly
+from surogate_core.engine.planning import assembly
 from surogate_core.engine.ranks.shares import Sent
 
 SMALL = ["model.config.num_hidden_layers=2", "model.config.head_dim=128", "sequence_len=256", "recompute=false"]

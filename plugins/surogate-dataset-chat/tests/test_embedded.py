@@ -14,7 +14,7 @@ import yaml
 
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import prepare
-from surogate_core.data.tokenizer import check_vocabulary
+from surogate_core.data.text.tokenizer import check_vocabulary
 
 ROOT = Path(plugin.__file__).parent
 

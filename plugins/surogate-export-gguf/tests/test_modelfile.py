@@ -11,7 +11,7 @@ from surogate_export_gguf.modelfile import Frame, modelfile
 from surogate_export_gguf.vocabulary import Vocabulary, _unmarked
 
 from surogate_core.bundles import ExportJob, Sampling
-from surogate_core.data.chat import chat_of
+from surogate_core.data.text.chat import chat_of
 from surogate_core.errors import UserError
 from surogate_testing.chat_templates import TEMPLATES, byte_tokenizer
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ParamGroup
-from surogate_core.kernels import updates
-from surogate_core.kernels.rounding import write_master
-from surogate_core.kernels.updates import adamw_update as reference
+from surogate_core.kernels.optimizing import updates
+from surogate_core.kernels.optimizing.rounding import write_master
+from surogate_core.kernels.optimizing.updates import adamw_update as reference
 
 pytestmark = pytest.mark.gpu
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.1

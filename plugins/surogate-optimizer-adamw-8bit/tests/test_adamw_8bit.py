@@ -18,7 +18,7 @@ from torch import Tensor
 from surogate_core.bundles import ParamGroup
 from surogate_core.formats import adamw_8bit as rule
 from surogate_core.formats.adamw_8bit import BLOCK, BlockwiseAdamW, DynamicCode, dynamic_map
-from surogate_core.kernels import rounding
+from surogate_core.kernels.optimizing import rounding
 
 CPU = torch.device("cpu")
 SHAPES = {"decayed": ((64, 100), (40,), (4096,), (4095,), (96, 80)), "undecayed": ((33,), (5000,))}

@@ -18,8 +18,8 @@ from surogate_core.bundles import Kernel, KernelPack
 from surogate_core.dsl.slots import LinearSlot, Panel, TracedSlot
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import pieces
-from surogate_core.engine.weight_plan import plain_layers, plan_panels
+from surogate_core.engine.planning.pieces import pieces
+from surogate_core.engine.planning.weight_plan import plain_layers, plan_panels
 from surogate_core.formats import fp8 as scaled
 from surogate_core.kernels import ops
 from surogate_core.kernels.panels import PanelShape

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.prediction import predict
+from surogate_core.engine.planning.prediction import predict
 from surogate_core.errors import MachineError
 from surogate_core.formats.fp8 import E4M3, E5M2, quantise
 from surogate_testing import tiny

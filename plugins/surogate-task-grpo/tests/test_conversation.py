@@ -2,8 +2,8 @@ import pytest
 from surogate_task_grpo.conversation import Renderer
 
 from surogate_core.bundles import EnvironmentTask
-from surogate_core.data.answers import encode_answer
 from surogate_core.data.encoded import EncodeContext
+from surogate_core.data.text.answers import encode_answer
 from surogate_testing.chat_templates import CHATML, byte_tokenizer
 
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}

@@ -91,7 +91,7 @@ def _check(tokenizer: PreTrainedTokenizerBase, template: str, text: str) -> None
     """Raise `UserError` for a template that is no Jinja, or does not show what is said."""
     from jinja2 import TemplateSyntaxError
 
-    from surogate_core.data.chat import Chat
+    from surogate_core.data.text.chat import Chat
 
     asked, answered = "What is it?", "It is this."
     try:

@@ -23,7 +23,7 @@ from surogate_core.engine.ranks.stages import Stages
 from surogate_core.engine.schedule import EMBED
 
 if TYPE_CHECKING:
-    from surogate_core.engine.assembly import Assembly
+    from surogate_core.engine.planning.assembly import Assembly
     from surogate_core.engine.ranks.sharding import ShardedGroup, Sharing
 
 AT_ONCE = 2**24

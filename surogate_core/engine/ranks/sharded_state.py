@@ -15,7 +15,7 @@ from surogate_core.engine.ranks.sharding import Range, ShardedGroup, chunks, gat
 from surogate_core.engine.ranks.stages import Stages
 from surogate_core.errors import PluginError
 from surogate_core.files.tensorfile import Deferred, TensorFile
-from surogate_core.kernels.rounding import PERIOD
+from surogate_core.kernels.optimizing.rounding import PERIOD
 from surogate_core.mesh.mesh import Mesh
 
 

@@ -22,14 +22,14 @@ from surogate_core.engine.ranks.owned import Owned, Within
 from surogate_core.engine.ranks.stages import Stages
 from surogate_core.engine.schedule import EMBED, HEAD
 from surogate_core.files.tensorfile import Deferred, TensorFile
-from surogate_core.kernels.rounding import PERIOD
+from surogate_core.kernels.optimizing.rounding import PERIOD
 from surogate_core.mesh.axes import AXES, Axes, AxisName
 from surogate_core.mesh.mesh import Along, Mesh
 from surogate_core.mesh.sums import LANES
 
 if TYPE_CHECKING:
-    from surogate_core.engine.pieces import Piece
     from surogate_core.engine.placement import Placement
+    from surogate_core.engine.planning.pieces import Piece
     from surogate_core.engine.ranks.orders import Orders
 
 Range = tuple[int, int]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from surogate_core.bundles import FLAT_ALIGNMENT
-from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.planning.assembly import EngineSettings
 from surogate_core.engine.ranks.lanes import Share
 from surogate_core.engine.ranks.reduce import staging_elements
 from surogate_core.engine.ranks.sharding import longest_part

@@ -12,8 +12,8 @@ import torch
 from rank_engines import UNTIED, engine_of, steps, trained
 from torch import Tensor
 
-from surogate_core.engine import assembly as assemblies
-from surogate_core.engine.prediction import predict
+from surogate_core.engine.planning import assembly as assemblies
+from surogate_core.engine.planning.prediction import predict
 from surogate_core.engine.ranks import embedding_rows
 from surogate_core.engine.ranks.embedding_rows import EmbeddingRows
 from surogate_core.engine.ranks.sharding import owners

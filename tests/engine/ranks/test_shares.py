@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from surogate_core.engine.assembly import EngineSettings
+from surogate_core.engine.planning.assembly import EngineSettings
 from surogate_core.engine.ranks.shares import Shares
 from surogate_testing import tiny
 

@@ -261,7 +261,7 @@ def _activate(adapters: Adapters, engine: RolloutEngine, word: str) -> None:
 def _ready(words: Words, registry: Registry) -> tuple[dict[str, Prepared], Prepared | None]:
     """(the partners' models, the base that all of them share); notes about them are printed."""
     from surogate_core.config.resolve import load_run_config
-    from surogate_core.data.chat import chat_of
+    from surogate_core.data.text.chat import chat_of
     from surogate_core.inference.adapters import NotSharedError, prepare_beside
     from surogate_core.inference.generation import named, on_its_base, prepare, quantised_note, with_adapter
 
@@ -343,7 +343,7 @@ def _show_end(partner: Partner, reply: str) -> None:
 
 
 def _show_call(partner: Partner) -> None:
-    from surogate_core.data.calls import text_of_call
+    from surogate_core.data.text.calls import text_of_call
 
     print(f"[call] {text_of_call(partner.pending[0])}", flush=True)
     print("Its result, or an empty line:", file=sys.stderr)

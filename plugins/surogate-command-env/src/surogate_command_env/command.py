@@ -208,7 +208,7 @@ def _chosen(name: str, overrides: Sequence[str], of_model: Sequence[str] = ()) -
 
 
 def _tasks(words: Words) -> int:
-    from surogate_core.bundles.environments import Fault
+    from surogate_core.bundles.reinforcement.environments import Fault
     from surogate_core.environments.checking import ANSWER
     from surogate_core.files.atomic import replace_file
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from surogate_command_eval.objective_evaluation import measured, refuse_references
 from surogate_core.bundles import Objective, PreparingTask, Task
-from surogate_core.config.grammar import encode
+from surogate_core.config.composing.grammar import encode
 from surogate_core.config.schema import RunConfig
 from surogate_core.data import pipeline
 from surogate_core.data.sampler import EvalBatches

@@ -50,7 +50,7 @@ def evaluate(
     with contained():
         from surogate_command_eval.command import loader
         from surogate_command_eval.evaluation import evaluate_all
-        from surogate_core.config.grammar import encode
+        from surogate_core.config.composing.grammar import encode
 
         load = loader(names, [f"{key}={encode(plain(value))}" for key, value in keys.items()], None)
         if tasks is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from surogate_command_eval.tasks import BETWEEN, LocalTask, Row, Verdict, judged
 from surogate_core.bundles import Evaluator, RolloutEngineSpec, TaskResult
-from surogate_core.data.chat import encode_text
+from surogate_core.data.text.chat import encode_text
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
 from surogate_core.inference.generation import Prepared

@@ -16,7 +16,7 @@ from surogate_core.bundles.options import field_types
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.typed import Builder
 from surogate_core.dsl.experts import expanded
-from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import ConfigError, Problem, UserError
 from surogate_core.files import atomic
 from surogate_core.files.runs import run_directory

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from surogate_command_plan.view import Plan
     from surogate_core.config.schema import RunConfig
     from surogate_core.dsl import Model
-    from surogate_core.engine.prediction import Prediction
+    from surogate_core.engine.planning.prediction import Prediction
     from surogate_core.plugins.registry import Registry
     from surogate_core.setup.assemble import ResolvedModel
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--gpu: the configuration says device=cpu. Fix: leave --gpu, or set device=auto.")
     with ExitStack() as stack:
         if asked is not None:
-            from surogate_core.kernels.native import assuming
+            from surogate_core.kernels.building.native import assuming
 
             stack.enter_context(assuming(asked.capability if isinstance(asked, Gpu) else asked))
         gpu = asked if isinstance(asked, Gpu) else None
@@ -121,7 +121,7 @@ def _plan(
     from surogate_command_plan import fit, view
     from surogate_command_plan.gpus import Room
     from surogate_command_plan.length import length_of
-    from surogate_core.engine.prediction import Counts
+    from surogate_core.engine.planning.prediction import Counts
     from surogate_core.setup.assemble import resolve_device, resolve_model
     from surogate_core.setup.fitting import assembly_of, placed, settled_for
 
@@ -240,7 +240,7 @@ def _of_experts(
     config: RunConfig, model: Model, kernels: Mapping[tuple[str, str], str], device: torch.device
 ) -> dict[str, Any]:
     """The fields of a plan that a model with experts has; none for another model."""
-    from surogate_core.engine.pieces import distinct, pieces
+    from surogate_core.engine.planning.pieces import distinct, pieces
     from surogate_core.setup.assemble import resolve_lora
     from surogate_core.setup.experts import adapted_note, product_notes
     from surogate_core.setup.router import router_notes
@@ -266,7 +266,7 @@ def _samples(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> 
     """What the samples of a run need; raises `UserError` for a prompt that is wrong."""
     if not config.sample_prompts:
         return 0, ""
-    from surogate_core.engine.prediction import programs_on_meta
+    from surogate_core.engine.planning.prediction import programs_on_meta
     from surogate_core.run.samples import cache_note
     from surogate_core.setup.fitting import assembly_of
 
@@ -275,7 +275,7 @@ def _samples(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> 
 
 def _rollouts(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> tuple[int, str]:
     """What a task needs that samples its steps from the model."""
-    from surogate_core.engine.prediction import programs_on_meta
+    from surogate_core.engine.planning.prediction import programs_on_meta
     from surogate_core.run.samples import without_values
     from surogate_core.setup.fitting import assembly_of
     from surogate_core.setup.task_spec import task_spec
@@ -302,7 +302,7 @@ def _number_here(device: torch.device) -> int | None:
     """GPUs of this machine; None for a CPU, or if a GPU is only assumed."""
     import torch
 
-    from surogate_core.kernels.native import assumed
+    from surogate_core.kernels.building.native import assumed
 
     return None if device.type != "cuda" or assumed() is not None else torch.cuda.device_count()
 
@@ -322,7 +322,7 @@ def _print(plan: Plan, fitting: list[Proposal] | None, budget: int | None, switc
 
 def _left_out(registry: Registry, device: torch.device) -> dict[str, str]:
     """Kernel pack → the reason why it is not counted on, for an assumed GPU."""
-    from surogate_core.kernels.native import assumed
+    from surogate_core.kernels.building.native import assumed
     from surogate_core.kernels.torch_pack import TORCH_PACK
 
     if assumed() is None:
@@ -336,7 +336,7 @@ def _here(device: torch.device) -> Gpu | None:
     import torch
 
     from surogate_command_plan.gpus import of_device
-    from surogate_core.kernels.native import assumed
+    from surogate_core.kernels.building.native import assumed
 
     if device.type != "cuda" or assumed() is not None:
         return None

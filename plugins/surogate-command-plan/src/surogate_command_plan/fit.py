@@ -22,7 +22,7 @@ from surogate_core.errors import ConfigError, UserError
 from surogate_core.files.atomic import human_bytes
 
 if TYPE_CHECKING:
-    from surogate_core.engine.prediction import Counts, Prediction
+    from surogate_core.engine.planning.prediction import Counts, Prediction
     from surogate_core.plugins.registry import Registry
 
 UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "G": 2**30, "M": 2**20}

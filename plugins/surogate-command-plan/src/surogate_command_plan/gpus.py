@@ -20,7 +20,7 @@ from surogate_core.files.atomic import human_bytes
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
-    from surogate_core.engine.prediction import Prediction
+    from surogate_core.engine.planning.prediction import Prediction
 
 FILE = Path(__file__).with_name("gpus.yaml")
 
@@ -128,7 +128,7 @@ class Room:
     @classmethod
     def here(cls, config: RunConfig, gpu: Gpu | None = None) -> Room:
         """The free memory and space now; with an assumed GPU its memory."""
-        from surogate_core.kernels.native import assumed
+        from surogate_core.kernels.building.native import assumed
         from surogate_core.setup.assemble import resolve_device
         from surogate_core.setup.build import free_memory
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.conf_paths import expanded
-from surogate_core.data.files import Kind, kind_of, list_directory
+from surogate_core.data.rows.files import Kind, kind_of, list_directory
 from surogate_core.errors import SurogateError
 from surogate_core.files.paths import PACKAGE_SCHEME
 

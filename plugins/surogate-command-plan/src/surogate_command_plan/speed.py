@@ -23,7 +23,7 @@ from surogate_core.train.flops import Work
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
     from surogate_core.dsl.declare import Model
-    from surogate_core.engine.prediction import Prediction
+    from surogate_core.engine.planning.prediction import Prediction
     from surogate_core.engine.ranks.shares import Sent
     from surogate_core.plugins.registry import Registry
 

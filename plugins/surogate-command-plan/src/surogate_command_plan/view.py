@@ -20,8 +20,8 @@ from surogate_core import numbers
 from surogate_core.config import sharing
 from surogate_core.config.resolve import to_dict, to_yaml
 from surogate_core.config.schema import RunConfig
-from surogate_core.engine.assembly import EngineSettings
-from surogate_core.engine.prediction import Prediction
+from surogate_core.engine.planning.assembly import EngineSettings
+from surogate_core.engine.planning.prediction import Prediction
 from surogate_core.engine.schedule import render
 from surogate_core.files.atomic import human_bytes
 from surogate_core.masking import masked_values, masked_yaml

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     host = words.texts.get("--host", "127.0.0.1")
     token = _token(words, host)
     from surogate_core import logs
-    from surogate_core.data import clock
+    from surogate_core.data.text import clock
 
     logs.configure()
     clock.follow()

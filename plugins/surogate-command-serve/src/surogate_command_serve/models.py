@@ -11,7 +11,7 @@ from surogate_command_serve.answers import Token, Usage
 from surogate_command_serve.asks import Ask, RequestError
 from surogate_command_serve.worker import Ticket
 from surogate_core.bundles import Grammar, Request, Sampling, ToolParserSpec
-from surogate_core.data.chat import chat_of
+from surogate_core.data.text.chat import chat_of
 from surogate_core.errors import UserError
 from surogate_core.generate.constraints import grammars_of
 from surogate_core.inference.completions import Watch, token_bytes

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from surogate_command_serve.refusals import RequestError
-from surogate_core.data.calls import CallError, template_call
+from surogate_core.data.text.calls import CallError, template_call
 from surogate_core.tools.checks import ToolError, check_tools
 
 _CHOICES = ("none", "auto", "required")

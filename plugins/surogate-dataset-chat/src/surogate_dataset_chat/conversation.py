@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.calls import CallError, template_call
-from surogate_core.data.chat import with_default_system
 from surogate_core.data.encoded import RowError
 from surogate_core.data.fields import (
     ROLES,
@@ -20,6 +18,8 @@ from surogate_core.data.fields import (
     require_unicode,
     required,
 )
+from surogate_core.data.text.calls import CallError, template_call
+from surogate_core.data.text.chat import with_default_system
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def encode(row: Mapping[str, Any], options: ConversationOptions, context: Encode
     Raises `RowError` when the messages are malformed, none is the assistant's, or the chat
     template does not take or does not show them, `UserError` when there is to be no template.
     """
-    from surogate_core.data.labels import Override, tokenize_conversation
+    from surogate_core.data.text.labels import Override, tokenize_conversation
 
     if not context.use_chat_template:
         raise UserError(

@@ -32,7 +32,7 @@ def encode(row: Mapping[str, Any], options: TextOptions, context: EncodeContext)
     Raises `RowError` when the field is missing, not a string or empty.
     """
     from surogate_core.data.encoded import Encoded
-    from surogate_core.data.whole_text import encode_whole
+    from surogate_core.data.text.whole_text import encode_whole
 
     return Encoded.from_mask(encode_whole(context.tokenizer, required_text(row, options.text_field), ended=True))
 

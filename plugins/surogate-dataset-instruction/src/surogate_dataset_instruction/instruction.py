@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.chat import with_default_system
 from surogate_core.data.fields import INPUTS, INSTRUCTIONS, OUTPUTS, first_with_text, optional_text, required_text
+from surogate_core.data.text.chat import with_default_system
 from surogate_core.errors import UserError
 from surogate_dataset_instruction import prompts
 
@@ -76,7 +76,7 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
     not take the row.
     """
     from surogate_core.data.encoded import Encoded
-    from surogate_core.data.labels import tokenize_completion, tokenize_conversation
+    from surogate_core.data.text.labels import tokenize_completion, tokenize_conversation
 
     instruction = _text(row, options.instruction_field, INSTRUCTIONS)
     output = _text(row, options.output_field, OUTPUTS)

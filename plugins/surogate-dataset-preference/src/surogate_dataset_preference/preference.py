@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.answers import Messages, check_answer, encode_answer, text_or_messages
 from surogate_core.data.encoded import Group, RowError
 from surogate_core.data.fields import required
 from surogate_core.data.packing import PackSettings, cut_group
+from surogate_core.data.text.answers import Messages, check_answer, encode_answer, text_or_messages
 
 if TYPE_CHECKING:
     from surogate_core.data.encoded import EncodeContext

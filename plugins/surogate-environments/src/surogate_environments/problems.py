@@ -6,7 +6,7 @@ from typing import Any
 
 from surogate_core.bundles import EnvironmentTask, Episode
 from surogate_core.data.encoded import RowError
-from surogate_core.data.sources import SourceSpec, open_source
+from surogate_core.data.rows.sources import SourceSpec, open_source
 from surogate_core.environments.answers import marked
 from surogate_core.environments.episodes import OneReply, user_says
 from surogate_core.errors import UserError

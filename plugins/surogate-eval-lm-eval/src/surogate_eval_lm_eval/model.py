@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from surogate_core.bundles import Sampling
-from surogate_core.data.whole_text import encode_whole
+from surogate_core.data.text.whole_text import encode_whole
 from surogate_core.errors import UserError
 from surogate_core.inference.texts import Prompt, Wanted
 from surogate_core.measure.subject import Pair, Subject

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surogate_core.bundles import ExportJob
-from surogate_core.data.chat import Chat, chat_of
 from surogate_core.data.encoded import RowError
+from surogate_core.data.text.chat import Chat, chat_of
 from surogate_core.errors import UserError
 from surogate_export_gguf.vocabulary import Vocabulary
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 
 from surogate_core.bundles import ExportJob
-from surogate_core.data.tokenizer import turn_end_id
+from surogate_core.data.text.tokenizer import turn_end_id
 from surogate_core.errors import UserError
 from surogate_export_gguf import pieces
 

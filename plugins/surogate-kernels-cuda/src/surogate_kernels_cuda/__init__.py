@@ -16,7 +16,7 @@ SUROGATE_API = ">=2,<3"
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""
-    from surogate_core.kernels.native import capability, missing_cupy, missing_gpu
+    from surogate_core.kernels.building.native import capability, missing_cupy, missing_gpu
 
     reason = missing_gpu(device) or missing_cupy()
     if reason is not None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats.adamw_8bit import DynamicCode, Range, Rates
-from surogate_core.kernels.native import Module, Sources
-from surogate_core.kernels.rounding import place
+from surogate_core.kernels.building.native import Module, Sources
+from surogate_core.kernels.optimizing.rounding import place
 
 THREADS = 256
 """This and the next three constants must match the source."""

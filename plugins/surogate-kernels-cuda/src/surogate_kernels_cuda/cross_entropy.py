@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.ahead import compiled_ahead
-from surogate_core.kernels.native import Module, Sources
+from surogate_core.kernels.building.ahead import compiled_ahead
+from surogate_core.kernels.building.native import Module, Sources
 
 THREADS = 512
 """As in the source."""

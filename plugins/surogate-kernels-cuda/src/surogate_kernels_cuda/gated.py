@@ -16,8 +16,8 @@ from surogate_native import adapters
 from surogate_native.gated import SHARED, Ops, launch, parts_bytes, rewritten
 from torch import Tensor, fx
 
-from surogate_core.kernels.ahead import compiled_ahead
-from surogate_core.kernels.native import Module, Sources
+from surogate_core.kernels.building.ahead import compiled_ahead
+from surogate_core.kernels.building.native import Module, Sources
 from surogate_core.kernels.registry import workspace
 
 LARGE = (9, 10)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats.nvfp4 import BLOCK, E4M3, Operand
-from surogate_core.kernels.native import Module, Sources
+from surogate_core.kernels.building.native import Module, Sources
 
 THREADS = 256
 """As in the source."""

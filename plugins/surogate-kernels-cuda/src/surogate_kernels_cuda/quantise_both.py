@@ -9,8 +9,8 @@ from torch import Tensor
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats import fp8 as formats
-from surogate_core.kernels.ahead import compiled_ahead
-from surogate_core.kernels.native import Module, Sources, capability
+from surogate_core.kernels.building.ahead import compiled_ahead
+from surogate_core.kernels.building.native import Module, Sources, capability
 
 QUANTISE_BOTH = Module(Sources.of(__file__, "surogate_native"), "quantise_both", specific=True)
 ALIGNED = 16

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.native import Module, Sources
+from surogate_core.kernels.building.native import Module, Sources
 from surogate_core.kernels.packed_attention import one_size, packed_attention
 
 FEATURES = 128

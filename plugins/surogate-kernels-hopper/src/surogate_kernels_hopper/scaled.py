@@ -22,8 +22,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
 from surogate_core.formats import fp8
-from surogate_core.kernels.ahead import compiled_ahead
-from surogate_core.kernels.native import Module, Sources
+from surogate_core.kernels.building.ahead import compiled_ahead
+from surogate_core.kernels.building.native import Module, Sources
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import workspace
 

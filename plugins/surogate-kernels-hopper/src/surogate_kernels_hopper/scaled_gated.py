@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.formats import fp8 as formats
-from surogate_core.kernels.ahead import compiled_ahead
-from surogate_core.kernels.native import Module
+from surogate_core.kernels.building.ahead import compiled_ahead
+from surogate_core.kernels.building.native import Module
 from surogate_core.kernels.registry import workspace
 from surogate_kernels_hopper import scaled
 

@@ -17,7 +17,7 @@ def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""
     import importlib.util
 
-    from surogate_core.kernels.native import capability, missing_gpu
+    from surogate_core.kernels.building.native import capability, missing_gpu
 
     reason = missing_gpu(device)
     if reason is not None:

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.ahead import compiled_ahead
+from surogate_core.kernels.building.ahead import compiled_ahead
 from surogate_core.kernels.panels import PanelShape
 from surogate_core.kernels.registry import InPlace, in_place, workspace
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.ahead import compiled_ahead
+from surogate_core.kernels.building.ahead import compiled_ahead
 from surogate_kernels_triton import cross_entropy_programs as programs
 
 COLUMNS = 4096

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.ahead import compiled_ahead
+from surogate_core.kernels.building.ahead import compiled_ahead
 from surogate_core.kernels.experts import ExpertAdapter, GroupedProduct
 from surogate_core.kernels.grouped import grouped_product
 from surogate_core.kernels.registry import workspace

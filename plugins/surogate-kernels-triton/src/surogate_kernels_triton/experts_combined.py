@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.ahead import compiled_ahead
+from surogate_core.kernels.building.ahead import compiled_ahead
 from surogate_core.kernels.experts import CodedProduct, ExpertAdapter, GroupedProduct
 from surogate_core.kernels.registry import workspace
 from surogate_kernels_triton import experts_frozen as frozen

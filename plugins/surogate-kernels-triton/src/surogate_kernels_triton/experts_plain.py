@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
-from surogate_core.kernels.ahead import compiled_ahead
+from surogate_core.kernels.building.ahead import compiled_ahead
 from surogate_core.kernels.grouped import Grouped, describe
 from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton import experts_products_programs as programs

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.bundles import Kernel
 from surogate_core.kernels import ops
-from surogate_core.kernels.ahead import compiled_ahead
+from surogate_core.kernels.building.ahead import compiled_ahead
 from surogate_core.kernels.registry import references
 from surogate_kernels_triton import norm_rope_programs as programs
 

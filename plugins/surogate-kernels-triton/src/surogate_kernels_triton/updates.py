@@ -9,8 +9,8 @@ import triton
 from torch import Tensor
 
 from surogate_core.bundles import Kernel, ParamGroup
-from surogate_core.kernels.rounding import PERIOD, SALTS
-from surogate_core.kernels.updates import Matrices
+from surogate_core.kernels.optimizing.rounding import PERIOD, SALTS
+from surogate_core.kernels.optimizing.updates import Matrices
 from surogate_kernels_triton import updates_programs as programs
 
 BLOCK = 2048

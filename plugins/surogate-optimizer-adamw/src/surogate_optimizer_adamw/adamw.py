@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ParamGroup
-from surogate_core.kernels.updates import adamw_update
+from surogate_core.kernels.optimizing.updates import adamw_update
 from surogate_optimizer_adamw import AdamWOptions
 
 

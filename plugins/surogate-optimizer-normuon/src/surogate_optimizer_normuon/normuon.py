@@ -14,8 +14,8 @@ from torch import Tensor
 
 from surogate_core.bundles import ParamGroup
 from surogate_core.formats.adamw_8bit import CHUNK, BlockwiseAdamW
-from surogate_core.kernels.norms import long_norm
-from surogate_core.kernels.updates import Matrices, matrix_momentum, matrix_update
+from surogate_core.kernels.optimizing.norms import long_norm
+from surogate_core.kernels.optimizing.updates import Matrices, matrix_momentum, matrix_update
 from surogate_optimizer_normuon import NorMuonOptions
 
 POLAR_EXPRESS = (

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightFormat
-from surogate_core.kernels.native import Sources
-from surogate_core.kernels.unpacking import Unpacker
+from surogate_core.kernels.building.native import Sources
+from surogate_core.kernels.building.unpacking import Unpacker
 
 if TYPE_CHECKING:
     from surogate_quant_fp8 import FP8Options

@@ -24,8 +24,8 @@ from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightFormat
 from surogate_core.formats.adamw_8bit import dynamic_map
-from surogate_core.kernels.native import Sources
-from surogate_core.kernels.unpacking import Unpacker
+from surogate_core.kernels.building.native import Sources
+from surogate_core.kernels.building.unpacking import Unpacker
 
 if TYPE_CHECKING:
     from surogate_quant_nf4 import NF4Options

@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 from surogate_core.bundles import WeightFormat
 from surogate_core.formats import fp4
 from surogate_core.formats.nvfp4 import searched
-from surogate_core.kernels.native import Sources
-from surogate_core.kernels.unpacking import Unpacker
+from surogate_core.kernels.building.native import Sources
+from surogate_core.kernels.building.unpacking import Unpacker
 
 if TYPE_CHECKING:
     from surogate_quant_nvfp4 import NVFP4Options

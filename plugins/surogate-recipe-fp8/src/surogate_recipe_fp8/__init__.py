@@ -32,7 +32,7 @@ class FP8Options:
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device has no FP8 products, or None."""
-    from surogate_core.kernels.native import capability
+    from surogate_core.kernels.building.native import capability
 
     if device.type != "cuda":
         return f"{device.type} has no FP8 products, GPUs of SM89 and newer have; recipe fp8-hybrid is emulated there"
@@ -46,7 +46,7 @@ def without_experts(device: torch.device) -> str | None:
     """Why the device has no FP8 products of experts, or None. torch has grouped products with a scale for each row on
     SM90 alone.
     """
-    from surogate_core.kernels.native import capability
+    from surogate_core.kernels.building.native import capability
 
     if device.type != "cuda":
         return f"{device.type} has none"

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.errors import MachineError
 from surogate_core.formats import fp8_rows
+from surogate_core.kernels.building.native import assumed
 from surogate_core.kernels.grouped import weight_gradient
-from surogate_core.kernels.native import assumed
 
 if TYPE_CHECKING:
     from surogate_core.dsl.experts import ExpertSlot, TracedExperts

@@ -37,7 +37,7 @@ class NVFP4Options:
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device has no NVFP4 products, or None."""
-    from surogate_core.kernels.native import capability
+    from surogate_core.kernels.building.native import capability
 
     if device.type != "cuda":
         return f"{device.type} has no NVFP4 products, GPUs of SM100 and newer have; recipe nvfp4 is emulated there"

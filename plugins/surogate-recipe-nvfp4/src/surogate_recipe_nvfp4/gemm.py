@@ -27,7 +27,7 @@ from surogate_core.formats.nvfp4 import (
     nvfp4_quantised,
     nvfp4_rounded,
 )
-from surogate_core.kernels.native import capability
+from surogate_core.kernels.building.native import capability
 from surogate_recipe_nvfp4 import experts, native
 from surogate_recipe_nvfp4.rounding import FIRST_SALT, Frozen, rounded
 

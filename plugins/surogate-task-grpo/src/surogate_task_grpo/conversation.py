@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import EnvironmentTask
-from surogate_core.data.chat import GUARD, chat_of, encode_text
 from surogate_core.data.encoded import RowError
-from surogate_core.data.whole_text import encode_whole
+from surogate_core.data.text.chat import GUARD, chat_of, encode_text
+from surogate_core.data.text.whole_text import encode_whole
 from surogate_core.inference.completions import Watch
 
 if TYPE_CHECKING:

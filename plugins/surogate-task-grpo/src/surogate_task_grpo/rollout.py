@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surogate_core.bundles import Part
-from surogate_core.bundles.advantages import advantages
+from surogate_core.bundles.reinforcement.advantages import advantages
 from surogate_core.errors import UserError
 from surogate_core.events import Rollouts, RolloutSample, RolloutSamples, Spread
 from surogate_task_grpo import no_signal

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_core.bundles import DatasetFormat
-from surogate_core.data.answers import check_answer, encode_answer, text_or_messages
 from surogate_core.data.encoded import RowError
 from surogate_core.data.fields import required
+from surogate_core.data.text.answers import check_answer, encode_answer, text_or_messages
 
 if TYPE_CHECKING:
     from surogate_core.data.encoded import EncodeContext, Encoded

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surogate_core.bundles import AdvantageSpec, part_of
-from surogate_core.bundles.advantages import advantages
+from surogate_core.bundles.reinforcement.advantages import advantages
 from surogate_testing.check import ensure
 
 Values = NDArray[np.float64]

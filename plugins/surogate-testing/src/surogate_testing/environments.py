@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from surogate_core.bundles.environments import Environment, EnvironmentSpec, EnvironmentTask, Turn
+from surogate_core.bundles.reinforcement.environments import Environment, EnvironmentSpec, EnvironmentTask, Turn
 from surogate_core.errors import SurogateError
 from surogate_testing.check import NotApplicable, ensure
 

@@ -15,7 +15,7 @@ from surogate_core.bundles import ModelFamily
 from surogate_core.dsl import Model
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource, Source
+from surogate_core.engine.planning.pieces import RandomSource, Source
 from surogate_core.errors import UserError
 from surogate_testing import tiny
 from surogate_testing.check import ensure

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from surogate_core.bundles import ModelFamily
-from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import UserError
 from surogate_testing.parity import LENGTHS, TINY, TOLERANCE, Pair, Record
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import WeightFormat
-from surogate_core.kernels import unpacking
-from surogate_core.kernels.native import Sources, source_of
-from surogate_core.kernels.unpacking import Unpacker
+from surogate_core.kernels.building import unpacking
+from surogate_core.kernels.building.native import Sources, source_of
+from surogate_core.kernels.building.unpacking import Unpacker
 from surogate_testing.check import ensure
 
 COMPILER = shutil.which("g++")
@@ -60,7 +60,7 @@ def _library(sources: Sources, name: str) -> ctypes.CDLL:
 
 
 class HostModule:
-    """Replaces a `surogate_core.kernels.native.Module`: kernels run on the CPU, on CPU tensors."""
+    """Replaces a `surogate_core.kernels.building.native.Module`: kernels run on the CPU, on CPU tensors."""
 
     def __init__(self, sources: Sources, name: str):
         self.sources = sources

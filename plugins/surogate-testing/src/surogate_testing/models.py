@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surogate_core.bundles import ModelFamily, Objective, Recipe, RecipeSpec, Request, RolloutSettings, Sampling
 from surogate_core.dsl.sides import RouterLosses
-from surogate_core.engine.pieces import distinct, pieces
+from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import MachineError, UserError
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure

@@ -30,9 +30,9 @@ from surogate_core.dsl.decoder import even_share
 from surogate_core.dsl.experts import EXPERT, expanded, split
 from surogate_core.dsl.slots import Adapter, TracedSlot
 from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.assembly import Assembly, EngineSettings
 from surogate_core.engine.engine import Engine
-from surogate_core.engine.pieces import RandomSource, Source
+from surogate_core.engine.planning.assembly import Assembly, EngineSettings
+from surogate_core.engine.planning.pieces import RandomSource, Source
 from surogate_core.engine.stores import NO_OFFLOAD
 from surogate_core.kernels import ops
 from surogate_core.kernels.registry import KernelTable

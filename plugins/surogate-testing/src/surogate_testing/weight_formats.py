@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from surogate_core.bundles import WeightFormat, WeightFormatSpec
 from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine.pieces import Source
+from surogate_core.engine.planning.pieces import Source
 from surogate_testing import tiny
 from surogate_testing.check import ensure
 

@@ -10,7 +10,7 @@
 
 namespace surogate {
 
-// The toolkit's headers are not there where subnormal numbers are kept; see `Module` of surogate_core/kernels/native.py.
+// The toolkit's headers are not there where subnormal numbers are kept; see `Module` of surogate_core/kernels/building/native.py.
 struct bfloat16 {
     unsigned short bits;
 };

@@ -1,0 +1,1 @@
+"""Bundles of reinforcement learning: environments, rollout engines, advantages, policy losses."""

@@ -1,0 +1,1 @@
+"""Rows of files, directories, URLs and the hub, streamed."""

@@ -1,0 +1,1 @@
+"""Kernels of packs: compiled, loaded and launched."""

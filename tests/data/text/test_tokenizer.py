@@ -1,0 +1,74 @@
+"""Tokenizers: loading errors and the fit of vocabularies."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from surogate_core.data.text.tokenizer import check_vocabulary, load_tokenizer, padding_id, tokenizer_digest
+from surogate_core.errors import UserError
+
+
+def test_a_saved_tokenizer_loads_and_is_the_same(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("w5 w6")["input_ids"] == [5, 6]
+    assert tokenizer_digest(load_tokenizer(str(tmp_path))) == tokenizer_digest(loaded)
+
+
+def test_a_model_that_transformers_does_not_know_is_no_warning(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is a family's; other warnings come through."""
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nobody", "architectures": ["NobodyForCausalLM"]}')
+    heard: list[str] = []
+    logger = logging.getLogger("transformers.configuration_utils")
+    monkeypatch.setattr(
+        logger, "handle", lambda record: heard.append(record.getMessage()) if logger.filter(record) else 0
+    )
+    AutoTokenizer.from_pretrained(tmp_path)
+    assert any("a model of type `nobody`" in text for text in heard), "transformers warns no more: drop the filter"
+    heard.clear()
+    load_tokenizer(str(tmp_path))
+    assert heard == []
+    logger.warning("something else")
+    assert heard == ["something else"]
+
+
+def test_the_vocabularies_must_fit(tokenizer: Any) -> None:
+    check_vocabulary(tokenizer, 100)
+    with pytest.raises(UserError, match=r"ids up to 99 .* 96 entries .*Fix: .*vocab_size=128"):
+        check_vocabulary(tokenizer, 96)
+
+
+def test_the_padding_id_is_a_valid_one(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer()
+    assert padding_id(tokenizer) == 2
+    tokenizer.pad_token = None
+    assert padding_id(tokenizer) == 1
+    tokenizer.eos_token = None
+    assert padding_id(tokenizer) == 0
+
+
+@pytest.mark.parametrize("state", ["missing", "empty", "file", "truncated", "config only"])
+def test_a_bad_tokenizer_is_one_clear_line(tokenizer: Any, tmp_path: Path, state: str) -> None:
+    path = tmp_path / "tokenizer"
+    match state:
+        case "empty":
+            path.mkdir()
+        case "file":
+            path.write_text("{}")
+        case "truncated":
+            tokenizer.save_pretrained(path)
+            (path / "tokenizer.json").write_text((path / "tokenizer.json").read_text()[:500])
+        case "config only":
+            path.mkdir()
+            (path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(UserError, match=r"tokenizer .*Fix: ") as caught:
+        load_tokenizer(str(path))
+    assert "\n" not in str(caught.value)
