@@ -31,9 +31,9 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "lora-8b": ("gpu_lora.py", "8b", "--json"),
     "lora-8b-fp8": ("gpu_lora.py", "8b", "--recipe", "fp8-hybrid", "--json"),
     "full-1.7b": ("gpu_lora.py", "1.7b", "--full", "--json"),
-    "moe-30b-a3b": ("gpu_lora.py", "30b-a3b", "--recompute", "--steps", "4", "--json"),
+    "moe-30b-a3b": ("gpu_lora.py", "moe-30b-a3b", "--recompute", "--steps", "4", "--json"),
     "generate-0.6b": ("generate.py", "--cases", "bf16", "--out"),
-    "grpo-0.6b": ("grpo.py", "--steps", "4", "--cases", "lora", "--out"),
+    "grpo-0.6b": ("grpo.py", "--steps", "8", "--cases", "lora", "--out"),
     "small": ("generate.py", "--small", "--cases", "bf16", "--out"),
 }
 """Case → its script and options; the name of a file of results follows."""

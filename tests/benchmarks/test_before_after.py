@@ -5,7 +5,8 @@ from pathlib import Path
 
 import before_after
 import pytest
-from before_after import compare, figure, main, table
+from before_after import CASES, compare, figure, main, table
+from gpu_lora import make_parser
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,8 @@ def test_the_trees_take_turns_and_a_failure_costs_only_itself(tmp_path: Path, mo
 def test_a_case_without_a_ratio_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--cases", "small", "--rounds", "1", "--limit", "0.01"]) == 1
     assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", [case for case, (script, *_) in CASES.items() if script == "gpu_lora.py"])
+def test_the_options_of_a_case_are_known_to_its_script(case: str) -> None:
+    make_parser().parse_args([*CASES[case][1:], "found.json"])
