@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from surogate_core.events import EvalEnd, Notice, RolloutSample, RolloutSamples, Spread, event_fields, strict_json
-from surogate_testing.monitors import events
+from surogate_testing.monitors import events_of_run
 
 
 def test_every_event_is_strict_json_under_its_name() -> None:
-    for event in events():
+    for event in events_of_run():
         found = event_fields(event)
         assert found["event"] == event.name
         assert found.keys() - {"event"} == set(event.__dataclass_fields__)

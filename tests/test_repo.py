@@ -271,8 +271,8 @@ def test_core_knows_no_plugin_by_name():
 
 
 FLOORS = (
-    {"imports", "masking", "numbers", "outcome", "parents"},
-    {"errors", "events", "drawing"},
+    {"imports", "lazy", "masking", "numbers", "outcome", "parents"},
+    {"errors", "events", "drawing", "plugin"},
     {"conf_paths", "batch", "bundles", "hookspecs"},
     {"tools"},
     {"files"},

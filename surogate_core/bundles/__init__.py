@@ -24,7 +24,7 @@ from surogate_core.bundles.monitors import Monitor, MonitorSpec, ReportSpec
 from surogate_core.bundles.objectives import Objective, ObjectiveSpec
 from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
 from surogate_core.bundles.optimizers import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
-from surogate_core.bundles.options import Code, Flat, NoOptions
+from surogate_core.bundles.options import Code, Flat, NoOptions, options_from_flat
 from surogate_core.bundles.parts import Part, part_of
 from surogate_core.bundles.recipes import PanelOp, Recipe, RecipeContext, RecipeSpec, RecipeState, Role
 from surogate_core.bundles.reinforcement.advantages import AdvantageSpec
@@ -182,6 +182,7 @@ __all__ = [
     "WeightFormat",
     "WeightFormatSpec",
     "decoder_presets",
+    "options_from_flat",
     "part_of",
     "total_reward",
 ]

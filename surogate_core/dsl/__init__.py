@@ -6,11 +6,13 @@ A family declares the parameters of a block and writes its forward once, in plai
 """
 
 from surogate_core.dsl.declare import Block, Embedding, Linear, Model, Param, Stack
-from surogate_core.dsl.dims import Dim, Setting
-from surogate_core.dsl.experts import Experts, Routes, project, project_combined
+from surogate_core.dsl.dims import Dim, Setting, read_key
+from surogate_core.dsl.experts import Experts, ExpertSlot, Routes, TracedExperts, project, project_combined
 from surogate_core.dsl.heads import Head, LMHead, ScoreHead
 from surogate_core.dsl.mixers import Attention, Convolution, Recurrence
-from surogate_core.dsl.sides import Side
+from surogate_core.dsl.rope import Rope
+from surogate_core.dsl.sides import Side, router_figures, router_sides
+from surogate_core.dsl.slots import LinearSlot, TracedSlot
 
 __all__ = [
     "Attention",
@@ -18,18 +20,26 @@ __all__ = [
     "Convolution",
     "Dim",
     "Embedding",
+    "ExpertSlot",
     "Experts",
     "Head",
     "LMHead",
     "Linear",
+    "LinearSlot",
     "Model",
     "Param",
     "Recurrence",
+    "Rope",
     "Routes",
     "ScoreHead",
     "Setting",
     "Side",
     "Stack",
+    "TracedExperts",
+    "TracedSlot",
     "project",
     "project_combined",
+    "read_key",
+    "router_figures",
+    "router_sides",
 ]

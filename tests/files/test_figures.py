@@ -6,11 +6,11 @@ import math
 
 from surogate_core.events import Rollouts, Spread, event_fields
 from surogate_core.files.figures import named_figures
-from surogate_testing.monitors import events
+from surogate_testing.monitors import events_of_run
 
 
 def rollouts(**changes: object) -> dict[str, float]:
-    (event,) = (e for e in events() if isinstance(e, Rollouts))
+    (event,) = (e for e in events_of_run() if isinstance(e, Rollouts))
     return named_figures(event_fields(event) | changes)
 
 
@@ -58,11 +58,11 @@ def test_a_reward_named_like_a_figure_of_the_sum_does_not_hide_it() -> None:
 
 
 def test_figures_of_the_objective_and_of_held_out_tasks() -> None:
-    by_kind = {event.name: named_figures(event_fields(event)) for event in events()}
+    by_kind = {event.name: named_figures(event_fields(event)) for event in events_of_run()}
     assert by_kind["eval_end"] == {"eval/rewards/margins": 0.2}
     assert by_kind["rollout_eval"]["eval/completions/length_mean"] == 5.0
     assert by_kind["rollout_eval"]["eval/rollouts/faults_timeout"] == 4.0
     assert "eval/reward/mean" not in by_kind["rollout_eval"]
-    step = next(event for event in events() if event.name == "step_end")
+    step = next(event for event in events_of_run() if event.name == "step_end")
     assert named_figures(event_fields(step)) == {"train/rewards/margins": 0.1}
     assert by_kind["run_end"] == {}

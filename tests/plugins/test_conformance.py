@@ -588,4 +588,4 @@ def test_a_family_that_computes_something_else_is_caught() -> None:
 def test_the_events_of_the_kit_are_all_there_are() -> None:
     from surogate_core.events import Event
 
-    assert {type(e).__name__ for e in monitors.events()} == {c.__name__ for c in Event.__subclasses__()}
+    assert {type(e).__name__ for e in monitors.events_of_run()} == {c.__name__ for c in Event.__subclasses__()}

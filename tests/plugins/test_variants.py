@@ -582,4 +582,4 @@ def test_only_families_with_experts_have_their_checks() -> None:
 
 
 def test_the_events_of_a_run_begin_with_progress() -> None:
-    assert isinstance(monitors.events()[0], Progress)
+    assert isinstance(monitors.events_of_run()[0], Progress)

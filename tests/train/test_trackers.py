@@ -33,12 +33,12 @@ from surogate_core.train.trackers import (
     samples_of,
     scalars_of,
 )
-from surogate_testing.monitors import events
+from surogate_testing.monitors import events_of_run
 from surogate_testing.run_events import END, EVENTS, START, step
 
 
 def test_every_event_of_a_run() -> None:
-    found = [(type(event), *scalars_of(event)) for event in events()]
+    found = [(type(event), *scalars_of(event)) for event in events_of_run()]
     silent = [kind for kind, _, named in found if not named]
     assert not {StepEnd, EvalEnd, GpuStats, PrecisionStats, Rollouts, RoutingStats} & set(silent)
     step = next(named for kind, at, named in found if kind is StepEnd and at == 2)
@@ -65,7 +65,7 @@ def test_every_event_of_a_run() -> None:
 
 
 def test_completions_have_their_rewards_with_them() -> None:
-    (event,) = (e for e in events() if isinstance(e, RolloutSamples))
+    (event,) = (e for e in events_of_run() if isinstance(e, RolloutSamples))
     assert list(samples_of(event).values()) == [
         "[reward 1, stop, 2 tokens] 2 + 2\n→  4",
         "[no reward, timeout, 8 tokens] 2 + 2\n→  [",

@@ -69,14 +69,14 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path: Path) -> None:
     notice = Notice(level="info", message=f"Live page on port {port}; its address is in {file}")
     assert control.events == (notice,)
     assert token not in str(control)
-    events = [
+    shown = [
         step(1, 3.0, speed_of_light=0.25),
         step(2, float("nan"), speed_of_light=0.25),
         EvalEnd(step=2, loss=2.5, label_tokens=1, seconds=0.1, gap=None),
         PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
         Advice(step=2, rule="plateau", message="It stands.", key="lr", suggestion="turn"),
     ]
-    assert [live.on_event(event) for event in events] == [None] * 5
+    assert [live.on_event(event) for event in shown] == [None] * 5
     (run,) = figures(url)
     card = reply(url)["card"]
     assert (run["title"], run["step"], card["tone"]) == ("r", 2, "busy")

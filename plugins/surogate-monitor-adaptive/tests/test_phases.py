@@ -19,8 +19,8 @@ Value = Callable[[int], float]
 # ------------------------------------------------------------------------------- phases
 
 
-def phases(events: Sequence[Event]) -> list[tuple[int, str, str]]:
-    found = [e for control in replay(events, info()) for e in control.events if isinstance(e, PhaseChange)]
+def phases(recorded: Sequence[Event]) -> list[tuple[int, str, str]]:
+    found = [e for control in replay(recorded, info()) for e in control.events if isinstance(e, PhaseChange)]
     return [(e.step, e.previous, e.phase) for e in found]
 
 
@@ -57,10 +57,10 @@ def test_a_phase_that_does_not_last_is_not_told() -> None:
 # --------------------------------------------------------------------------- loss guard
 
 
-def controls_at(events: Sequence[Event], **options: bool) -> list[tuple[int, float | None, int]]:
+def controls_at(recorded: Sequence[Event], **options: bool) -> list[tuple[int, float | None, int]]:
     """(step, scale, fade) of what changes the rate."""
     monitor = AdaptiveMonitor(AdaptiveOptions(**options), info())
-    answers = [(getattr(event, "step", 0), monitor.on_event(event)) for event in events]
+    answers = [(getattr(event, "step", 0), monitor.on_event(event)) for event in recorded]
     return [(at, c.lr_scale, c.fade_steps) for at, c in answers if c is not None and c.lr_scale is not None]
 
 
@@ -80,19 +80,19 @@ def test_a_new_level_becomes_normal() -> None:
 
 
 def test_what_is_not_finite_is_survived_until_no_reduction_is_left() -> None:
-    events = curve(119, lambda at: 2.0 if at < 30 else math.nan)
-    answers = [control for control in replay(events, info(auto_lr_reduction=True)) if control.proceed]
+    recorded = curve(119, lambda at: 2.0 if at < 30 else math.nan)
+    answers = [control for control in replay(recorded, info(auto_lr_reduction=True)) if control.proceed]
     assert len(answers) == 61  # steps 30 to 90; the seventh reduction is at 90
     assert [c.lr_scale for c in answers].count(0.5) == 7
-    assert not any(control.proceed for control in replay(events, info()))
+    assert not any(control.proceed for control in replay(recorded, info()))
 
 
 # --------------------------------------------------------------------------- early stop
 
 
-def stopped(events: Sequence[Event], *, early_stop: bool = True) -> tuple[int, str] | None:
+def stopped(recorded: Sequence[Event], *, early_stop: bool = True) -> tuple[int, str] | None:
     monitor = AdaptiveMonitor(AdaptiveOptions(early_stop=early_stop), info())
-    for event in events:
+    for event in recorded:
         control = monitor.on_event(event)
         if control is not None and control.stop:
             return getattr(event, "step", 0), control.reason
@@ -100,12 +100,12 @@ def stopped(events: Sequence[Event], *, early_stop: bool = True) -> tuple[int, s
 
 
 def evaluated(loss: Value, count: int, every: int = 10) -> list[Event]:
-    events: list[Event] = [START]
+    recorded: list[Event] = [START]
     for at in range(1, count * every + 1):
-        events.append(step(at, falling(at)))
+        recorded.append(step(at, falling(at)))
         if at % every == 0:
-            events.append(EvalEnd(step=at, loss=loss(at // every), label_tokens=1, seconds=0.1, gap=None))
-    return events
+            recorded.append(EvalEnd(step=at, loss=loss(at // every), label_tokens=1, seconds=0.1, gap=None))
+    return recorded
 
 
 def test_stops_when_converged() -> None:

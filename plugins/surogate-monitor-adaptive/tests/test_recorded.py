@@ -56,7 +56,7 @@ TURN = {
 """Run → the key that a practitioner would turn."""
 
 
-def events(run: dict[str, Any], rates: Sequence[float]) -> Iterator[Event]:
+def events_of(run: dict[str, Any], rates: Sequence[float]) -> Iterator[Event]:
     """The recorded run as its monitors saw it, but for what no rule reads."""
     begin, held_out = run["start"], dict(run["held_out"])
     tokens = begin["tokens_per_step"]
@@ -95,7 +95,7 @@ def events(run: dict[str, Any], rates: Sequence[float]) -> Iterator[Event]:
 def controls(run: dict[str, Any], rates: Sequence[float], **config: Any) -> list[Control]:
     values = {**run["config"], **config}
     info = RunInfo(run_name="r", output_dir="o", task="sft", config=values, interactive=False)
-    return replay(events(run, rates), info)
+    return replay(events_of(run, rates), info)
 
 
 def advices(found: Sequence[Control]) -> list[Advice]:

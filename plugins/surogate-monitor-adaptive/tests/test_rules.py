@@ -34,9 +34,9 @@ Value = Callable[[int], float]
 """Step, 1 for the first → value."""
 
 
-def routed(events: Sequence[Event], routing: Callable[[int], RoutingStats]) -> Iterator[Event]:
+def routed(recorded: Sequence[Event], routing: Callable[[int], RoutingStats]) -> Iterator[Event]:
     """The events, each step's routing before it."""
-    for event in events:
+    for event in recorded:
         if isinstance(event, Step):
             yield routing(event.step)
         yield event
@@ -46,8 +46,8 @@ def advices(controls: Sequence[Control]) -> list[Advice]:
     return [event for control in controls for event in control.events if isinstance(event, Advice)]
 
 
-def told(rule: str, events: Sequence[Event], **config: Any) -> list[int]:
-    return [advice.step for advice in advices(replay(events, info(**config))) if advice.rule == rule]
+def told(rule: str, recorded: Sequence[Event], **config: Any) -> list[int]:
+    return [advice.step for advice in advices(replay(recorded, info(**config))) if advice.rule == rule]
 
 
 def stats(at: int, imbalance: float = 1.5, utilization: float = 0.95, **more: Any) -> RoutingStats:
@@ -105,10 +105,10 @@ def reinforced(
     **more: Value,
 ) -> list[Event]:
     """A run of reinforcement learning whose loss and gradient jump without meaning."""
-    events: list[Event] = [replace(START, steps=steps)]
+    recorded: list[Event] = [replace(START, steps=steps)]
     for at in range(1, steps + 1):
         given: dict[str, Any] = {name: value(at) for name, value in more.items()}
-        events.append(
+        recorded.append(
             Rollouts(
                 step=at, prompts=8, completions=64, reward=Spread(reward(at), 0.4, 0.0, 1.0), tokens=64,
                 length=Spread(length(at), 1.0, 1.0, 64.0), **given,
@@ -116,11 +116,11 @@ def reinforced(
         )  # fmt: skip
         named = {"entropy": entropy(at), **{name: value(at) for name, value in figures.items()}}
         loss, norm = (-1) ** at * (5.0 if at % 40 else 500.0), 30.0 if at % 30 else 0.1
-        events.append(step(at, loss, grad_norm=norm, figures=named))
+        recorded.append(step(at, loss, grad_norm=norm, figures=named))
         if at in held_out:
             spread = Spread(held_out[at], 0.4, 0.0, 1.0)
-            events.append(RolloutEval(step=at, tasks=64, reward=spread, seconds=0.1))
-    return events
+            recorded.append(RolloutEval(step=at, tasks=64, reward=spread, seconds=0.1))
+    return recorded
 
 
 def from_50(value: float, usual: float = 0.0) -> Value:
@@ -305,8 +305,8 @@ def test_every_rule_has_a_case() -> None:
 
 @pytest.mark.parametrize("rule", CASES, ids=lambda rule: f"{rule}-{CASES[rule][0]}")
 def test_a_rule_fires_at_its_step_and_not_on_the_near_miss(rule: str) -> None:
-    expected, events, near_miss, config = CASES[rule]
-    steps = told(rule, events, **config)
+    expected, recorded, near_miss, config = CASES[rule]
+    steps = told(rule, recorded, **config)
     assert steps[:1] == [expected]
     assert told(rule, near_miss, **config) == []
 
@@ -314,19 +314,19 @@ def test_a_rule_fires_at_its_step_and_not_on_the_near_miss(rule: str) -> None:
 def test_table_of_rules() -> None:
     """`pytest -rP -k table` shows it: rule, step at which it fires, step at which it should."""
     print(f"{'rule':34} fired  expected  on the near miss")  # noqa: T201
-    for rule, (expected, events, near_miss, config) in CASES.items():
-        fired, missed = told(rule, events, **config), told(rule, near_miss, **config)
+    for rule, (expected, recorded, near_miss, config) in CASES.items():
+        fired, missed = told(rule, recorded, **config), told(rule, near_miss, **config)
         print(f"{rule:34} {fired[0]:5}  {expected:8}  {missed or 'silent'}")  # noqa: T201
         assert fired[0] == expected
 
 
 def test_a_gap_is_not_blamed_on_the_engine_that_the_run_has() -> None:
-    events = CASES["logprob_gap"][1]
+    recorded = CASES["logprob_gap"][1]
     for rollout, expected in (({}, NATIVE_GAP), ({"rollout": {"name": "native"}}, NATIVE_GAP)):
-        (advice,) = [one for one in advices(replay(events, info(**rollout))) if one.rule == "logprob_gap"]
+        (advice,) = [one for one in advices(replay(recorded, info(**rollout))) if one.rule == "logprob_gap"]
         assert (advice.key, advice.suggestion) == ("torch_dtype", expected)
         assert "rollout=native has both" not in advice.suggestion
-    (advice,) = [a for a in advices(replay(events, info(rollout={"name": "vllm"}))) if a.rule == "logprob_gap"]
+    (advice,) = [a for a in advices(replay(recorded, info(rollout={"name": "vllm"}))) if a.rule == "logprob_gap"]
     assert (advice.key, advice.suggestion) == ("rollout", RULES["logprob_gap"].suggestion)
 
 
@@ -379,8 +379,8 @@ def test_limits_can_be_reached_where_the_beginning_is_uneven_already() -> None:
 
 def test_a_run_that_is_uneven_from_the_beginning_gets_no_advice() -> None:
     uneven = {**SPARSE, "moe_load_imbalance": 11.0, "moe_entropy": 0.7}
-    events = list(routed(curve(400, falling), lambda at: replace(stats(at), **uneven)))
-    assert not advices(replay(events, info()))
+    recorded = list(routed(curve(400, falling), lambda at: replace(stats(at), **uneven)))
+    assert not advices(replay(recorded, info()))
 
 
 def test_a_healthy_run_of_reinforcement_learning_gets_no_advice() -> None:
@@ -429,15 +429,15 @@ def test_a_resumed_run_of_reinforcement_learning_gets_the_same_advice() -> None:
     AdaptiveMonitor(AdaptiveOptions(), info()).load_state(older)
 
 
-def step_of(events: Sequence[Event], number: int) -> Event:
-    return next(event for event in events if isinstance(event, Step) and event.step == number)
+def step_of(recorded: Sequence[Event], number: int) -> Event:
+    return next(event for event in recorded if isinstance(event, Step) and event.step == number)
 
 
 def test_advice_about_a_frozen_router() -> None:
-    events = routed_from(100, moe_load_imbalance=8.1)
-    (trained,) = advices(replay(events, info(lora=True, train_router=True)))
+    recorded = routed_from(100, moe_load_imbalance=8.1)
+    (trained,) = advices(replay(recorded, info(lora=True, train_router=True)))
     assert (trained.key, trained.evidence["imbalance_at_the_beginning"]) == ("router_aux_loss_coef", pytest.approx(4.0))
-    (frozen,) = advices(replay(events, info(lora=True)))
+    (frozen,) = advices(replay(recorded, info(lora=True)))
     assert (frozen.key, frozen.suggestion) == ("datasets", FROZEN_ROUTER)
 
 
@@ -497,8 +497,8 @@ def test_a_loss_that_doubles_in_the_first_steps_is_a_jump() -> None:
     [("gradient", 2.0, 10.1), ("gradient", 2.0, 101.0), ("not finite", math.nan, 1.0), ("not finite", 2.0, math.inf)],
 )
 def test_other_jumps(kind: str, loss: float, norm: float) -> None:
-    events = [*curve(29, lambda at: 2.0), step(30, loss, grad_norm=norm)]
-    (advice,) = [a for a in advices(replay(events, info())) if a.rule == "loss_spike"]
+    recorded = [*curve(29, lambda at: 2.0), step(30, loss, grad_norm=norm)]
+    (advice,) = [a for a in advices(replay(recorded, info())) if a.rule == "loss_spike"]
     assert (advice.step, advice.evidence["what"]) == (30, kind)
 
 
@@ -514,7 +514,7 @@ def healthy(seed: int, steps: int = 1000) -> list[Event]:
     """A power law with 2 % of noise, spells of correlated noise, and a cosine rate after 5 % of warm-up."""
     random_ = random.Random(seed)
     drift = 0.0
-    events: list[Event] = [replace(START, steps=steps)]
+    recorded: list[Event] = [replace(START, steps=steps)]
     top, exponent, floor = random_.uniform(6, 9), random_.uniform(0.25, 0.4), random_.uniform(1.2, 2.2)
     for at in range(1, steps + 1):
         drift = 0.9 * drift + random_.gauss(0, 0.003)
@@ -522,8 +522,8 @@ def healthy(seed: int, steps: int = 1000) -> list[Event]:
         norm = (0.5 + 3 * (1 + at / 5) ** -0.5) * math.exp(random_.gauss(0, 0.2))
         warm = min(1.0, at / 50)
         lr = 1e-3 * warm * (0.5 + 0.5 * math.cos(math.pi * at / steps))
-        events.append(step(at, loss, grad_norm=norm, lr=lr))
-    return events
+        recorded.append(step(at, loss, grad_norm=norm, lr=lr))
+    return recorded
 
 
 def test_no_false_alarms_on_20_healthy_seeds() -> None:

@@ -48,10 +48,10 @@ class Clock:
         return self.now
 
 
-def plain(*events: Event, **options: float) -> list[str]:
+def plain(*recorded: Event, **options: float) -> list[str]:
     stream = io.StringIO()
     view = PlainView(ConsoleOptions(**options), INFO, stream=stream, clock=Clock())  # type: ignore[arg-type]
-    for event in events:
+    for event in recorded:
         view.on_event(event)
     return stream.getvalue().splitlines()
 

@@ -21,7 +21,7 @@ from surogate_core.events import (
     RunInfo,
     Samples,
 )
-from surogate_testing.monitors import events
+from surogate_testing.monitors import events_of_run
 from surogate_testing.run_events import START, step
 
 
@@ -102,7 +102,7 @@ def test_the_option_has_the_defaults() -> None:
 
 def test_rewards_and_completions_of_reinforcement_learning(tmp_path: Path) -> None:
     writer = monitor(tmp_path)
-    for event in (START, *(e for e in events() if isinstance(e, Rollouts | RolloutSamples | RolloutEval))):
+    for event in (START, *(e for e in events_of_run() if isinstance(e, Rollouts | RolloutSamples | RolloutEval))):
         writer.on_event(event)
     writer.close()
     assert scalars(tmp_path, "reward/mean") == [(3, 0.5)]

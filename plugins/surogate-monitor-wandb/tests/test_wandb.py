@@ -23,7 +23,7 @@ from surogate_core.events import (
     RunInfo,
 )
 from surogate_testing.check import NotApplicable
-from surogate_testing.monitors import events, sees_a_run
+from surogate_testing.monitors import events_of_run, sees_a_run
 from surogate_testing.run_events import END, EVENTS, START, step
 
 
@@ -104,7 +104,7 @@ def test_an_offline_run_read_back(tmp_path: Path) -> None:
 def test_completions_are_a_table_with_their_rewards(tmp_path: Path) -> None:
     writer = monitor(tmp_path)
     writer.on_event(START)
-    for event in events():
+    for event in events_of_run():
         if isinstance(event, Rollouts | RolloutSamples):
             writer.on_event(event)
     writer.close()

@@ -55,9 +55,9 @@ def _preference(rows: Sequence[Row]) -> Iterator[FormatChoice]:
             reason=f"{whole} rows have conversations in {CHOSEN!r} and {REJECTED!r}",
         )
     if fits and prompt:
-        fields = {"prompt_field": prompt, "chosen_field": CHOSEN, "rejected_field": REJECTED}
+        keys = {"prompt_field": prompt, "chosen_field": CHOSEN, "rejected_field": REJECTED}
         yield FormatChoice(
-            type="preference", fields=fields, reason=f"{fits} rows have {prompt!r}, {CHOSEN!r} and {REJECTED!r}"
+            type="preference", fields=keys, reason=f"{fits} rows have {prompt!r}, {CHOSEN!r} and {REJECTED!r}"
         )
 
 
@@ -81,36 +81,36 @@ def _openai(rows: Sequence[Row]) -> Iterator[FormatChoice]:
 def _sharegpt(rows: Sequence[Row]) -> Iterator[FormatChoice]:
     name = _most(rows, MESSAGES, lambda value: _are_messages(value, "from"))
     if name:
-        fields = {"message_property_mappings": {"role": "from", "content": "value"}, "role_mappings": SHAREGPT_ROLES}
+        keys = {"message_property_mappings": {"role": "from", "content": "value"}, "role_mappings": SHAREGPT_ROLES}
         shape = f"{_count(rows, lambda row: _are_messages(row.get(name), 'from'))} rows hold messages with 'from'"
-        yield _conversation(rows, name, fields, f"{shape} in {name!r} (ShareGPT)")
+        yield _conversation(rows, name, keys, f"{shape} in {name!r} (ShareGPT)")
 
 
 def _conversation(rows: Sequence[Row], name: str, more: Mapping[str, Any], reason: str) -> FormatChoice:
-    fields: dict[str, Any] = {"messages_field": name, **more}
+    keys: dict[str, Any] = {"messages_field": name, **more}
     system = next((n for n in SYSTEMS if any(_is_text(row.get(n)) for row in rows)), None)
     if system:
-        fields["system_field"] = system
+        keys["system_field"] = system
     tools = next((n for n in TOOLS if any(row.get(n) and isinstance(row[n], str | list) for row in rows)), None)
     if tools:
-        fields["tools_field"] = tools
-    return FormatChoice(type="conversation", fields=fields, reason=reason)
+        keys["tools_field"] = tools
+    return FormatChoice(type="conversation", fields=keys, reason=reason)
 
 
 def _alpaca(rows: Sequence[Row]) -> Iterator[FormatChoice]:
     instruction, output = _most(rows, INSTRUCTIONS, _is_text), _most(rows, OUTPUTS, _is_text)
     if not instruction or not output:
         return
-    fields = {"instruction_field": instruction, "output_field": output}
+    keys = {"instruction_field": instruction, "output_field": output}
     given = next((n for n in INPUTS if any(_is_text(row.get(n)) for row in rows)), None)
     if given:
-        fields["input_field"] = given
+        keys["input_field"] = given
     system = next((n for n in SYSTEMS if any(_is_text(row.get(n)) for row in rows)), None)
     if system:
-        fields |= {"system_prompt_type": "field", "system_prompt_field": system}
+        keys |= {"system_prompt_type": "field", "system_prompt_field": system}
     fits = _count(rows, lambda row: _is_text(row.get(instruction)) and _is_text(row.get(output)))
     yield FormatChoice(
-        type="instruction", fields=fields, reason=f"{fits} rows have text in {instruction!r} and {output!r} (Alpaca)"
+        type="instruction", fields=keys, reason=f"{fits} rows have text in {instruction!r} and {output!r} (Alpaca)"
     )
 
 

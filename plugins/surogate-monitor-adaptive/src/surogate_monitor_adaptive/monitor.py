@@ -274,12 +274,12 @@ class AdaptiveMonitor:
         stop: str | None = None,
         why: str = "",
     ) -> Control | None:
-        events = tuple(
+        shown = tuple(
             for_frozen_router(event) if self._router_frozen and isinstance(event, Advice) else event
             for event in told
             if self._options.advice or not isinstance(event, Advice)
         )
-        if not (events or reduction or proceed or stop):
+        if not (shown or reduction or proceed or stop):
             return None
         reason = f"early stop: {stop}" if stop else ""
         if reduction:
@@ -289,7 +289,7 @@ class AdaptiveMonitor:
             fade_steps=reduction.fade_steps if reduction else 0,
             proceed=proceed,
             stop=stop is not None,
-            events=events,
+            events=shown,
             reason=reason,
         )
 
@@ -312,10 +312,10 @@ def _thing(jump: str) -> str:
     return "loss or gradient norm is not finite" if jump == "not finite" else f"{jump} jumped"
 
 
-def replay(events: Iterable[Event], info: RunInfo, options: AdaptiveOptions | None = None) -> list[Control]:
+def replay(recorded: Iterable[Event], info: RunInfo, options: AdaptiveOptions | None = None) -> list[Control]:
     """The controls, in order, with which a new monitor answers the events of a run, recorded or made up.
 
     `options`: None takes those that the flat keys of the run's configuration give.
     """
     monitor = AdaptiveMonitor(options or options_from_flat(AdaptiveOptions, info.config), info)
-    return [control for event in events if (control := monitor.on_event(event)) is not None]
+    return [control for event in recorded if (control := monitor.on_event(event)) is not None]

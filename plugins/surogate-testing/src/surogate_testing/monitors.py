@@ -50,7 +50,7 @@ _STEP: dict[str, Any] = {
 }  # fmt: skip
 
 
-def events() -> list[Event]:
+def events_of_run() -> list[Event]:
     """The events of one run in order, including a loss and a norm that are not finite."""
     steps = [StepEnd(step=n, loss=3.0 / n, figures={"rewards/margins": 0.1 * n}, **_STEP) for n in (1, 2)]
     bad = StepEnd(step=3, loss=float("nan"), **(_STEP | {"grad_norm": float("inf")}))
@@ -174,7 +174,7 @@ def _built(spec: MonitorSpec) -> Iterator[Monitor]:
 def _shown(monitor: Monitor) -> None:
     """Send it the events of a run, and check its answers and its time."""
     slow = 0
-    for event in events():
+    for event in events_of_run():
         begin = time.monotonic()
         with explained(f"on_event fails at {event.name}"):
             control = monitor.on_event(event)
@@ -231,12 +231,12 @@ def is_isolated(spec: MonitorSpec) -> None:
         recorder = _Recorder()
         failing = _Failing(monitor)
         bus = EventBus({"it": failing, "recorder": recorder})
-        for event in events():
+        for event in events_of_run():
             bus.emit(event)
         ensure(bus.names == ("recorder",), f"after the failure these listen: {bus.names}")
         notices = [e.message for e in recorder.seen if isinstance(e, Notice) and "monitor it failed" in e.message]
         ensure(len(notices) == 1, f"{len(notices)} notices of the failure: {notices}")
-        ensure(len(recorder.seen) == len(events()) + 1, "another monitor has missed events")
+        ensure(len(recorder.seen) == len(events_of_run()) + 1, "another monitor has missed events")
         ensure(failing.closing is None, f"close fails: {failing.closing!r}")
         bus.close()
 
