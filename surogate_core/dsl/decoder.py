@@ -2,8 +2,8 @@
 
 `DenseBlock` and `Decoder` are Llama without biases; a family is a subclass of each that declares what differs.
 
-Shape suffixes: N tokens, D model features, H query heads, K key/value heads, E head features,
-F feed-forward features, V vocabulary.
+Shape suffixes: N tokens, D model features, H query heads, K key/value heads, E head features, P rotated pairs of
+them, F feed-forward features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from surogate_core.dsl.dims import Dim, Setting, not_computed, read_key, size_of
 from surogate_core.dsl.heads import LMHead
 from surogate_core.dsl.known_keys import check_keys
 from surogate_core.dsl.mixers import Attention
-from surogate_core.dsl.rope import Rope
+from surogate_core.dsl.rope import Rope, longest_covered, longest_fixed, of_layer_type, rotated
 from surogate_core.errors import UserError
 from surogate_core.kernels import ops
 
@@ -65,9 +65,28 @@ def attention_slots(
     )
 
 
+def fused_attention_slots(
+    heads: Dim = H, kv_heads: Dim = K, head_dim: Dim = E, *, bias: bool | Setting = False
+) -> tuple[None, None, None, Linear, Linear, Attention]:
+    """(q, k, v, qkv, o, attend) of a family with one projection for queries, keys and values, in this order."""
+    qkv = Linear("self_attn.qkv_proj", D, (heads + kv_heads + kv_heads) * head_dim, region="qkv", bias=bias)
+    o = Linear("self_attn.o_proj", heads * head_dim, D, region="att", bias=False)
+    return None, None, None, qkv, o, Attention(heads, kv_heads, head_dim)
+
+
 def qk_norms(head_dim: Dim = E) -> tuple[Param, Param]:
-    """(q_norm, k_norm): RMS norms of the features of each query and key."""
+    """(q_norm, k_norm): RMS norms of the features of each query and key. With ``H * E`` and ``K * E`` features, see
+    `whole_qk_norms`.
+    """
     return Param("self_attn.q_norm.weight", head_dim), Param("self_attn.k_norm.weight", head_dim)
+
+
+def whole_qk_norms(heads: Dim = H, kv_heads: Dim = K, head_dim: Dim = E) -> tuple[Param, Param]:
+    """(q_norm, k_norm): RMS norms over the features of all heads together, before they are split."""
+    return (
+        Param("self_attn.q_norm.weight", heads * head_dim),
+        Param("self_attn.k_norm.weight", kv_heads * head_dim),
+    )
 
 
 def mlp_slots(*, bias: bool | Setting = False) -> tuple[Linear, Linear, Linear]:
@@ -79,20 +98,52 @@ def mlp_slots(*, bias: bool | Setting = False) -> tuple[Linear, Linear, Linear]:
     )
 
 
+def fused_mlp_slots() -> tuple[None, None, Linear, Linear]:
+    """(gate, up, gate_up, down) of a family with one projection for gate and up, in this order."""
+    return (
+        None,
+        None,
+        Linear("mlp.gate_up_proj", D, F + F, region="ffn"),
+        Linear("mlp.down_proj", F, D, region="ffn"),
+    )
+
+
+LAYER_TYPE = "layer_type"
+"""Key of the configuration of a layer's block: the layer's type in a family that reads ``layer_types``."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_window(config: Mapping[str, Any]) -> int:
+    """``sliding_window`` in a layer of type ``sliding_attention``, and 0 in others: the window of its `Attention`."""
+    return config["sliding_window"] if config.get(LAYER_TYPE) == SLIDING else 0
+
+
 class AttentionBlock(Block):
     """A layer without its feed-forward: attention with grouped queries, and the norms before both.
 
     A subclass with other sizes or biases declares the five of `attention_slots` anew, one with norms of queries and
-    keys the two of `qk_norms`; `rope` may be a `Setting`.
+    keys the two of `qk_norms` or `whole_qk_norms`, one with a fused projection the six of `fused_attention_slots`;
+    `rope` may be a `Setting`. Norms that are None are not there.
     """
 
     eps = EPS
     rope: bool | Setting = True
     """Whether queries and keys are rotated by their positions."""
-    input_norm = Param("input_layernorm.weight", D)
+    interleaved: bool = False
+    """Whether RoPE rotates neighbouring features against each other, instead of the two halves."""
+    residual: float | Setting = 1.0
+    """Factor of what attention and feed-forward add to the rows."""
+    norm_offset: float = 0.0
+    """Number that is added to the weights of all norms; see `ops.rms_norm`. Their `Param`s then begin from zeros."""
+    input_norm: Param | None = Param("input_layernorm.weight", D)
     q_norm: Param | None = None
     k_norm: Param | None = None
-    post_norm = Param("post_attention_layernorm.weight", D)
+    attention_norm: Param | None = None
+    """Norm of what attention adds."""
+    post_norm: Param | None = Param("post_attention_layernorm.weight", D)
+    feedforward_norm: Param | None = None
+    """Norm of what the feed-forward adds."""
+    qkv: Linear | None = None
     q, k, v, o, attend = attention_slots()
 
     @property
@@ -102,40 +153,84 @@ class AttentionBlock(Block):
 
     def attention(self, h_ND: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]: the attention of rows after their norm."""
-        q_NHE, k_NKE, v_NKE = (self._heads(slot(h_ND)) for slot in (self.q, self.k, self.v))
-        return self.o(self.attend(*self._rotated(q_NHE, k_NKE, v_NKE, tables)).flatten(1))
+        q_NHE, k_NKE, v_NKE = self._rotated(*self.projections(h_ND), tables)
+        return self.o(self.attend(q_NHE, k_NKE, v_NKE).flatten(1))
+
+    def projections(self, h_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, E], keys [N, K, E] and values [N, K, E] of rows after their norm."""
+        if self.qkv is None:
+            parts = [slot(h_ND) for slot in (self.q, self.k, self.v)]
+        else:
+            attend = type(self).attend
+            heads = [size_of(count, self.config) for count in (attend.heads, attend.kv_heads, attend.kv_heads)]
+            parts = list(self.qkv(h_ND).split([count * self.head_dim for count in heads], dim=1))
+        if self.q_norm is not None and self.k_norm is not None and self._norms_whole:
+            parts[:2] = self.normed(parts[0], self.q_norm), self.normed(parts[1], self.k_norm)
+        q_NHE, k_NKE, v_NKE = map(self._heads, parts)
+        return q_NHE, k_NKE, v_NKE
 
     def _rotated(
         self, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, tables: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys after their norms and RoPE, and the values."""
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.rope:
-                cos, sin = tables["cos"], tables["sin"]
-                return ops.norm_rope(q_NHE, k_NKE, v_NKE, self.q_norm, self.k_norm, self.eps, cos, sin)
-            q_NHE = ops.rms_norm(q_NHE, self.q_norm, self.eps)
-            k_NKE = ops.rms_norm(k_NKE, self.k_norm, self.eps)
-        elif self.rope:
-            q_NHE, k_NKE = (ops.rope(x, tables["cos"], tables["sin"]) for x in (q_NHE, k_NKE))
+        """Queries and keys after the norms of their heads and RoPE, and the values."""
+        cos_NP, sin_NP = self.angles(tables) if self.rope else (None, None)
+        if self.q_norm is not None and self.k_norm is not None and not self._norms_whole:
+            is_plain = not self.interleaved and not self.norm_offset
+            if is_plain and cos_NP is not None and sin_NP is not None and 2 * cos_NP.shape[1] == self.head_dim:
+                return ops.norm_rope(q_NHE, k_NKE, v_NKE, self.q_norm, self.k_norm, self.eps, cos_NP, sin_NP)
+            q_NHE, k_NKE = self.normed(q_NHE, self.q_norm), self.normed(k_NKE, self.k_norm)
+        if cos_NP is not None and sin_NP is not None:
+            q_NHE, k_NKE = (rotated(x, cos_NP, sin_NP, interleaved=self.interleaved) for x in (q_NHE, k_NKE))
         return q_NHE, k_NKE, v_NKE
 
+    def angles(self, tables: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, P] of this layer, which may be those of its type."""
+        kind = self.config.get(LAYER_TYPE)
+        return (
+            (tables[f"cos_{kind}"], tables[f"sin_{kind}"])
+            if f"cos_{kind}" in tables
+            else (tables["cos"], tables["sin"])
+        )
+
+    def normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """[..., D] → [..., D]: `x` after a norm of the block, and `x` itself where the norm is not there."""
+        return x if norm is None else ops.rms_norm(x, norm, self.eps, offset=self.norm_offset)
+
+    def added(self, x_ND: Tensor, branch_ND: Tensor, norm: Tensor | None) -> Tensor:
+        """[N, D]: `x` with what attention or feed-forward give, after its norm and factor."""
+        y_ND = self.normed(branch_ND, norm)
+        return x_ND + (y_ND if self.residual == 1 else y_ND * self.residual)
+
+    @property
+    def _norms_whole(self) -> bool:
+        """Whether the norms of queries and keys are over all heads together."""
+        assert self.q_norm is not None
+        return len(self.q_norm) != self.head_dim
+
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(-1, x.shape[1] // self.head_dim, self.head_dim)
+        return x.unflatten(1, (-1, self.head_dim))
 
 
 class DenseBlock(AttentionBlock):
-    """One decoder layer: attention, then a SwiGLU feed-forward, each on normed rows and added to them."""
+    """One decoder layer: attention, then a SwiGLU feed-forward, each on normed rows and added to them.
 
+    A subclass with one projection for gate and up declares the four of `fused_mlp_slots`.
+    """
+
+    gate_up: Linear | None = None
     gate, up, down = mlp_slots()
 
     def mlp(self, h_ND: Tensor) -> Tensor:
         """[N, D] → [N, D]: the feed-forward of rows after their norm."""
-        return self.down(ops.swiglu(self.gate(h_ND), self.up(h_ND)))
+        if self.gate_up is None:
+            return self.down(ops.swiglu(self.gate(h_ND), self.up(h_ND)))
+        gate_NF, up_NF = self.gate_up(h_ND).chunk(2, dim=1)
+        return self.down(ops.swiglu(gate_NF, up_NF))
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""
-        x = x + self.attention(ops.rms_norm(x, self.input_norm, self.eps), tables)
-        return x + self.mlp(ops.rms_norm(x, self.post_norm, self.eps))
+        x = self.added(x, self.attention(self.normed(x, self.input_norm), tables), self.attention_norm)
+        return self.added(x, self.mlp(self.normed(x, self.post_norm)), self.feedforward_norm)
 
 
 class Decoder(Model):
@@ -148,6 +243,8 @@ class Decoder(Model):
     head = LMHead("lm_head.weight", "model.norm.weight", EPS, tied=TIED)
     reads: ClassVar[Collection[str]] = ()
     """Keys of known meaning that the family reads, as `check_keys` takes them."""
+    rope_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of RoPE's keys that a ``config.json`` of the family may leave out, such as ``rope_theta``."""
 
     @classmethod
     def build(cls, config: Mapping[str, Any]) -> Self:
@@ -159,19 +256,67 @@ class Decoder(Model):
     def check(self) -> None:
         """Refuse, by the name of the key, what the model does not compute."""
         attend = self._block.attend
+        layered = ("layer_types", "sliding_window") if self.default_type(0) is not None else ()
         check_decoder(
             self,
             family=self.family,
             heads=attend.heads,
             kv_heads=attend.kv_heads,
             head_dim=attend.features,
-            reads=self.reads,
+            reads=(*self.reads, *layered),
             computes=dict.fromkeys(("qk_norm", "use_qk_norm"), True) if self._block.q_norm is not None else None,
         )
 
+    def default_type(self, number: int) -> str | None:
+        """The type of a layer where ``layer_types`` is absent; None in a family that does not read it.
+
+        The block of a layer finds its type as ``layer_type`` in its configuration, and its window by `layer_window`.
+        """
+        return None
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """The type of each layer; empty in a family that does not read them. `UserError` for what cannot be."""
+        count, given = LAYERS.size(self.config), self.config.get("layer_types")
+        defaults = [self.default_type(number) for number in range(count)]
+        if None in defaults:
+            return ()
+        return _checked_types(self.config, defaults if given is None else given, count)
+
+    def layer_config(self, number: int) -> Mapping[str, Any]:
+        """With the layer's type, in a family that reads them."""
+        types = self.layer_types
+        return {**self.config, LAYER_TYPE: types[number]} if types else self.config
+
+    def rope_config(self, layer_type: str) -> Mapping[str, Any]:
+        """The ``config.json`` from which the RoPE of the layers of one type is read; the type is empty if a family does
+        not read them.
+        """
+        return of_layer_type({**self.rope_defaults, **self.config}, layer_type)
+
+    def ropes(self) -> dict[str, Rope]:
+        """The end of the tables' names → the RoPE. The end is empty if all layers have one."""
+        size = size_of(self._block.attend.features, self.config)
+        configs = {kind: self.rope_config(kind) for kind in dict.fromkeys(self.layer_types or ("",))}
+        first = next(iter(configs.values()))
+        if all(config == first for config in configs.values()):
+            return {"": Rope(first, size)}
+        return {f"_{kind}": Rope(config, size) for kind, config in configs.items()}
+
     def tables(self, positions_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """RoPE's cos and sin, [N, E/2] fp32."""
-        return Rope(self.config, size_of(self._block.attend.features, self.config)).tables(positions_N)
+        """RoPE's cos and sin, [N, P] fp32; with the type of layers behind their names where these differ."""
+        found = {end: rope.tables(positions_N) for end, rope in self.ropes().items()}
+        return {f"{name}{end}": table for end, tables in found.items() for name, table in tables.items()}
+
+    @property
+    def positions(self) -> float:
+        """As of any model, with the family's defaults of RoPE."""
+        return longest_covered({**self.rope_defaults, **self.config})
+
+    @property
+    def fixed_positions(self) -> float:
+        """As of any model, with the family's defaults of RoPE."""
+        return longest_fixed({**self.rope_defaults, **self.config})
 
     @property
     def _block(self) -> type[AttentionBlock]:
@@ -179,6 +324,27 @@ class Decoder(Model):
         stack = self.layers[0] if isinstance(self.layers, tuple) else self.layers
         assert issubclass(stack.block, AttentionBlock)
         return stack.block
+
+
+def _checked_types(config: Mapping[str, Any], given: Any, count: int) -> tuple[str, ...]:
+    """The types of `count` layers. Raises `UserError` for another number, another type, or a window that is missing."""
+    if not isinstance(given, list | tuple) or len(given) != count:
+        found = f"has {len(given)} entries" if isinstance(given, list | tuple) else f"is {given!r}"
+        raise UserError(
+            f"config.json: `layer_types` {found}, and the model has {count} layers (`num_hidden_layers`). "
+            f"Fix: use the model's own config.json."
+        )
+    if other := sorted({str(kind) for kind in given} - {FULL, SLIDING}):
+        raise not_computed(
+            [f"`layer_types` has layers of type `{other[0]}`, and only {FULL} and {SLIDING} are available"]
+        )
+    window = config.get("sliding_window")
+    if SLIDING in given and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise UserError(
+            f"config.json: `layer_types` has layers with a sliding window, and `sliding_window` is {window!r}. "
+            f"Fix: use the model's own config.json."
+        )
+    return tuple(given)
 
 
 def check_decoder(
@@ -205,7 +371,13 @@ def check_decoder(
         raise UserError(
             f"config.json: `num_attention_heads` ({queries}) must be a multiple of `num_key_value_heads` ({keys})."
         )
-    Rope(config, size_of(head_dim, config))
+    ropes = model.ropes().values() if isinstance(model, Decoder) else [Rope(config, size_of(head_dim, config))]
+    for rope in ropes:
+        if rope.rotary != rope.head_dim and "partial_rotary_factor" not in reads:
+            raise not_computed(
+                [f"`partial_rotary_factor` is {rope.partial!r}: RoPE on a part of each head, which {family} does not "
+                 f"compute"]
+            )  # fmt: skip
     for prefix, block in {b.identity: (p, b) for p, b in model.blocks(0)}.values():
         block.mixer_specs()
         block.tensor_specs(prefix, block.linear_slots(None), train_base=False, experts=block.expert_slots(None))

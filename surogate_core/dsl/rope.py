@@ -1,10 +1,10 @@
-"""Rotary position embedding (arXiv 2104.09864): the tables for `kernels.ops.rope`.
+"""Rotary position embedding (arXiv 2104.09864): the tables for `kernels.ops.rope`, and the rotation of heads.
 
-`Rope` reads ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before), of a
-``config.json``. The frequencies follow transformers, operation for operation, so that angles agree at
+`Rope` reads ``rope_parameters`` (transformers 5), or ``rope_scaling``, ``rope_theta`` and ``partial_rotary_factor``
+(before), of a ``config.json``. The frequencies follow transformers, operation for operation, so that angles agree at
 positions where one unit in the last place would show.
 
-Shape suffixes: N tokens, E head features.
+Shape suffixes: N tokens, H heads, E head features, P pairs of features that are rotated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, not_computed, read_key
 from surogate_core.errors import UserError
+from surogate_core.kernels import ops
 
 _ORIGINAL = "original_max_position_embeddings"
 DEFAULT_THETA = 10_000.0
@@ -28,7 +29,9 @@ class Rope:
     """The RoPE of a ``config.json``; `UserError` when it is none that this module computes.
 
     Kinds: default; linear (position interpolation, arXiv 2306.15595); dynamic (NTK-aware base, by document
-    length); yarn (arXiv 2309.00071); llama3 (Llama 3.1, arXiv 2407.21783).
+    length); yarn (arXiv 2309.00071); longrope (arXiv 2402.13753, short or long factors by document length); llama3
+    (Llama 3.1, arXiv 2407.21783); proportional (Gemma 4: frequencies over the whole head, of which the slow ones are
+    zero).
     """
 
     def __init__(self, config: Mapping[str, Any], head_dim: int):
@@ -40,9 +43,14 @@ class Rope:
         self.theta = self._number("rope_theta", above=1.0, default=config.get("rope_theta") or DEFAULT_THETA)
         if self.kind not in KINDS:
             raise not_computed([f"`{self.key}`: RoPE scaling `{self.kind}` is not available, only {', '.join(KINDS)}"])
-        partial = self.parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-        if partial != 1.0:
-            raise not_computed([f"`partial_rotary_factor` is {partial!r}; only 1 is available"])
+        self.partial = self._partial()
+        self.rotary = head_dim if self.kind == "proportional" else int(head_dim * self.partial)
+        """Features of a head that are rotated, its first ones."""
+        if self.rotary % 2 or self.rotary < 2:
+            raise not_computed(
+                [f"`partial_rotary_factor` is {self.partial!r}: {self.rotary} of {head_dim} features of a head, and "
+                 f"RoPE rotates pairs of them"]
+            )  # fmt: skip
         # A wrong parameter is an error here.
         self.frequencies()
         _ = self.amplitude
@@ -54,17 +62,20 @@ class Rope:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Radians per position, [E/2]; for dynamic with `lengths_N`, each token's document length, [N, E/2]."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=dtype, device=device) / self.head_dim
+        """Radians per position, [P]; [N, P] of kinds `BY_LENGTH` with `lengths_N`, each token's document length."""
+        exponents = torch.arange(0, self.rotary, 2, dtype=dtype, device=device) / self.rotary
         return KINDS[self.kind](self, exponents, lengths_N)
 
     @property
     def amplitude(self) -> float:
-        """Factor of cos and sin: yarn's attention factor, otherwise 1."""
-        if self.kind != "yarn":
+        """Factor of cos and sin: the attention factor of yarn and longrope, otherwise 1."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.parameters.get("attention_factor") is not None:
             return self._number("attention_factor", above=0.0)
+        if self.kind == "longrope":
+            longer = self._number("factor", above=0.0, default=self._max_positions / self._original)
+            return 1.0 if longer <= 1 else math.sqrt(1 + math.log(longer) / math.log(self._original))
         factor = self._yarn_factor
         mscale, all_dim = (self._number(key, above=-math.inf, default=0.0) for key in ("mscale", "mscale_all_dim"))
         if mscale and all_dim:
@@ -72,13 +83,39 @@ class Rope:
         return _mscale(factor, 1.0)
 
     def tables(self, positions_N: Tensor) -> dict[str, Tensor]:
-        """cos and sin, each [N, E/2] fp32, of positions that start at 0 in each document."""
-        lengths_N = document_lengths(positions_N) if self.kind == "dynamic" else None
+        """cos and sin, each [N, P] fp32, of positions that start at 0 in each document."""
+        lengths_N = document_lengths(positions_N) if self.kind in BY_LENGTH else None
         angles = positions_N.float()[:, None] * self.frequencies(lengths_N, device=positions_N.device)
         cos, sin = angles.cos(), angles.sin()
         if (amplitude := self.amplitude) != 1.0:
             cos, sin = cos * amplitude, sin * amplitude
         return {"cos": cos, "sin": sin}
+
+    def _partial(self) -> float:
+        """The share of a head's features that is rotated."""
+        key = "partial_rotary_factor"
+        value = self.parameters.get(key)
+        value = self.config.get(key) if value is None else value
+        share = _checked(key, 1.0 if value is None else value, above=0.0)
+        if share > 1:
+            raise UserError(f"config.json: `{key}` must be at most 1, not {share!r}.")
+        return share
+
+    def factors(self, key: str, exponents: Tensor) -> Tensor:
+        """[P]: the numbers that longrope divides the frequencies by, ``short_factor`` or ``long_factor``."""
+        value = self.parameters.get(key)
+        pairs = self.rotary // 2
+        numbers = isinstance(value, list | tuple) and all(
+            isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) and one > 0
+            for one in value
+        )
+        if not numbers or len(value) != pairs:  # type: ignore[arg-type]
+            found = f"{len(value)} values" if isinstance(value, list | tuple) else repr(value)
+            raise UserError(
+                f"config.json: `{self.key}.{key}` must be {pairs} numbers above 0, one for each rotated pair of "
+                f"features, not {found}. Fix: use the model's own config.json."
+            )
+        return torch.tensor(value, dtype=exponents.dtype, device=exponents.device)
 
     @property
     def _factor(self) -> float:
@@ -115,6 +152,20 @@ class Rope:
                 )
             value = default
         return _checked(f"{self.key}.{key}", value, above=above, least=least)
+
+
+def rotated(x_NHE: Tensor, cos_NP: Tensor, sin_NP: Tensor, *, interleaved: bool = False) -> Tensor:
+    """[N, H, E]: heads of queries or keys with their first 2·P features rotated, feature i against i + P.
+
+    `interleaved`: features 2i and 2i + 1 are a pair, and the result has the first of all pairs before the second ones.
+    Scores do not depend on the order of features, as long as queries and keys have the same one.
+    """
+    size = 2 * cos_NP.shape[1]
+    turned, rest = (x_NHE, None) if size == x_NHE.shape[2] else (x_NHE[..., :size], x_NHE[..., size:])
+    if interleaved:
+        turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
+    y_NHE = ops.rope(turned, cos_NP, sin_NP)
+    return y_NHE if rest is None else torch.cat((y_NHE, rest), dim=-1)
 
 
 def document_lengths(positions_N: Tensor) -> Tensor:
@@ -158,7 +209,7 @@ def scaled_config(
             new["factor"] = positions / trained
         if old.get("rope_theta") is not None:
             new.setdefault("rope_theta", old["rope_theta"])
-    if chosen in ("yarn", "llama3") and config.get(_ORIGINAL) is None:
+    if chosen in ("yarn", "llama3", "longrope") and config.get(_ORIGINAL) is None:
         new.setdefault(_ORIGINAL, old.get(_ORIGINAL) or trained)
     changed = {**config, key: new if new != {"rope_type": "default"} else None}
     if positions is not None and chosen != "dynamic":
@@ -209,11 +260,14 @@ def longest_covered(config: Mapping[str, Any]) -> float:
 
 
 def longest_fixed(config: Mapping[str, Any]) -> float:
-    """Tokens of the longest document whose first angles do not depend on its length; infinite but for dynamic."""
+    """Tokens of the longest document whose first angles do not depend on its length; infinite but for `BY_LENGTH`."""
     found = []
     for one in _of_layer_types(config) or [dict(config)]:
-        if _kind(_parameters(one)[1]) == "dynamic":
-            found.append(float(Dim("max_position_embeddings").size(one)))
+        parameters = _parameters(one)[1]
+        kind = _kind(parameters)
+        original = one.get(_ORIGINAL) or parameters.get(_ORIGINAL) if kind == "longrope" else None
+        if kind in BY_LENGTH:
+            found.append(float(original or Dim("max_position_embeddings").size(one)))
     return min(found, default=math.inf)
 
 
@@ -229,6 +283,20 @@ def check_covers(covered: float, longest: int) -> None:
         )
 
 
+def of_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """A ``config.json`` with the RoPE of one layer type alone: as it is, unless ``rope_parameters`` has one for each.
+
+    Raises `UserError` if it has none for this type.
+    """
+    nested = config.get("rope_parameters")
+    is_nested = isinstance(nested, Mapping) and any(isinstance(one, Mapping) for one in nested.values())
+    if not layer_type or not isinstance(nested, Mapping) or not is_nested:
+        return config
+    if not isinstance(own := nested.get(layer_type), Mapping):
+        raise not_computed([f"`rope_parameters` has no RoPE for layers of type `{layer_type}`"])
+    return {**config, "rope_parameters": own}
+
+
 def _of_layer_types(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A ``config.json`` with the RoPE of each layer type; none if all layers have one."""
     nested = config.get("rope_parameters")
@@ -238,7 +306,9 @@ def _of_layer_types(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:
-    return str(parameters.get("rope_type") or parameters.get("type") or "default")
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    # The first files of Phi-3 name longrope so.
+    return "longrope" if kind == "su" or (kind == "yarn" and parameters.get("short_factor")) else kind
 
 
 def _parameters(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -275,9 +345,11 @@ def _linear(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
 
 def _dynamic(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
     """The base grows with the document, once it is longer than the model's positions."""
-    factor, trained, size = rope._factor, rope._max_positions, rope.head_dim
+    factor, trained, size = rope._factor, rope._max_positions, rope.rotary
     if size <= 2:
-        raise UserError(f"config.json: `head_dim` must be at least 4 for dynamic RoPE scaling, not {size}.")
+        raise UserError(
+            f"config.json: `head_dim` must have at least 4 rotated features for dynamic RoPE scaling, not {size}."
+        )
     if lengths_N is None:
         return _default(rope, exponents, None)
     stretch_N = factor * lengths_N.double().clamp(min=trained) / trained - (factor - 1)
@@ -287,7 +359,7 @@ def _dynamic(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
 
 def _yarn(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
     """Fast dims unchanged, slow ones divided by the factor, a ramp between."""
-    size, theta, original = rope.head_dim, rope.theta, rope._original
+    size, theta, original = rope.rotary, rope.theta, rope._original
     fast = rope._number("beta_fast", above=0.0, default=32)
     slow = rope._number("beta_slow", above=0.0, default=1)
 
@@ -304,6 +376,22 @@ def _yarn(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
     extrapolated = 1 - ((steps - low) / (high - low)).clamp(0, 1)
     powers = theta**exponents
     return 1.0 / (rope._yarn_factor * powers) * (1 - extrapolated) + 1.0 / powers * extrapolated
+
+
+def _longrope(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
+    """Each frequency divided by a factor of its own: short in documents up to the original length, long in others."""
+    short, long = (1.0 / (rope.factors(key, exponents) * rope.theta**exponents) for key in _FACTORS)
+    if lengths_N is None:
+        return short
+    return torch.where((lengths_N > rope._original)[:, None], long, short)
+
+
+def _proportional(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
+    """The fast frequencies of the whole head; the others are zero, so that their features do not turn."""
+    count = int(rope.partial * rope.head_dim // 2)
+    factor = rope._number("factor", above=0.0, default=1.0)
+    turning = torch.arange(len(exponents), device=exponents.device) < count
+    return torch.where(turning, _default(rope, exponents, None), 0.0) / factor
 
 
 def _llama3(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
@@ -329,6 +417,11 @@ KINDS: Mapping[str, Callable[[Rope, Tensor, Tensor | None], Tensor]] = {
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,
+    "longrope": _longrope,
     "llama3": _llama3,
+    "proportional": _proportional,
 }
 """Kind → frequencies."""
+_FACTORS = ("short_factor", "long_factor")
+BY_LENGTH = ("dynamic", "longrope")
+"""Kinds whose angles depend on the length of the document."""

@@ -189,7 +189,7 @@ def check_sampled_positions(config: RunConfig, registry: Registry, resolved: Res
     if task_spec(config, registry).online is None or config.sequence_len <= fixed:
         return
     message = (
-        f"is {config.sequence_len:,}, and {resolved.title} has dynamic RoPE, whose angles change when a text grows "
+        f"is {config.sequence_len:,}, and {resolved.title} has RoPE whose angles change when a text grows "
         f"beyond {int(fixed):,} tokens. Sampling keeps the keys of shorter texts, so the sampled and the trained model "
         f"would differ."
     )

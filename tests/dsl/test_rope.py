@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config, modeling_rope_utils
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3 import modeling_phi3
 
 from surogate_core.dsl.rope import (
     Rope,
@@ -17,6 +20,8 @@ from surogate_core.dsl.rope import (
     document_lengths,
     longest_covered,
     longest_fixed,
+    of_layer_type,
+    rotated,
     scaled_config,
 )
 from surogate_core.errors import UserError
@@ -66,7 +71,7 @@ def theirs(config: dict[str, Any], **arguments: Any) -> tuple[torch.Tensor, floa
     full = Qwen3Config(**{**config, "rope_parameters": dict(config["rope_parameters"])})
     kind = full.rope_parameters["rope_type"]
     if kind == "default":
-        return LlamaRotaryEmbedding.compute_default_rope_parameters(full)
+        return Glm4RotaryEmbedding.compute_default_rope_parameters(full)
     return modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](full, **arguments)
 
 
@@ -121,8 +126,83 @@ def test_tables_are_those_of_transformers_past_the_original_length(scaling: dict
     torch.testing.assert_close(tables["sin"], sin[0, :, :32], rtol=0, atol=tolerance)
 
 
-def test_dynamic_tables_of_a_packed_document_are_those_of_it_alone() -> None:
-    config = {**mapping(SCALINGS["dynamic"], head_dim=16), "max_position_embeddings": 8}
+@pytest.mark.parametrize("partial", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("name", [*SCALINGS, "proportional"])
+def test_a_part_of_a_head_has_the_frequencies_of_transformers(name: str, partial: float) -> None:
+    scaling = {"rope_type": "proportional", "factor": 2.0} if name == "proportional" else SCALINGS[name]
+    config = mapping({**scaling, "partial_rotary_factor": partial}, head_dim=64)
+    expected, amplitude = theirs(config)
+    rope = Rope(config, 64)
+    assert torch.equal(rope.frequencies(), expected)
+    assert (rope.amplitude, len(expected)) == (amplitude, 32 if name == "proportional" else 32 * partial)
+    flat = {**config, "rope_parameters": None, "rope_theta": 500_000.0, "rope_scaling": {**scaling}}
+    assert torch.equal(Rope({**flat, "partial_rotary_factor": partial}, 64).frequencies(), expected)
+
+
+def longrope(**more: Any) -> dict[str, Any]:
+    """Of a head of 16 features."""
+    short, long = [1.0 + i / 8 for i in range(8)], [1.0 + 2 * i for i in range(8)]
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **more}
+
+
+@pytest.mark.parametrize(
+    ("more", "beside"),
+    [
+        ({}, {"original_max_position_embeddings": 4096}),
+        ({"original_max_position_embeddings": 4096}, {}),
+        ({"original_max_position_embeddings": 4096, "factor": 8.0}, {}),
+        ({"original_max_position_embeddings": 4096, "factor": 0.5}, {}),
+        ({"attention_factor": 1.25}, {"original_max_position_embeddings": 4096}),
+        ({"rope_type": None, "type": "su"}, {"original_max_position_embeddings": 4096}),
+        ({"rope_type": None, "type": "yarn"}, {"original_max_position_embeddings": 4096}),
+    ],
+)
+def test_longrope_has_short_and_long_factors(more: dict[str, Any], beside: dict[str, Any]) -> None:
+    config = {**mapping(longrope(**more), head_dim=16), **beside}
+    rope = Rope(config, 16)
+    given = longrope(**{**more, "rope_type": "longrope"})
+    given |= {"original_max_position_embeddings": 4096}
+    for length in (4096, 4097):
+        expected, amplitude = theirs(mapping(given, head_dim=16), seq_len=length)
+        assert torch.equal(rope.frequencies(torch.tensor([length]))[0], expected)
+        assert rope.amplitude == amplitude
+    assert (longest_covered(config), longest_fixed(config)) == (131072, 4096)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"long_factor": None}, r"`rope_scaling\.long_factor` must be 8 numbers above 0, .* not None.*own config"),
+        ({"short_factor": [1.0] * 7}, r"`rope_scaling\.short_factor` must be 8 numbers .* not 7 values"),
+        ({"short_factor": [0.0] * 8}, r"`rope_scaling\.short_factor` must be 8 numbers"),
+    ],
+)
+def test_factors_of_longrope_that_cannot_be_are_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Rope({"max_position_embeddings": 4096, "rope_scaling": longrope(**more)}, 16)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize("partial", [0.5, 1.0])
+def test_scores_of_rotated_heads_are_those_of_transformers(interleaved: bool, partial: float) -> None:
+    rope = Rope(mapping({"rope_type": "default", "partial_rotary_factor": partial}, head_dim=16), 16)
+    tables = rope.tables(torch.arange(9, dtype=torch.int32))
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(9, 3, 16, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    cos, sin = (torch.cat((tables[name],) * 2, -1)[None] for name in ("cos", "sin"))
+    modeling = modeling_glm4 if interleaved else modeling_phi3
+    expected = [x[0] for x in modeling.apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)]
+    found = [rotated(x, tables["cos"], tables["sin"], interleaved=interleaved) for x in (q, k)]
+    scores = [torch.einsum("nhe,mhe->hnm", *pair) for pair in (expected, found)]
+    torch.testing.assert_close(scores[1], scores[0], rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(one.square().sum(), (q, k)) for one in scores]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_tables_of_a_packed_document_are_those_of_it_alone(kind: str) -> None:
+    scaling = longrope(original_max_position_embeddings=8) if kind == "longrope" else SCALINGS["dynamic"]
+    config = {**mapping(scaling, head_dim=16), "max_position_embeddings": 8}
     rope = Rope(config, 16)
     documents = [torch.arange(n, dtype=torch.int32) for n in (5, 30, 1, 12)]
     packed = rope.tables(torch.cat(documents))
@@ -161,7 +241,7 @@ def test_parameters_are_read_where_each_version_writes_them(rope: dict[str, Any]
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "`rope_scaling`: RoPE scaling `longrope`.*Fix"),
+        ({"rope_scaling": {"type": "spiral", "factor": 4.0}}, "`rope_scaling`: RoPE scaling `spiral`.*Fix"),
         ({"rope_scaling": {"type": "linear"}}, "`rope_scaling`: RoPE scaling `linear` needs `factor`.*Fix"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "`llama3` needs `low_freq_factor`.*Fix"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, r"`rope_scaling\.high_freq_factor`.*above 1, not 1"),
@@ -172,8 +252,10 @@ def test_parameters_are_read_where_each_version_writes_them(rope: dict[str, Any]
         ({"rope_scaling": "linear"}, "`rope_scaling` must be an object, not 'linear'"),
         ({"rope_theta": "big"}, r"`rope_parameters\.rope_theta` must be a number above 1, not 'big'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by layer type"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "`partial_rotary_factor`.*Fix"),
-        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor`.*Fix"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "`partial_rotary_factor`.*Fix"),
+        ({"partial_rotary_factor": 0.1}, "`partial_rotary_factor` is 0.1: 1 of 16 features of a head.*Fix"),
+        ({"partial_rotary_factor": 1.5}, "`partial_rotary_factor` must be at most 1, not 1.5"),
+        ({"partial_rotary_factor": "half"}, "`partial_rotary_factor` must be a number above 0, not 'half'"),
         (
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "`rope_scaling` and `rope_parameters` are both given and differ.*Fix",
@@ -309,6 +391,12 @@ def test_a_rope_for_each_layer_type_is_the_familys_to_read() -> None:
         UserError, match=r"RoPE by layer type \(sliding_attention, full_attention\) is not available here"
     ):
         Rope(config, 128)
+    assert Rope(of_layer_type(config, "sliding_attention"), 128).kind == "default"
+    assert Rope(of_layer_type(config, "full_attention"), 128).kind == "linear"
+    with pytest.raises(UserError, match="`rope_parameters` has no RoPE for layers of type `chunked_attention`"):
+        of_layer_type(config, "chunked_attention")
+    with pytest.raises(UserError, match="`rope_scaling` and `rope_parameters` are both given and differ"):
+        Rope(of_layer_type({**config, "rope_scaling": LLAMA3}, "full_attention"), 128)
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
     config["rope_parameters"] = {"sliding_attention": plain, "full_attention": dynamic}
     assert (longest_covered(config), longest_fixed(config)) == (float("inf"), 4096)

@@ -79,6 +79,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "longrope": {
+        "short_factor": [1.0 + i / 8 for i in range(4)],
+        "long_factor": [1.0 + 2 * i for i in range(4)],
+        "original_max_position_embeddings": 8,
+    },
+    "proportional": {"partial_rotary_factor": 0.5},
     "llama3": {
         "factor": 4.0,
         "low_freq_factor": 1.0,

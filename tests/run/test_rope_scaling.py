@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
-from surogate_core.dsl.rope import KINDS, Rope
+from surogate_core.dsl.rope import BY_LENGTH, KINDS, Rope
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.plugins.registry import Registry
 from surogate_core.setup.assemble import resolve_model
@@ -50,8 +50,8 @@ def test_the_keys_reach_the_model(values: Changes) -> None:
     assert values("max_model_len=128", "sequence_len=64")["max_position_embeddings"] == 128
     with pytest.raises(UserError, match=r"rope_scaling: linear.*max_model_len above the model's 256"):
         values("rope_scaling=linear", "sequence_len=64")
-    with pytest.raises(UserError, match="RoPE scaling `longrope` is not available"):
-        values("rope_scaling={type: longrope, factor: 2.0}", "sequence_len=64")
+    with pytest.raises(UserError, match="RoPE scaling `spiral` is not available"):
+        values("rope_scaling={type: spiral, factor: 2.0}", "sequence_len=64")
 
 
 def test_an_exported_model_has_the_scaling(
@@ -122,6 +122,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "longrope": {
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [1.0 + 2 * i for i in range(8)],
+        "original_max_position_embeddings": 32,
+    },
+    "proportional": {"partial_rotary_factor": 0.5},
     "llama3": {
         "factor": 4.0,
         "low_freq_factor": 1.0,
@@ -166,8 +172,10 @@ def test_reinforcement_learning_trains_the_probabilities_that_it_samples(
 ) -> None:
     base = scaled(model_copy, kind)
     keys = [*grpo_keys, f"model={base}", "max_steps=2", "eval_steps=0", "save_steps=0", "max_completion_length=40"]
-    if kind == "dynamic":
-        with pytest.raises(ConfigError, match=r"sequence_len: is 64, and .* has dynamic RoPE.*: sequence_len: 32$"):
+    if kind in BY_LENGTH:
+        with pytest.raises(
+            ConfigError, match=r"sequence_len: is 64, and .* has RoPE whose angles.*: sequence_len: 32$"
+        ):
             run_here(tmp_path / "run", *keys)
         keys += ["sequence_len=32", "max_completion_length=16"]
     run_here(tmp_path / "run", *keys)

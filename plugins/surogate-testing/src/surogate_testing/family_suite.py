@@ -46,7 +46,8 @@ SIZES = (
 )
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "`rope_scaling`: RoPE scaling `longrope`.*Fix"),
+    ({"rope_scaling": {"type": "spiral", "factor": 4.0}}, "`rope_scaling`: RoPE scaling `spiral`.*Fix"),
+    ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "`rope_scaling.short_factor` must be .* numbers.*Fix"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "`llama3` needs `low_freq_factor`.*Fix"),
     ({"rope_scaling": {"type": "yarn"}}, "`rope_scaling`: RoPE scaling `yarn` needs `factor`.*Fix"),
     ({"use_sliding_window": True, "max_window_layers": 99}, "`use_sliding_window`.*Fix"),
