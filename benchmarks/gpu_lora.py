@@ -29,7 +29,8 @@ from typing import Any, get_args
 import bench
 import numpy as np
 import torch
-from shapes import PRESETS, Weights, model_of
+from presets import PRESETS
+from shapes import Weights, model_of
 from waits import Span, waits
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch

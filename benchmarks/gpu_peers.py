@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_ranks import cause
-from surogate_model_qwen3.presets import PRESETS
+from presets import PRESETS
 
 WARM_UP = 3
 """Steps before the clock starts; the first of them ends the set-up."""

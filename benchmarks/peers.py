@@ -123,21 +123,18 @@ def arguments(batch: MicroBatch, work: Work) -> dict[str, Tensor]:
 
 
 def random_model(work: Work) -> Any:
-    """transformers' Qwen3 in bf16, made and drawn on the device by its own initialiser."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """transformers' model of the configuration in bf16, made and drawn on the device by its own initialiser."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    keys = {k: v for k, v in work.config.items() if k not in ("architectures", "model_type", "rope_theta")}
-    keys |= {
-        "rope_parameters": {"rope_type": "default", "rope_theta": work.config["rope_theta"]},
-        "use_cache": False,
-        "attn_implementation": work.attention,
-    }
-    config = Qwen3Config(**keys)
+    keys = {k: v for k, v in work.config.items() if k not in ("architectures", "rope_theta")}
+    if "rope_theta" in work.config and "rope_parameters" not in keys:
+        keys["rope_parameters"] = {"rope_type": "default", "rope_theta": work.config["rope_theta"]}
+    config = AutoConfig.for_model(**{**keys, "use_cache": False, "attn_implementation": work.attention})
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(work.device):
-            return Qwen3ForCausalLM(config)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     finally:
         torch.set_default_dtype(before)
 
@@ -145,10 +142,12 @@ def random_model(work: Work) -> Any:
 def transformers_model(work: Work, *, liger: bool) -> Any:
     """transformers, with PEFT's adapters unless all weights are trained, and with Liger's kernels if asked."""
     if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+        from liger_kernel.transformers import monkey_patch
 
+        family = work.config["model_type"]
         # Its default: rotation, norms, SwiGLU, and the head fused with the loss.
-        apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=True, cross_entropy=False)
+        apply = getattr(monkey_patch, f"apply_liger_kernel_to_{family}")
+        apply(fused_linear_cross_entropy=True, cross_entropy=False)
     model = random_model(work)
     if work.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -6,12 +6,12 @@ Shape suffixes: N tokens, D model features, E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
-import surogate_model_qwen3.presets
-import surogate_model_qwen3_moe.presets
 import torch
+from presets import FAMILIES, PRESETS, SPARSE
 from surogate_model_qwen3.model import build as build_dense
 from surogate_model_qwen3_moe.model import E, Qwen3Moe, SparseBlock
 from torch import Tensor
@@ -20,10 +20,6 @@ from surogate_core.dsl import Block, Model, Param
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.engine.planning.pieces import RandomSource
 
-DENSE = surogate_model_qwen3.presets.PRESETS
-SPARSE = {f"moe-{name}": config for name, config in surogate_model_qwen3_moe.presets.PRESETS.items()}
-PRESETS: Mapping[str, Mapping[str, Any]] = {**DENSE, **SPARSE}
-"""Name → config.json; those with experts begin with ``moe-``."""
 STEEPNESS = 0.5
 """Expert number i of a layer's order has this times −log(i + 1) added to its logit. With the router's random weights,
 whose logits have a standard deviation of 0.9, the largest of 128 experts then gets about 10 times the mean (8 to 12
@@ -77,4 +73,7 @@ def config_of(preset: str, *, layers: int = 0) -> dict[str, Any]:
 def model_of(preset: str, *, layers: int = 0) -> Model:
     """A shape's model. Experts are routed unevenly."""
     config = config_of(preset, layers=layers)
+    if preset in FAMILIES:
+        built: Model = import_module(f"{FAMILIES[preset][0]}.model").build(config)
+        return built
     return SkewedMoe(config) if preset in SPARSE else build_dense(config)
