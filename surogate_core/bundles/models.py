@@ -54,7 +54,8 @@ def decoder_presets(
         **tiny,
     }
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    given = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, **common}
+    activation = {} if "hidden_activation" in common else {"hidden_act": "silu"}
+    given = {"attention_dropout": 0.0, **activation, "initializer_range": 0.02, **common}
     return {
         name: {**given, **dict(zip(keys, sizes, strict=True)), **more}
         for name, (*sizes, more) in {"tiny": (128, 4, 4, 2, 384, small), **shapes}.items()

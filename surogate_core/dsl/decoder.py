@@ -17,6 +17,7 @@ from torch import Tensor
 from surogate_core.dsl.declare import Block, Embedding, Linear, Model, Param, Stack
 from surogate_core.dsl.dims import Dim, Setting, not_computed, read_key, size_of
 from surogate_core.dsl.heads import LMHead
+from surogate_core.dsl.inits import Init
 from surogate_core.dsl.known_keys import check_keys
 from surogate_core.dsl.mixers import Attention
 from surogate_core.dsl.rope import Rope, longest_covered, longest_fixed, of_layer_type, rotated
@@ -74,11 +75,13 @@ def fused_attention_slots(
     return None, None, None, qkv, o, Attention(heads, kv_heads, head_dim)
 
 
-def qk_norms(head_dim: Dim = E) -> tuple[Param, Param]:
-    """(q_norm, k_norm): RMS norms of the features of each query and key. With ``H * E`` and ``K * E`` features, see
-    `whole_qk_norms`.
+def qk_norms(head_dim: Dim = E, *, init: Init = "ones") -> tuple[Param, Param]:
+    """(q_norm, k_norm): RMS norms of the features of each query and key. Of all heads together, see `whole_qk_norms`.
+
+    `init`: "zeros" beside a `norm_offset`.
     """
-    return Param("self_attn.q_norm.weight", head_dim), Param("self_attn.k_norm.weight", head_dim)
+    q, k = (Param(f"self_attn.{which}_norm.weight", head_dim, init=init) for which in "qk")
+    return q, k
 
 
 def whole_qk_norms(heads: Dim = H, kv_heads: Dim = K, head_dim: Dim = E) -> tuple[Param, Param]:
@@ -220,12 +223,16 @@ class DenseBlock(AttentionBlock):
     gate_up: Linear | None = None
     gate, up, down = mlp_slots()
 
+    def gated(self, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+        """[N, F]: the activation of the feed-forward."""
+        return ops.swiglu(gate_NF, up_NF)
+
     def mlp(self, h_ND: Tensor) -> Tensor:
         """[N, D] → [N, D]: the feed-forward of rows after their norm."""
         if self.gate_up is None:
-            return self.down(ops.swiglu(self.gate(h_ND), self.up(h_ND)))
+            return self.down(self.gated(self.gate(h_ND), self.up(h_ND)))
         gate_NF, up_NF = self.gate_up(h_ND).chunk(2, dim=1)
-        return self.down(ops.swiglu(gate_NF, up_NF))
+        return self.down(self.gated(gate_NF, up_NF))
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""
@@ -243,8 +250,16 @@ class Decoder(Model):
     head = LMHead("lm_head.weight", "model.norm.weight", EPS, tied=TIED)
     reads: ClassVar[Collection[str]] = ()
     """Keys of known meaning that the family reads, as `check_keys` takes them."""
+    computes: ClassVar[Mapping[str, Any]] = {}
+    """Keys of which the family computes one value, as `check_keys` takes them."""
     rope_defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of RoPE's keys that a ``config.json`` of the family may leave out, such as ``rope_theta``."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of other keys that it may leave out, as transformers has them. The model's `config` has them."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        given = {key: value for key, value in config.items() if value is not None or key not in self.defaults}
+        super().__init__({**self.defaults, **given})
 
     @classmethod
     def build(cls, config: Mapping[str, Any]) -> Self:
@@ -256,6 +271,7 @@ class Decoder(Model):
     def check(self) -> None:
         """Refuse, by the name of the key, what the model does not compute."""
         attend = self._block.attend
+        normed = dict.fromkeys(("qk_norm", "use_qk_norm"), True) if self._block.q_norm is not None else {}
         layered = ("layer_types", "sliding_window") if self.default_type(0) is not None else ()
         check_decoder(
             self,
@@ -264,7 +280,7 @@ class Decoder(Model):
             kv_heads=attend.kv_heads,
             head_dim=attend.features,
             reads=(*self.reads, *layered),
-            computes=dict.fromkeys(("qk_norm", "use_qk_norm"), True) if self._block.q_norm is not None else None,
+            computes={**normed, **self.computes},
         )
 
     def default_type(self, number: int) -> str | None:

@@ -186,6 +186,13 @@ def scaled_config(
     A kind's name stretches the model's positions to `positions`. A mapping is used unchanged, except that `positions`
     may supply its ``factor``. transformers computes from the result the same values that are trained.
     """
+    if kinds := [name for name, value in (config.get("rope_parameters") or {}).items() if isinstance(value, Mapping)]:
+        if scaling is not None:
+            raise UserError(
+                f"rope_scaling: the model has a RoPE for each type of its layers ({', '.join(kinds)}), and one scaling "
+                f"for all of them would be another model. Fix: leave rope_scaling at null."
+            )
+        return {**config, "max_position_embeddings": positions or config.get("max_position_embeddings")}
     key, old = _parameters(config)
     if key == "rope_parameters" and not old:
         key = "rope_scaling"  # where every version of transformers reads it

@@ -88,6 +88,61 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
         return _SwiGLU.apply(gate_NF, up_NF)
 
 
+class _GeGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_NF, up_NF)
+        gelu = torch.nn.functional.gelu(wide(gate_NF), approximate="tanh")
+        return gelu.to(gate_NF.dtype) * up_NF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
+        gate_NF, up_NF = ctx.saved_tensors
+        gate, up, dy = wide(gate_NF), wide(up_NF), wide(dy_NF)
+        dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
+        dup = dy * torch.nn.functional.gelu(gate, approximate="tanh")
+        return dgate.to(gate_NF.dtype), dup.to(up_NF.dtype)
+
+
+@op
+def geglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+    """gelu(gate) · up (arXiv 2002.05202), with the tanh form of GELU, as in Gemma."""
+    with region("swiglu"):
+        return _GeGLU.apply(gate_NF, up_NF)
+
+
+class _ClampedSwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_NF: Tensor, up_NF: Tensor, limit: float, alpha: float) -> Tensor:
+        ctx.save_for_backward(gate_NF, up_NF)
+        ctx.settings = limit, alpha
+        gate, up = wide(gate_NF).clamp(max=limit), wide(up_NF).clamp(-limit, limit)
+        return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_NF.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor | None, ...]:
+        gate_NF, up_NF = ctx.saved_tensors
+        limit, alpha = ctx.settings
+        wide_gate, wide_up, dy = wide(gate_NF), wide(up_NF), wide(dy_NF)
+        gate, up = wide_gate.clamp(max=limit), wide_up.clamp(-limit, limit)
+        sigmoid = torch.sigmoid(alpha * gate)
+        dgate = dy * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
+        dgate = dgate.masked_fill(wide_gate > limit, 0.0)
+        dup = (dy * gate * sigmoid).masked_fill(wide_up.abs() > limit, 0.0)
+        return dgate.to(gate_NF.dtype), dup.to(up_NF.dtype), None, None
+
+
+@op
+def clamped_swiglu(gate_NF: Tensor, up_NF: Tensor, limit: float, alpha: float) -> Tensor:
+    """(up + 1) · gate · sigmoid(alpha · gate) of gates of at most `limit` and ups within ±`limit` (gpt-oss,
+    arXiv 2508.10925).
+    """
+    with region("swiglu"):
+        return _ClampedSwiGLU.apply(gate_NF, up_NF, limit, alpha)
+
+
 def _rotate(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
     first, second = wide(x_NHE).chunk(2, dim=-1)
     cos, sin = cos_NE.unsqueeze(1), sin_NE.unsqueeze(1)

@@ -48,6 +48,7 @@ def find(name: str, kernel: str) -> Op:
 
 def test_every_op_is_tested() -> None:
     tested = {"rms_norm", "swiglu", "rope", "norm_rope", "cross_entropy", "attention", "dropout", "adapted_linears"}
+    tested |= {"geglu", "clamped_swiglu"}
     found = {name for name, kernel in references.items() if kernel.function.__module__ == ops.__name__}
     assert found == tested, "an op without a test: add it here and to a test of this directory"
     assert {k.op for k in cpu.kernels()} <= tested
@@ -187,6 +188,32 @@ def test_swiglu_keeps_nan_where_it_is(kernel: str, dtype: torch.dtype) -> None:
     gate[0, 1], up[2, 4] = float("nan"), float("nan")
     y = find("swiglu", kernel)(gate, up)
     assert y.isnan().nonzero().tolist() == [[0, 1], [2, 4]]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_geglu(dtype: torch.dtype) -> None:
+    """Random, huge, tiny and zero values."""
+    for shape, scale, layout in itertools.product(((5, 48), (1, 1), (3, 7)), (1.0, 1e8, 1e-15, 0.0), LAYOUTS):
+        gate, up = (LAYOUTS[layout](random(*shape, seed=s, scale=scale, dtype=dtype)) for s in (0, 1))
+        with note(shape, scale, layout):
+            assert compare(find("geglu", "reference"), op_cases.geglu, [gate, up]).error() <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_clamped_swiglu(dtype: torch.dtype) -> None:
+    """Values of which some are limited, most are, and none is."""
+
+    def limited(function: Op, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return function(gate, up, limit, 1.702)
+
+    for limit, layout in itertools.product((0.7, 0.05, 7.0), LAYOUTS):
+        gate, up = (LAYOUTS[layout](random(5, 48, seed=s, dtype=dtype)) for s in (0, 1))
+        own, definition = (
+            partial(limited, function, limit)
+            for function in (find("clamped_swiglu", "reference"), op_cases.clamped_swiglu)
+        )
+        with note(limit, layout):
+            assert compare(own, definition, [gate, up]).error() <= BOUNDS[dtype]
 
 
 # ---------------------------------------------------------------------------------- rope

@@ -14,7 +14,11 @@ from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import UserError
 from surogate_core.plugins.registry import model_families
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3-moe": "qwen3moe"}
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3-moe": "qwen3moe", "gemma3": "gemma3"}
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"mlp_only_layers": []},  # llama.cpp has experts in every layer
+    "gemma3": {"sliding_window_pattern": 6},
+}
 
 
 def described(family: ModelFamily, **changes: Any) -> Architecture:
@@ -40,10 +44,7 @@ def described(family: ModelFamily, **changes: Any) -> Architecture:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_tensor_of_a_shipped_family_has_a_place_in_a_gguf_file(name: str) -> None:
-    dense: dict[str, Any] = (
-        {"mlp_only_layers": []} if name == "qwen3-moe" else {}
-    )  # llama.cpp has experts in every layer
-    found = described(model_families()[name], **dense)
+    found = described(model_families()[name], **CHANGES.get(name, {}))
     assert found.name == ARCHITECTURES[name]
     assert len({tensor.name for tensor in found.tensors}) == len(found.tensors) > 10
 

@@ -42,6 +42,8 @@ class Family:
     """Further keys of the file, without the architecture's name in front, such as ``attention.sliding_window``. A key
     that the file has anyway gets this value.
     """
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of ``config.json`` with the values by which the file's RoPE is described, of a model with several."""
     convert: Callable[[str, torch.Tensor], torch.Tensor] | None = None
     """(Hugging Face name, weight) → the weight as the file has it, of the same shape."""
 
@@ -100,7 +102,7 @@ class Architecture:
     @cached_property
     def rope(self) -> Rope:
         """The rotary embedding."""
-        return Rope(self.config, self.head_dim)
+        return Rope({**self.config, **self.family.rope}, self.head_dim)
 
     def _check(self) -> None:
         kind = self.rope.kind

@@ -96,8 +96,12 @@ class FamilyFacts:
     """Keys of every such model besides `TINY`."""
     exported: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the model whose export is compared."""
+    lengths: Sequence[int] = LENGTHS
+    """Lengths of the packed documents; of a family with windows, some around the window."""
     long: Sequence[str] = ()
     """Names of `LONG` that are compared."""
+    ropes: Sequence[str] = ()
+    """Types of layers where each has a RoPE of its own, first the one that `LONG` scales."""
     sizes: Sequence[str] = SIZES
     """Keys without which no model is built."""
     absent: Sequence[str] = ("rope_theta", "rms_norm_eps", "tie_word_embeddings", "hidden_act")
@@ -132,15 +136,20 @@ class FamilyFacts:
             model = self.architecture(self.config(**json.loads(json.dumps(config))))
         return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
-    def pair(self, lengths: Sequence[int] = LENGTHS, **changes: Any) -> Pair:
+    def pair(self, lengths: Sequence[int] = (), **changes: Any) -> Pair:
         """A model of transformers and one of the family with the same random weights."""
         settings = {**TINY, "architectures": [self.architecture.__name__], **self.settings, **changes}
-        return Pair.of(self.architecture, self.config(**settings), self.family.build, lengths=lengths)
+        # A copy, because transformers changes what it is given.
+        settings = json.loads(json.dumps(settings))
+        return Pair.of(self.architecture, self.config(**settings), self.family.build, lengths=lengths or self.lengths)
 
     def long_pair(self, rope: Mapping[str, Any]) -> Pair:
         """The same for longer documents. Dynamic scaling counts from the positions, others from a number of theirs."""
         positions = 64 if rope["rope_type"] == "dynamic" else 128
-        parameters = {"rope_theta": 5000.0, **rope}
+        parameters: dict[str, Any] = {"rope_theta": 5000.0, **rope}
+        if self.ropes:
+            plain = {"rope_type": "default", "rope_theta": 500.0}
+            parameters = {**dict.fromkeys(self.ropes, plain), self.ropes[0]: parameters}
         return self.pair((90, 21), rope_parameters=parameters, max_position_embeddings=positions)
 
 
@@ -210,10 +219,13 @@ class FamilyTests:
         assert model.head.eps.value(config) == theirs.rms_norm_eps
         features = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         exponents = torch.arange(0, features, 2) / features
-        angles = torch.arange(4.0)[:, None] / theirs.rope_parameters["rope_theta"] ** exponents
         tables = model.tables(torch.arange(4, dtype=torch.int32), torch.float32)
-        torch.testing.assert_close(tables["cos"], angles.cos())
-        torch.testing.assert_close(tables["sin"], angles.sin())
+        for kind in self.facts.ropes or ("",):
+            end = f"_{kind}" if kind else ""
+            parameters = theirs.rope_parameters[kind] if kind else theirs.rope_parameters
+            angles = torch.arange(4.0)[:, None] / parameters["rope_theta"] ** exponents
+            torch.testing.assert_close(tables[f"cos{end}"], angles.cos())
+            torch.testing.assert_close(tables[f"sin{end}"], angles.sin())
 
     def test_logits(self, case: str, record_testsuite_property: Record) -> None:
         error = self.facts.pair(**self.facts.cases[case]).logits_error()
@@ -225,6 +237,17 @@ class FamilyTests:
         error, name = self.facts.pair(**self.facts.cases[case]).gradient_error(recompute=recompute)
         record_testsuite_property(f"gradient, {case}, {recompute=}", f"{error:.2e} {name}")
         assert error <= TOLERANCE, name
+
+    def test_a_token_of_one_document_changes_no_bit_of_another(self) -> None:
+        """Documents of one token, of two, and longer ones, each changed in turn."""
+        pair = self.facts.pair((1, 2, *self.facts.lengths), **self.facts.exported)
+        assert not pair.leaks(), "these documents see others"
+
+    def test_greedy_text(self) -> None:
+        """Generation equals transformers' forward, from prompts of each length, well past any window."""
+        pair = self.facts.pair((1, 2, *self.facts.lengths), **self.facts.exported)
+        own, theirs = pair.greedy(24)
+        assert own == theirs
 
     def test_the_exported_model(self, tmp_path: Path) -> None:
         assert self.facts.pair(**self.facts.exported).full_export_error(tmp_path / "model") <= TOLERANCE

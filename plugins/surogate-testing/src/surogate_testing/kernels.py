@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,10 +58,12 @@ def _rms_norm() -> Iterator[Inputs]:
     yield made(48, 64, what="an offset", offset=1.0)
 
 
-def _swiglu() -> Iterator[Inputs]:
+def _gated(*settings: float) -> Iterator[Inputs]:
+    """Inputs of an activation with a gate, which takes `settings` after both."""
+
     def made(*shape: int, what: str = "", apart: bool = False) -> Inputs:
         leaves = {"gate": normal(*shape, seed=0), "up": normal(*shape, seed=1)}
-        return Inputs(leaves=leaves, call=lambda f, t: f(*t), what=what, apart=apart)
+        return Inputs(leaves=leaves, call=lambda f, t: f(*t, *settings), what=what, apart=apart)
 
     yield made(48, 64)
     yield made(200, 64, what="200 rows")
@@ -262,7 +265,9 @@ def _combined_linear() -> Iterator[Inputs]:
 
 CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "rms_norm": _rms_norm,
-    "swiglu": _swiglu,
+    "swiglu": _gated,
+    "geglu": _gated,
+    "clamped_swiglu": partial(_gated, 0.9, 1.702),
     "rope": _rope,
     "norm_rope": _norm_rope,
     "attention": _attention,

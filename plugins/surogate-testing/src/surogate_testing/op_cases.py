@@ -6,6 +6,7 @@ of a head, D features, V words.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +34,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     return gate / (1 + torch.exp(-gate)) * up
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) · up, by the formula with tanh."""
+    return 0.5 * gate * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    """(up + 1) · gate · sigmoid(alpha · gate), gate at most limit and up within ±limit."""
+    gate = torch.where(gate > limit, torch.full_like(gate, limit), gate)
+    up = torch.where(up.abs() > limit, limit * up.sign(), up)
+    return (up + 1) * gate / (1 + torch.exp(-alpha * gate))
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

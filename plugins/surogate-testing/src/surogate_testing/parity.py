@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,45 @@ class Pair:
         found, wanted = engine.evaluate([batch])[0], loss.item()
         ensure(abs(found - wanted) <= TOLERANCE * abs(wanted), f"the loss is {found}, not {wanted}")
         return tiny.worst(tiny.gradients(engine, [batch]), expected)
+
+    def leaks(self) -> list[tuple[int, int]]:
+        """(changed, other): the documents whose logits another one's changed first token changes in any bit."""
+        engine = self.engine()
+        before = engine.logits(tiny.batch(self.documents, tokens=self.tokens)).clone()
+        borders = [0, *accumulate(map(len, self.documents))]
+        found = []
+        for number, document in enumerate(self.documents):
+            changed = list(map(list, self.documents))
+            changed[number][0] = (document[0] + 1) % self.reference.config.vocab_size
+            after = engine.logits(tiny.batch(changed, tokens=self.tokens))
+            differs = [not torch.equal(before[a:b], after[a:b]) for a, b in pairwise(borders)]
+            ensure(differs[number], "a changed token must change its own document's logits")
+            found += [(number, other) for other, one in enumerate(differs) if one and other != number]
+        return found
+
+    def greedy(self, count: int) -> tuple[list[list[int]], list[list[int]]]:
+        """`count` tokens after each document, by `NativeEngine` and by transformers' forward over the whole text."""
+        from surogate_core.bundles import Request, RolloutSettings, Sampling
+        from surogate_core.generate.native import NativeEngine
+        from surogate_core.generate.weights import Weights
+
+        assembly = tiny.assembly(self.reference.config.to_dict(), build=self.build, lora=tiny.lora(targets=()))
+        weights = Weights.load(assembly, tiny.tensor_source(self.state()))
+        requests = [
+            Request(prompt=tuple(ids), max_new_tokens=count, number=number, sampling=Sampling(temperature=0))
+            for number, ids in enumerate(self.documents)
+        ]
+        longest = max(map(len, self.documents)) + count
+        made = NativeEngine(weights, RolloutSettings(slots=2, context=longest)).generate(requests)
+        theirs = []
+        for document in self.documents:
+            text = list(document)
+            for _ in range(count):
+                with torch.no_grad():
+                    logits = self.reference(input_ids=torch.tensor([text]), use_cache=False).logits
+                text.append(int(logits[0, -1].argmax()))
+            theirs.append(text[len(document) :])
+        return [list(one.ids) for one in made], theirs
 
     def full_export_error(self, path: Path) -> float:
         """After a step, the logits of the exported model in transformers."""
