@@ -48,14 +48,6 @@ def _packed(config: RunConfig, data: PreparedData) -> bundles.Task:
 
 
 @hookimpl
-def surogate_advantage() -> list[bundles.AdvantageSpec]:
-    """Rewards compared within a prompt's completions."""
-    from surogate_core.train.advantages import ADVANTAGES
-
-    return [*ADVANTAGES]
-
-
-@hookimpl
 def surogate_schedule() -> list[bundles.ScheduleSpec]:
     """Linear, cosine, wsd and constant."""
     from surogate_core.train.lr import SCHEDULES

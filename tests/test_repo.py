@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "surogate_core"
 KIT = ROOT / "plugins" / "surogate-testing"
 """A library for tests, and no plugin."""
-PLUGINS = sorted({p.parent for p in ROOT.glob("plugins/*/pyproject.toml")} - {KIT})
+LIBRARIES = (ROOT / "plugins" / "surogate-reinforcement",)
+"""What several plugins share and the core does not need: no entry point, no offer, below every plugin."""
+PLUGINS = sorted({p.parent for p in ROOT.glob("plugins/*/pyproject.toml")} - {KIT, *LIBRARIES})
 SOURCES = sorted(
     f
     for top in (CORE, ROOT / "surogate", ROOT / "core", ROOT / "plugins", ROOT / "scripts", ROOT / "benchmarks")
@@ -218,6 +220,7 @@ def test_what_counts_as_a_large_function():
 
 def test_core_imports_no_plugin():
     plugins = tuple(package_of(p).name for p in PLUGINS)
+    plugins += tuple(package_of(library).name for library in LIBRARIES)
     kit = package_of(KIT).name
     check = CORE / "cli" / "plugin_check.py"
     refuse(
@@ -286,7 +289,6 @@ FLOORS = (
     {"plugins"},
     {"data"},
     {"config"},
-    {"environments"},
     {"hf"},
     {"train"},
     {"launch"},
@@ -355,8 +357,10 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def private_uses(plugin: Path) -> Iterator[str]:
-    """What a plugin's package takes from other plugins, and private names that it takes from the core."""
-    own, others = package_of(plugin).name, {package_of(p).name for p in (*PLUGINS, KIT)}
+    """What a plugin's package takes from other plugins and from libraries that it does not require; private names."""
+    own = package_of(plugin).name
+    required = {package_of(library).name for library in LIBRARIES if requires(plugin, library)}
+    others = {package_of(p).name for p in (*PLUGINS, *LIBRARIES, KIT)} - required
     for file in sorted(package_of(plugin).rglob("*.py")):
         tree = parsed(file)
         core = {
@@ -376,18 +380,43 @@ def private_uses(plugin: Path) -> Iterator[str]:
                 yield f"{relative(file)}:{node.lineno}: {node.attr}"
 
 
+def requires(plugin: Path, library: Path) -> bool:
+    project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return any(re.match(r"[\w-]+", r)[0] == library.name for r in project["dependencies"])
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
 def test_plugins_use_nothing_private_and_no_other_plugin():
-    refuse(wrong for plugin in (*PLUGINS, KIT) for wrong in private_uses(plugin))
+    refuse(wrong for plugin in (*PLUGINS, *LIBRARIES, KIT) for wrong in private_uses(plugin))
+
+
+def test_a_library_is_no_plugin_and_has_several_users():
+    wrong = []
+    for library in LIBRARIES:
+        project = tomllib.loads((library / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        users = [plugin for plugin in (*PLUGINS, KIT) if requires(plugin, library)]
+        checks = {
+            "the name is the directory's": project["name"] == library.name,
+            "it has no entry point": "entry-points" not in project,
+            "it depends on surogate-core>=": any(re.match(CORE_BOUND, r) for r in project["dependencies"]),
+            "several plugins require it": len(users) > 1,
+            "it has tests": bool(list((library / "tests").glob("test_*.py"))),
+        }
+        wrong += [f"{library.name}: not so: {what}" for what, holds in checks.items() if not holds]
+    refuse(wrong)
 
 
 def test_nothing_leads_out_of_a_plugins_directory():
-    links = [relative(path) for plugin in (*PLUGINS, KIT) for path in plugin.rglob("*") if path.is_symlink()]
+    links = [
+        relative(path) for plugin in (*PLUGINS, *LIBRARIES, KIT) for path in plugin.rglob("*") if path.is_symlink()
+    ]
     upwards = [
-        plugin.name for plugin in (*PLUGINS, KIT) if ".." in (plugin / "pyproject.toml").read_text(encoding="utf-8")
+        plugin.name
+        for plugin in (*PLUGINS, *LIBRARIES, KIT)
+        if ".." in (plugin / "pyproject.toml").read_text(encoding="utf-8")
     ]
     assert not links + upwards
 
@@ -396,7 +425,7 @@ def test_a_plugins_tests_use_the_core_the_kit_and_the_plugin_alone():
     """So that they run wherever the plugin's directory is; what joins two plugins is tested in tests/."""
     support = {f.stem for f in (ROOT / "tests" / "support").glob("*.py")}
     wrong = []
-    for plugin in (*PLUGINS, KIT):
+    for plugin in (*PLUGINS, *LIBRARIES, KIT):
         others = sorted({package_of(p).name for p in PLUGINS} - {package_of(plugin).name}, key=len, reverse=True)
         for file in sorted((plugin / "tests").rglob("*.py")):
             text = file.read_text(encoding="utf-8").replace(package_of(plugin).name, "own")
@@ -505,7 +534,7 @@ def test_the_front_door_requires_every_plugin_by_default_or_by_an_extra():
     assert required["evals"] == evals
     assert required["environments"] == environments
     assert required["ray"] == ray
-    assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in (*PLUGINS, KIT))} - extras
+    assert required[""] == {"surogate-core", "surogate-native", *(p.name for p in (*PLUGINS, *LIBRARIES, KIT))} - extras
     assert sources.keys() == required[""] | extras
     assert (ROOT / "core" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 

@@ -30,6 +30,8 @@ class Kind:
     """Whether there is an option file in the config group of the last of `offers`."""
     offers: tuple[str, ...] = ()
     """Kinds of its bundles, if not only one of the kind's name."""
+    library: str = ""
+    """A library of Surogate that it needs beside the core."""
     more: Mapping[str, str] = field(default_factory=dict)
     """Further module → its template."""
 
@@ -69,7 +71,12 @@ KINDS: Mapping[str, Kind] = {
     "task": Kind(what="the task", file="steps", use="surogate task=@NAME@"),
     "advantage": Kind(what="the advantage", file="advantage", use="surogate grpo advantage=@NAME@", has_option=False),
     "policy_loss": Kind(what="the policy loss", file="loss", use="surogate grpo loss_type=@NAME@", has_option=False),
-    "environment": Kind(what="the environment", file="environment", use="surogate env check @NAME@"),
+    "environment": Kind(
+        what="the environment",
+        file="environment",
+        use="surogate env check @NAME@",
+        library="surogate-reinforcement",
+    ),
     "launcher": Kind(what="the launcher", file="launch", use="surogate launcher=@NAME@"),
     "fabric": Kind(what="the fabric", file="links", use="surogate gpus=2 device=cpu fabric=@NAME@"),
     "monitor": Kind(what="the monitor", file="monitor", use="surogate monitor=[console,jsonl,@NAME@]"),
@@ -134,6 +141,9 @@ def _values(name: str, kind: str) -> dict[str, str]:
 
     major, minor, *_ = __version__.split(".")
     point, facts = entry_point(name, kind), KINDS[kind]
+    # Before 1.0 a minor version may change the plugin API.
+    core, after = f"{major}.{minor}", f"{major}.{int(minor) + 1}"
+    needs = ["surogate-core", *([facts.library] if facts.library else [])]
     return {
         "USE": facts.use,
         "NAME": name,
@@ -146,9 +156,9 @@ def _values(name: str, kind: str) -> dict[str, str]:
         "MODULE": f"surogate-{point}".replace("-", "_"),
         "CLASS": "".join(part.capitalize() for part in name.split("-")),
         "API": f">={API_VERSION},<{API_VERSION + 1}",
-        "CORE": f"{major}.{minor}",
-        # Before 1.0 a minor version may change the plugin API.
-        "NEXT": f"{major}.{int(minor) + 1}",
+        "NEEDS": ", ".join(f'"{library}>={core},<{after}"' for library in needs),
+        "CORE": core,
+        "NEXT": after,
     }
 
 

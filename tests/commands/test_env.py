@@ -14,7 +14,7 @@ from surogate_core.cli.main import main
 SOURCE = """
 import time
 from surogate_core import bundles, hookimpl
-from surogate_core.environments.episodes import OneReply, user_says
+from surogate_reinforcement.episodes import OneReply, user_says
 
 class Tasks:
     size = 3

@@ -18,8 +18,8 @@ from surogate_core.bundles import Objective
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels import ops
 from surogate_core.kernels.documents import document_starts, document_sums
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 Columns = Mapping[str, Tensor]
 

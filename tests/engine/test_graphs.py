@@ -10,8 +10,8 @@ from rank_engines import engine_of
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
 from surogate_core.engine.ranks.sharded_gradients import ShardedGradients
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 
 def first_steps(fabric: VirtualFabric, *, level: int, warm: bool) -> tuple[int, list[tuple[float, float]]]:

@@ -19,8 +19,8 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.pieces import InFile
 from surogate_core.errors import PluginError, UserError
 from surogate_core.mesh import groups
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 QUICK = {
     ("lora", 4),

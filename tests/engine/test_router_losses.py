@@ -15,8 +15,8 @@ from surogate_core.dsl.sides import TOKENS, Form, RouterLosses
 from surogate_core.engine import graphs
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.schedule import HEAD, counting_schedule, render
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 BOTH = RouterLosses(aux=0.5, z=0.1)
 

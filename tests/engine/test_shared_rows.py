@@ -16,8 +16,8 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.prediction import predict
 from surogate_core.errors import UserError
 from surogate_core.kernels import heads, ops
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 D = Dim("hidden_size")
 

@@ -19,8 +19,8 @@ from surogate_core.dsl.declare import Multiply
 from surogate_core.dsl.slots import plain_gemm
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels import ops
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 COEFFICIENT = float(CONFIG["router_aux_loss_coef"])
 

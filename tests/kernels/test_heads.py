@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from surogate_core.kernels import heads, ops
-from surogate_core.mesh.virtual import in_threads
 from surogate_testing.op_cases import random
+from surogate_testing.virtual import in_threads
 
 
 class Slow(dict[int, Any]):

@@ -8,7 +8,7 @@ import torch
 from surogate_core.engine.ranks.reduce import reduce_parts, staging_elements
 from surogate_core.kernels.registry import Kernel, KernelTable, using
 from surogate_core.kernels.sums import add_tree_sum, tree_sum
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 
 def drawn(count: int, length: int = 1000) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.mesh.axes import AXES as NAMES
 from surogate_core.mesh.axes import Axes, AxisName
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 
 def test_an_axis_divides_all_ranks_into_groups() -> None:

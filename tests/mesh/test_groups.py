@@ -20,7 +20,7 @@ from surogate_core.engine.ranks.sharded_weights import ShardedWeights
 from surogate_core.engine.ranks.stages import Stages
 from surogate_core.mesh import groups
 from surogate_core.mesh.groups import GroupFabric
-from surogate_core.mesh.virtual import in_threads
+from surogate_testing.virtual import in_threads
 
 CPU = torch.device("cpu")
 WORLD = 3

@@ -22,7 +22,7 @@ from surogate_core.errors import MachineError
 from surogate_core.mesh import peers
 from surogate_core.mesh.groups import GroupFabric
 from surogate_core.mesh.peers import PeerFabric
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 CPU = torch.device("cpu")
 PATIENCE = 30.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from surogate_core.bundles import Stopped, Together
-from surogate_core.mesh.virtual import in_threads
+from surogate_testing.virtual import in_threads
 
 
 def test_every_rank_has_the_bytes_of_all() -> None:

@@ -38,9 +38,9 @@ def built(project: Path, out: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def shared_wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The wheels of the core, of the conformance kit, and of what kernel packs share."""
+    """The wheels of the core, of the conformance kit, and of what several plugins share."""
     out = tmp_path_factory.mktemp("wheels")
-    projects = (ROOT / "core", ROOT / "native", KIT)
+    projects = (ROOT / "core", ROOT / "native", ROOT / "plugins" / "surogate-reinforcement", KIT)
     return [built(project, out / str(number))[0] for number, project in enumerate(projects)]
 
 

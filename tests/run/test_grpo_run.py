@@ -18,9 +18,9 @@ from surogate_task_grpo.policy_losses import POLICY_LOSSES
 from surogate_task_grpo.task import open_arena
 
 from surogate_core.cli.main import main
-from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import ConfigError, UserError
 from surogate_core.plugins.registry import load_plugins
+from surogate_reinforcement.pool import EnvironmentPool
 
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from surogate_model_qwen3.model import build
+from surogate_task_grpo.advantages import ADVANTAGES
 from surogate_task_grpo.options import GRPOOptions, advantage_name
 from surogate_task_grpo.policy_losses import POLICY_LOSSES
 from tiny_qwen3 import ADAMW, BF16, tiny_config
@@ -26,8 +27,7 @@ from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import part_of
 from surogate_core.bundles.reinforcement.advantages import advantages
 from surogate_core.engine.engine import Engine
-from surogate_core.train.advantages import ADVANTAGES
-from surogate_core.train.policy import Policy
+from surogate_reinforcement.policy import Policy
 from surogate_testing import tiny
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")

@@ -17,8 +17,8 @@ from surogate_core.bundles import OptimizerSpec
 from surogate_core.dsl.sides import RouterLosses
 from surogate_core.engine.engine import Engine
 from surogate_core.formats.adamw_8bit import BlockwiseAdamW
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 EIGHT_BIT = OptimizerSpec(name="adamw-8bit", build=lambda groups, options: BlockwiseAdamW(groups))
 UNTIED = {**tiny.SMALL_CONFIG, "tie_word_embeddings": False}

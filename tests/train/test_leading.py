@@ -19,7 +19,6 @@ from surogate_core.errors import MachineError
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.lifeline import Lifeline
 from surogate_core.mesh.mesh import Mesh
-from surogate_core.mesh.virtual import in_threads
 from surogate_core.train import follow, leading
 from surogate_core.train.checkpoint import CheckpointDir
 from surogate_core.train.flops import Work
@@ -27,6 +26,7 @@ from surogate_core.train.follow import Follower
 from surogate_core.train.leading import Interrupted, Leader, Order, Ranks
 from surogate_core.train.signals import StopSignals
 from surogate_testing import tiny
+from surogate_testing.virtual import in_threads
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from surogate_task_grpo.exchange import gathered, packed, unpacked
 from surogate_task_grpo.play import Played, Sample
 
 from surogate_core.bundles import EnvironmentTask, Stopped
-from surogate_core.mesh.virtual import in_threads
+from surogate_testing.virtual import in_threads
 
 
 def episode(number: int, sample: int = 0) -> Played:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Objective, part_of
-from surogate_core.train.policy import Policy
-from surogate_core.train.policy_terms import bounds
+from surogate_reinforcement.policy import Policy
+from surogate_reinforcement.policy_terms import bounds
 from surogate_testing import tiny
 from surogate_testing.suites import bundle_checks
 

@@ -14,7 +14,7 @@ from surogate_task_grpo.reward_model import RewardModel, with_room
 
 from surogate_core.bundles import Stopped, Together
 from surogate_core.errors import UserError
-from surogate_core.mesh.virtual import in_threads
+from surogate_testing.virtual import in_threads
 
 SHAPE = Shape(rows=2, sequence_len=64, documents=4, columns=(), padding_id=0)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from surogate_core.bundles import EnvironmentSpec, EnvironmentTask, Turn
-from surogate_core.environments.episodes import OneReply, user_says
 from surogate_core.errors import UserError
+from surogate_reinforcement.episodes import OneReply, user_says
 from surogate_testing.check import NotApplicable
 from surogate_testing.suites import bundle_checks
 

@@ -21,8 +21,8 @@ from surogate_core.engine.ranks.sharded_weights import ShardedWeights
 from surogate_core.engine.schedule import EMBED
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 
 @pytest.mark.parametrize(

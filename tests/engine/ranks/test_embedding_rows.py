@@ -19,8 +19,8 @@ from surogate_core.engine.ranks.embedding_rows import EmbeddingRows
 from surogate_core.engine.ranks.sharding import owners
 from surogate_core.engine.ranks.stages import Stages
 from surogate_core.engine.stores import NO_OFFLOAD
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 96

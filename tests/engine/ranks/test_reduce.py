@@ -9,7 +9,7 @@ from torch import Tensor
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.ranks.reduce import CHUNK, reduce_parts, staging_elements
 from surogate_core.kernels.sums import tree_sum
-from surogate_core.mesh.virtual import in_threads
+from surogate_testing.virtual import in_threads
 
 
 def _values(rank: int, elements: int) -> Tensor:

@@ -21,7 +21,7 @@ from surogate_core.engine.ranks.sharding import owners
 from surogate_core.engine.ranks.stages import Stages
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key, training_schedule
 from surogate_core.kernels.sums import tree_sum
-from surogate_core.mesh.virtual import in_threads
+from surogate_testing.virtual import in_threads
 
 CPU = torch.device("cpu")
 LAYERS, UNIT = 3, 256

@@ -21,8 +21,8 @@ from surogate_core.engine.ranks.sharded_weights import ALIGNMENT, ShardedWeights
 from surogate_core.engine.ranks.sharding import owners
 from surogate_core.engine.ranks.stages import Stages
 from surogate_core.engine.schedule import EMBED, HEAD, evaluation_schedule, layer_key, training_schedule
-from surogate_core.mesh.virtual import in_threads
 from surogate_testing import tiny
+from surogate_testing.virtual import in_threads
 
 CPU = torch.device("cpu")
 LAYERS = 4

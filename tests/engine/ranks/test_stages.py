@@ -12,7 +12,7 @@ from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.ranks.stages import Stages, sizes_of
 from surogate_core.errors import MachineError
 from surogate_core.kernels.sums import tree_sum
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 ELEMENTS = 1100
 

@@ -14,7 +14,7 @@ from surogate_core.engine.placement import Placement
 from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.engine.ranks.traffic import Traffic
 from surogate_core.mesh.axes import Axes
-from surogate_core.mesh.virtual import VirtualFabric, in_threads
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 CPU = torch.device("cpu")
 SPECS = [

@@ -20,9 +20,9 @@ from surogate_core.errors import UserError
 if TYPE_CHECKING:
     from surogate_command_env.scores import Scores
     from surogate_core.config.schema import RunConfig, Selection
-    from surogate_core.environments.checking import Checked
-    from surogate_core.environments.pool import EnvironmentPool
     from surogate_core.plugins.registry import Registry
+    from surogate_reinforcement.checking import Checked
+    from surogate_reinforcement.pool import EnvironmentPool
 
 FLAGS = Flags(
     command="surogate env",
@@ -178,8 +178,8 @@ class _Chosen:
         return self.config.environment
 
     def pool(self, words: Words) -> EnvironmentPool:
-        from surogate_core.environments.pool import EnvironmentPool
-        from surogate_core.environments.process import BUILD_SECONDS
+        from surogate_reinforcement.pool import EnvironmentPool
+        from surogate_reinforcement.process import BUILD_SECONDS
 
         def seconds(flag: str, otherwise: float) -> float:
             return float(number(flag, words.texts[flag], float, least=0.01)) if flag in words.texts else otherwise
@@ -209,8 +209,8 @@ def _chosen(name: str, overrides: Sequence[str], of_model: Sequence[str] = ()) -
 
 def _tasks(words: Words) -> int:
     from surogate_core.bundles.reinforcement.environments import Fault
-    from surogate_core.environments.checking import ANSWER
     from surogate_core.files.atomic import replace_file
+    from surogate_reinforcement.checking import ANSWER
 
     output = _output(words)
     chosen, seed, count = _chosen(words.models[0], words.overrides), _seed(words), words.counts.get("--limit", 10)
@@ -237,7 +237,7 @@ def _tasks(words: Words) -> int:
 
 
 def _numbers(pool: EnvironmentPool, count: int, seed: int, *, held_out: bool) -> list[int]:
-    from surogate_core.environments.order import held_out_numbers, training_numbers
+    from surogate_reinforcement.order import held_out_numbers, training_numbers
 
     if held_out and (numbers := held_out_numbers(count, size=pool.size, held_out=pool.held_out)):
         return numbers
@@ -264,7 +264,7 @@ def _output(words: Words) -> Path | None:
 
 
 def _check(words: Words) -> int:
-    from surogate_core.environments.checking import check
+    from surogate_reinforcement.checking import check
 
     chosen, seed = _chosen(words.models[0], words.overrides), _seed(words)
     with chosen.pool(words) as first, chosen.pool(words) as second:
@@ -294,7 +294,7 @@ def _check(words: Words) -> int:
 
 def wrong_with(found: Checked, *, declared: bool) -> list[str]:
     """What a check finds wrong, one line each. `declared`: whether the environment says that it is deterministic."""
-    from surogate_core.environments.checking import REPEAT
+    from surogate_reinforcement.checking import REPEAT
 
     wrong = []
     if found.differences and declared:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surogate_core.bundles import EnvironmentTask, Fault, Turn, total_reward
-from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.inference.texts import Prompt, Wanted, prompt_of_messages, prompt_of_text
 from surogate_core.measure.stderr import mean_stderr
 from surogate_core.measure.subject import Subject
+from surogate_reinforcement.pool import EnvironmentPool
 
 Key = tuple[int, int]
 """(number of the task, number of the attempt)."""

@@ -13,11 +13,11 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
 from surogate_core.bundles import EnvironmentTask, Turn
-from surogate_core.environments.answers import tagged, visible
-from surogate_core.environments.draws import Draws
-from surogate_core.environments.episodes import user_says
 from surogate_core.errors import MachineError, UserError
 from surogate_environment_openenv.options import OpenEnvOptions
+from surogate_reinforcement.answers import tagged, visible
+from surogate_reinforcement.draws import Draws
+from surogate_reinforcement.episodes import user_says
 
 LARGEST = 2**24
 """Bytes of the largest message of a server."""

@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 from surogate_core.bundles import EnvironmentTask, Episode
-from surogate_core.environments.answers import tagged, visible
-from surogate_core.environments.draws import Draws
-from surogate_core.environments.episodes import OneReply, user_says
 from surogate_core.errors import UserError
 from surogate_environment_reasoning_gym.options import ReasoningGymOptions
+from surogate_reinforcement.answers import tagged, visible
+from surogate_reinforcement.draws import Draws
+from surogate_reinforcement.episodes import OneReply, user_says
 
 CHUNK = 500
 """Tasks of one seed. A data set of reasoning-gym has a size, and some make all of their tasks when they are created."""

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from surogate_core.bundles import EnvironmentTask, Episode, Turn
-from surogate_core.environments.episodes import user_says
 from surogate_core.errors import UserError
 from surogate_core.files.prompts import read_rows
 from surogate_core.plugins import import_policy
 from surogate_core.plugins.functions import load_function
 from surogate_environment_trl.options import RewardOptions
+from surogate_reinforcement.episodes import user_says
 
 Function = Callable[..., Any]
 NOT_HERE = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments")

@@ -14,9 +14,9 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, SystemMessage, UserMessage
 
 from surogate_core.bundles import EnvironmentTask, Episode
-from surogate_core.environments.episodes import OneReply
 from surogate_core.errors import UserError
 from surogate_environment_verifiers.options import VerifiersOptions
+from surogate_reinforcement.episodes import OneReply
 
 
 class Tasks:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from surogate_core.bundles import EnvironmentTask, Episode, Rewards
-from surogate_core.environments.answers import answer_of, same_answer
-from surogate_core.environments.draws import Draws
-from surogate_core.environments.episodes import OneReply, user_says
 from surogate_core.errors import UserError
 from surogate_environments.expressions import evaluate, shown
 from surogate_environments.options import ArithmeticOptions
+from surogate_reinforcement.answers import answer_of, same_answer
+from surogate_reinforcement.draws import Draws
+from surogate_reinforcement.episodes import OneReply, user_says
 
 
 def question_of(draws: Draws, *, digits: int, terms: int, operators: str) -> str:

@@ -6,12 +6,12 @@ import json
 import re
 
 from surogate_core.bundles import EnvironmentTask, Episode, Rewards, Turn
-from surogate_core.environments.answers import visible
-from surogate_core.environments.draws import Draws
-from surogate_core.environments.episodes import user_says
 from surogate_environments.arithmetic import correct, question_of
 from surogate_environments.expressions import ExpressionError, evaluate, shown
 from surogate_environments.options import CalculatorOptions
+from surogate_reinforcement.answers import visible
+from surogate_reinforcement.draws import Draws
+from surogate_reinforcement.episodes import user_says
 
 _HOW = (
     "\n\nYou can use a calculator: write <calculator>EXPRESSION</calculator>, for example "

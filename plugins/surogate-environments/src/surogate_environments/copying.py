@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from surogate_core.bundles import EnvironmentTask, Episode, Rewards
-from surogate_core.environments.answers import visible
-from surogate_core.environments.draws import Draws
-from surogate_core.environments.episodes import OneReply, user_says
 from surogate_core.errors import UserError
 from surogate_environments.options import CopyOptions
+from surogate_reinforcement.answers import visible
+from surogate_reinforcement.draws import Draws
+from surogate_reinforcement.episodes import OneReply, user_says
 
 
 class Copying:

@@ -6,11 +6,11 @@ from collections import Counter
 from fractions import Fraction
 
 from surogate_core.bundles import EnvironmentTask, Episode, Rewards
-from surogate_core.environments.answers import tagged, visible
-from surogate_core.environments.draws import Draws
-from surogate_core.environments.episodes import OneReply, user_says
 from surogate_environments.expressions import ExpressionError, evaluate, numbers_of
 from surogate_environments.options import CountdownOptions
+from surogate_reinforcement.answers import tagged, visible
+from surogate_reinforcement.draws import Draws
+from surogate_reinforcement.episodes import OneReply, user_says
 
 
 class Countdown:

@@ -7,12 +7,12 @@ from typing import Any
 from surogate_core.bundles import EnvironmentTask, Episode
 from surogate_core.data.encoded import RowError
 from surogate_core.data.rows.sources import SourceSpec, open_source
-from surogate_core.environments.answers import marked
-from surogate_core.environments.episodes import OneReply, user_says
 from surogate_core.errors import UserError
 from surogate_core.files.paths import is_hub_id
 from surogate_environments.arithmetic import correct
 from surogate_environments.options import ProblemsOptions
+from surogate_reinforcement.answers import marked
+from surogate_reinforcement.episodes import OneReply, user_says
 
 
 class Problems:

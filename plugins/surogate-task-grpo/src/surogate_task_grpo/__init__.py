@@ -38,6 +38,14 @@ def surogate_task() -> bundles.TaskSpec:
 
 
 @hookimpl
+def surogate_advantage() -> list[bundles.AdvantageSpec]:
+    """Rewards compared within a prompt's completions."""
+    from surogate_task_grpo.advantages import ADVANTAGES
+
+    return [*ADVANTAGES]
+
+
+@hookimpl
 def surogate_policy_loss() -> list[bundles.PolicyLossSpec]:
     """The published losses, and prime-rl's."""
     from surogate_task_grpo.policy_losses import POLICY_LOSSES
@@ -46,7 +54,7 @@ def surogate_policy_loss() -> list[bundles.PolicyLossSpec]:
 
 
 def _objective(options: GRPOOptions, parts: Mapping[str, bundles.Part]) -> bundles.Objective:
-    from surogate_core.train.policy import Policy
+    from surogate_reinforcement.policy import Policy
 
     return Policy(parts["policy_loss"], options).objective()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from surogate_core.bundles import TaskSpec
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
-    from surogate_core.train.policy import Policy
+    from surogate_reinforcement.policy import Policy
 
 LARGEST_WEIGHT = 1e18
 """Largest size of a reward's weight; a reward is not larger either."""
@@ -50,7 +50,7 @@ def problems(config: RunConfig, options: GRPOOptions, registry: Registry) -> Ite
 
 def policy_of(config: RunConfig, options: GRPOOptions, registry: Registry) -> Policy:
     """The policy loss of a run."""
-    from surogate_core.train.policy import Policy
+    from surogate_reinforcement.policy import Policy
 
     task: TaskSpec = registry.get("task", config.task)
     return Policy(task.parts_of(config, registry)["policy_loss"], options)

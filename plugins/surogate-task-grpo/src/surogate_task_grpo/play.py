@@ -22,7 +22,7 @@ from surogate_task_grpo.conversation import Renderer
 from surogate_task_grpo.reward_model import FAULT, NAME, RewardModel, with_room
 
 if TYPE_CHECKING:
-    from surogate_core.environments.pool import EnvironmentPool
+    from surogate_reinforcement.pool import EnvironmentPool
 
 Key = tuple[int, int]
 """(number of the prompt in the run, number of the completion)."""

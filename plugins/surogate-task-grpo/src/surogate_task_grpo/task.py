@@ -25,17 +25,17 @@ from surogate_core.bundles import (
     Sampling,
     Stopped,
 )
-from surogate_core.environments.checking import check_repeats
-from surogate_core.environments.order import held_out_numbers, training_numbers
-from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import UserError
 from surogate_core.events import Event, Notice, Progress, RolloutEval
 from surogate_core.files.atomic import human_bytes
 from surogate_core.inference.generation import stop_ids
 from surogate_core.inference.texts import MOST_SLOTS, fitting_slots, needed_bytes
 from surogate_core.train.loop import total_steps
-from surogate_core.train.policy import Policy
-from surogate_core.train.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE
+from surogate_reinforcement.checking import check_repeats
+from surogate_reinforcement.order import held_out_numbers, training_numbers
+from surogate_reinforcement.policy import Policy
+from surogate_reinforcement.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE
+from surogate_reinforcement.pool import EnvironmentPool
 from surogate_task_grpo.ahead import Ahead, Ready
 from surogate_task_grpo.conversation import Renderer
 from surogate_task_grpo.exchange import gathered

@@ -29,8 +29,8 @@ from surogate_core.bundles import Fabric, FabricSpec
 from surogate_core.launch.gpus import visible
 from surogate_core.launch.local import environment
 from surogate_core.mesh.mesh import Mesh
-from surogate_core.mesh.virtual import in_threads
 from surogate_testing.check import NotApplicable, ensure
+from surogate_testing.virtual import in_threads
 
 WORLD = 2
 GROUPED = 4

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, WEIGHTS
 from surogate_core.bundles import PolicyLossSpec, PolicyTerms, part_of
-from surogate_core.train.policy import Policy
-from surogate_core.train.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, Documents, terms
+from surogate_reinforcement.policy import Policy
+from surogate_reinforcement.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, Documents, terms
 from surogate_testing import tiny
 from surogate_testing.check import ensure
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from surogate_core.bundles.fabrics import Fabric
 from surogate_core.kernels.sums import tree_sum
 from surogate_core.mesh.sums import lanes_of
-from surogate_core.mesh.virtual import in_threads
+from surogate_testing.virtual import in_threads
 
 
 def test_exchange_sends_part_r_to_rank_r() -> None:

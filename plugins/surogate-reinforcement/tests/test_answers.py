@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from surogate_core.environments.answers import answer_of, boxed, last_number, marked, numbers, same_answer, tagged
+from surogate_reinforcement.answers import answer_of, boxed, last_number, marked, numbers, same_answer, tagged
 
 
 @pytest.mark.parametrize(

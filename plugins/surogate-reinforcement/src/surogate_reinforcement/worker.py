@@ -15,13 +15,14 @@ from types import TracebackType
 from typing import Any
 
 from surogate_core.bundles.reinforcement.environments import Environment, EnvironmentTask, Episode, Turn
-from surogate_core.environments import shapes
-from surogate_core.environments.frames import GoneError, Pipe, TooLargeError, packed
-from surogate_core.environments.limits import Limits, allow_cpu
-from surogate_core.environments.shapes import InvalidError
 from surogate_core.errors import SurogateError
 from surogate_core.parents import die_with
+from surogate_reinforcement import shapes
+from surogate_reinforcement.frames import GoneError, Pipe, TooLargeError, packed
+from surogate_reinforcement.limits import Limits, allow_cpu
+from surogate_reinforcement.shapes import InvalidError
 
+_OURS = ("surogate_core", "surogate_reinforcement")
 _LINE = 300
 """Characters of a fault's line."""
 
@@ -82,7 +83,7 @@ def _place(traceback: TracebackType | None) -> str:
     found = ""
     while traceback is not None:
         module = str(traceback.tb_frame.f_globals.get("__name__", ""))
-        if module and module.partition(".")[0] not in {"surogate_core", *sys.stdlib_module_names}:
+        if module and module.partition(".")[0] not in {*_OURS, *sys.stdlib_module_names}:
             found = f" ({module[-_LINE // 3 :]} line {traceback.tb_lineno})"
         traceback = traceback.tb_next
     return found

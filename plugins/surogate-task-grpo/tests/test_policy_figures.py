@@ -16,7 +16,7 @@ from surogate_task_grpo.policy_losses import POLICY_LOSSES
 
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles import Objective, part_of
-from surogate_core.train.policy import Policy
+from surogate_reinforcement.policy import Policy
 from surogate_testing import tiny
 
 SPECS = {spec.name: spec for spec in POLICY_LOSSES}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from surogate_core.environments import guardian
-from surogate_core.environments.guardian import TOKEN, Guardian, descendants, marked
+from surogate_reinforcement import guardian
+from surogate_reinforcement.guardian import TOKEN, Guardian, descendants, marked
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="the machine has no /proc")
 
@@ -114,7 +114,7 @@ def test_a_run_that_is_killed_leaves_nothing(temporary: Path, tmp_path: Path) ->
     ready = tmp_path / "ready"
     code = f"""
 import os, sys, time
-from surogate_core.environments.guardian import Guardian
+from surogate_reinforcement.guardian import Guardian
 one = Guardian([sys.executable, "-c", {STAYS!r}, {str(ready)!r}], (), {environment()!r})
 print(one.pid, flush=True)
 time.sleep(600)

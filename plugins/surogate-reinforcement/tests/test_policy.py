@@ -8,8 +8,8 @@ import pytest
 
 from surogate_core.bundles import PolicyLoss, PolicyLossSpec, part_of
 from surogate_core.errors import PluginError
-from surogate_core.train.policy import Policy
-from surogate_core.train.policy_terms import bounds
+from surogate_reinforcement.policy import Policy
+from surogate_reinforcement.policy_terms import bounds
 from surogate_testing.policy_losses import Settings
 
 

@@ -28,8 +28,8 @@ from surogate_core.batch import IGNORE_LABEL, WEIGHTS
 from surogate_core.bundles import Lengths, Objective, Part, PolicyLoss
 from surogate_core.bundles.parts import fault
 from surogate_core.errors import PluginError
-from surogate_core.train.policy_figures import figures
-from surogate_core.train.policy_terms import (
+from surogate_reinforcement.policy_figures import figures
+from surogate_reinforcement.policy_terms import (
     ADVANTAGES,
     BEHAVIOUR,
     OLD,

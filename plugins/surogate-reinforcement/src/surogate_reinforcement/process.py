@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from surogate_core.bundles.reinforcement.environments import Fault, FaultReason
-from surogate_core.environments import shapes, worker
-from surogate_core.environments.frames import GoneError, LateError, Pipe, TooLargeError, packed
-from surogate_core.environments.guardian import TOKEN, Guardian
+from surogate_reinforcement import shapes, worker
+from surogate_reinforcement.frames import GoneError, LateError, Pipe, TooLargeError, packed
+from surogate_reinforcement.guardian import TOKEN, Guardian
 
 BUILD_SECONDS = 300.0
 """Seconds to import a plugin and to build its environment, which may read a file, where no other limit is given."""

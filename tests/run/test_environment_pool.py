@@ -13,12 +13,12 @@ import pytest
 
 from surogate_core.bundles import EnvironmentTask, Fault, Stopped, Turn
 from surogate_core.config.schema import Selection
-from surogate_core.environments import limits
-from surogate_core.environments.frames import LARGEST
-from surogate_core.environments.guardian import descendants, marked
-from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import UserError
 from surogate_core.plugins import Registry, import_policy, load_plugins
+from surogate_reinforcement import limits
+from surogate_reinforcement.frames import LARGEST
+from surogate_reinforcement.guardian import descendants, marked
+from surogate_reinforcement.pool import EnvironmentPool
 
 SOURCE = """
 import os, struct, sys, threading, time
@@ -409,7 +409,7 @@ def test_what_an_environment_writes_to_the_pipe_is_no_answer(opened: Opener) -> 
 
 def test_an_environment_may_print_more_than_a_file_may_have(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, each print failed from the limit on, in all later episodes."""
-    monkeypatch.setattr("surogate_core.environments.pool.FILE_SIZE", 1 << 20)
+    monkeypatch.setattr("surogate_reinforcement.pool.FILE_SIZE", 1 << 20)
     pool = opened()
     pool.start([(1, TASK)])
     turns = [turn for _ in range(3) for turn in pool.reply([(1, "noisy")])]  # 5 MB each

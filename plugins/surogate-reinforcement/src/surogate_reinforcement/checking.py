@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surogate_core.bundles.reinforcement.environments import EnvironmentTask, Fault, Rewards, Turn, total_reward
-from surogate_core.environments.order import held_out_numbers, training_numbers
-from surogate_core.environments.pool import EnvironmentPool
 from surogate_core.errors import UserError
+from surogate_reinforcement.order import held_out_numbers, training_numbers
+from surogate_reinforcement.pool import EnvironmentPool
 
 MOST_TURNS = 16
 """Replies of an episode at most."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-from surogate_core.environments.frames import LARGEST, TooLargeError
+from surogate_reinforcement.frames import LARGEST, TooLargeError
 
 LARGEST_REWARD = 1e18
 """A larger one, squared, leaves little of float32's range, in which losses and gradients are computed."""

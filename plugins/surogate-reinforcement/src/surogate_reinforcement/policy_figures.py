@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles.parts import fault
 from surogate_core.errors import PluginError
-from surogate_core.train.policy_terms import Documents, divergence, gap, importance_weights, terms
+from surogate_reinforcement.policy_terms import Documents, divergence, gap, importance_weights, terms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from surogate_core.bundles import PolicyTerms
-    from surogate_core.train.policy import Policy
+    from surogate_reinforcement.policy import Policy
 
 ENTROPY, KL = "entropy", "kl"
 GAP, LARGEST_GAP = "logprob_gap/mean", "logprob_gap/max"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from surogate_core.environments.draws import Draws
-from surogate_core.environments.order import HELD_OUT, held_out_numbers, training_numbers
+from surogate_reinforcement.draws import Draws
+from surogate_reinforcement.order import HELD_OUT, held_out_numbers, training_numbers
 
 
 def test_draws_are_these_numbers_for_ever() -> None:

@@ -18,9 +18,9 @@ from surogate_core.bundles.reinforcement.environments import EnvironmentTask, Fa
 from surogate_core.bundles.tasks import Stopped
 from surogate_core.config.resolve import plain
 from surogate_core.config.schema import Selection
-from surogate_core.environments.process import BUILD_LATE, BUILD_SECONDS, REFUSED, WorkerProcess
 from surogate_core.errors import UserError
 from surogate_core.plugins.registry import Registry
+from surogate_reinforcement.process import BUILD_LATE, BUILD_SECONDS, REFUSED, WorkerProcess
 
 Key = Hashable
 T = TypeVar("T")

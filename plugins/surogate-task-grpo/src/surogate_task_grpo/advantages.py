@@ -1,4 +1,4 @@
-"""The built-in advantages.
+"""Published advantages.
 
 A completion without a reward (NaN) counts in no mean and no deviation.
 Shape suffixes: P prompts, G completions of each.

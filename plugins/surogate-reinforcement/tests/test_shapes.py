@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.environments.shapes import ANSWERS, InvalidError
+from surogate_reinforcement.shapes import ANSWERS, InvalidError
 
 SAID: dict[str, Any] = {"role": "user", "content": "go"}
 WRONG: dict[str, list[Any]] = {

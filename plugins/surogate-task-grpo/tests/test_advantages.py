@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from surogate_task_grpo import surogate_advantage
+from surogate_task_grpo.advantages import ADVANTAGES
 
 from surogate_core.bundles import AdvantageSpec, Part, part_of
 from surogate_core.bundles.reinforcement.advantages import advantages
 from surogate_core.errors import PluginError
-from surogate_core.plugins import Registry
-from surogate_core.train.advantages import ADVANTAGES
 from surogate_testing.suites import bundle_checks
 
 NAN = float("nan")
@@ -73,8 +73,8 @@ def test_the_checks_for_plugins_hold(name: str) -> None:
         check.run()
 
 
-def test_the_core_offers_them(installed: Registry) -> None:
-    assert set(SPECS) <= set(installed.names("advantage"))
+def test_the_plugin_offers_them() -> None:
+    assert [spec.name for spec in surogate_advantage()] == list(BY_HAND)
 
 
 @pytest.mark.parametrize(

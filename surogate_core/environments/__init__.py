@@ -1,1 +1,0 @@
-"""Environments of reinforcement learning: worker processes, random draws, and what several of them share."""
