@@ -51,16 +51,15 @@ if TYPE_CHECKING:
     from surogate_core.inference import second_model
     from surogate_core.kernels import ops
     from surogate_core.numbers import count, significant
-    from surogate_core.plugin import compute, encoding, environments, inference, launching
+    from surogate_core.plugin import compute, encoding, inference, launching
     from surogate_core.plugins import Registry, import_policy, load_plugins
     from surogate_core.plugins.functions import load_function, mistake
     from surogate_core.run.notes import TOKENS_PER_PARAMETER, token_budget
     from surogate_core.tools import rules
-    from surogate_core.train import policy_terms, trackers
+    from surogate_core.train import trackers
     from surogate_core.train.checkpoint import CheckpointDir
     from surogate_core.train.loop import most_steps, total_steps
     from surogate_core.train.lr import warmup_length
-    from surogate_core.train.policy import Policy
 
 else:
     __getattr__, __dir__, __all__ = lazily(__name__)

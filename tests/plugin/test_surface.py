@@ -25,7 +25,6 @@ def test_every_name_is_there():
     assert {m.__name__.rpartition(".")[2] for m in subjects} == {
         "compute",
         "encoding",
-        "environments",
         "inference",
         "launching",
     }
@@ -33,7 +32,7 @@ def test_every_name_is_there():
 
 def test_a_subject_has_a_name_once():
     """No name of a subject is a public name itself."""
-    for subject in ("compute", "encoding", "environments", "inference", "launching"):
+    for subject in ("compute", "encoding", "inference", "launching"):
         names = set(importlib.import_module(f"surogate_core.plugin.{subject}").__all__)
         assert not names & set(plugin.__all__)
 
