@@ -27,7 +27,7 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.planning.prediction import CUDA_CONTEXT
 from surogate_core.setup.assemble import ResolvedModel, is_out_of_memory, resolve_model
-from surogate_core.setup.build import Choice, build_engine, is_open
+from surogate_core.setup.build import MemorySettings, build_engine, is_open
 
 LARGE = ("sequence_len=4096", "per_device_train_batch_size=4")
 LINES: dict[str, tuple[list[str], int]] = {
@@ -69,7 +69,7 @@ class Measured:
     losses: list[float]
 
 
-def train(line: str, config: RunConfig, resolved: ResolvedModel) -> tuple[Measured, Choice]:
+def train(line: str, config: RunConfig, resolved: ResolvedModel) -> tuple[Measured, MemorySettings]:
     """The figures of a few optimizer steps, and the setting that was used."""
     batch = partial(
         bench.random_batch,
@@ -81,7 +81,7 @@ def train(line: str, config: RunConfig, resolved: ResolvedModel) -> tuple[Measur
     torch.cuda.reset_peak_memory_stats()
     sample: MicroBatch = batch(seed=0)
     engine = build_engine(config, bench.registry(), resolved, sample=sample, progress=lambda task, done, total: None)
-    chosen = Choice.taken(engine.settings)
+    chosen = MemorySettings.taken(engine.settings)
     batches = [batch(seed=seed) for seed in range(config.gradient_accumulation_steps)]
     seconds, losses = [], []
     for step in range(WARM + STEPS):
@@ -103,7 +103,7 @@ def train(line: str, config: RunConfig, resolved: ResolvedModel) -> tuple[Measur
     return measured, chosen
 
 
-def attempt(line: str, config: RunConfig, resolved: ResolvedModel) -> tuple[Measured, Choice | None]:
+def attempt(line: str, config: RunConfig, resolved: ResolvedModel) -> tuple[Measured, MemorySettings | None]:
     """The same; a setting that does not fit has no speed."""
     try:
         return train(line, config, resolved)
@@ -111,7 +111,7 @@ def attempt(line: str, config: RunConfig, resolved: ResolvedModel) -> tuple[Meas
         if not is_out_of_memory(error):
             raise
     failed = str(
-        Choice(
+        MemorySettings(
             recompute=config.recompute is True,
             recompute_budget=config.recompute_budget,
             lmhead_chunks=0 if config.lmhead_chunks == "auto" else config.lmhead_chunks,
@@ -134,7 +134,7 @@ def measure(line: str) -> list[Measured]:
     found.append(first)
     show(first)
     for block, budget, chunks in TRIED:
-        other = Choice(recompute=block, recompute_budget=budget, lmhead_chunks=chunks)
+        other = MemorySettings(recompute=block, recompute_budget=budget, lmhead_chunks=chunks)
         if other == taken:
             continue
         gc.collect()

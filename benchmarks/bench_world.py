@@ -14,7 +14,7 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 
-from surogate_core.batch import Counts, MicroBatch
+from surogate_core.batch import BatchCounts, MicroBatch
 from surogate_core.bundles import TensorKind
 from surogate_core.dsl.declare import Model
 from surogate_core.dsl.trace import Recompute
@@ -152,7 +152,7 @@ def engine_of(assembly: Assembly, mesh: Mesh, *, seed: int = 0) -> Engine:
     return Engine(assembly, source, mesh=mesh, progress=gpu_lora.forget_the_set_up)
 
 
-def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[MicroBatch | Counts]:
+def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[MicroBatch | BatchCounts]:
     """The micro-batches of an optimizer step as a rank gets them: those of other ranks as counts."""
     batch = partial(
         bench.random_batch,

@@ -43,7 +43,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.assembly import Assembly, EngineSettings
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.mesh.axes import Axes
-from surogate_core.train.flops import Work, gemm_flops_per_second
+from surogate_core.train.flops import ModelFlops, gemm_flops_per_second
 
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
 RECIPES, OPTIMIZERS = ("bf16", "fp8-hybrid", "nvfp4"), ("adamw", "adamw_8bit")
@@ -176,7 +176,7 @@ def device_gib() -> float:
 
 def gflop_per_token(preset: str, batches: list[MicroBatch], *, full: bool, layers: int = 0) -> float:
     """FLOPs that a step cannot do without, by the accounting of the training loop's own SOL."""
-    work = Work.of(model_of(preset, layers=layers), frozen=not full)
+    work = ModelFlops.of(model_of(preset, layers=layers), frozen=not full)
     return work.step(batches) / sum(b.tokens for b in batches) / 1e9
 
 

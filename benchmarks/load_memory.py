@@ -44,7 +44,7 @@ def write_model(directory: Path, layers: int) -> None:
     from surogate_model_qwen3.model import build
 
     from surogate_core.engine.planning.pieces import distinct, pieces
-    from surogate_core.hf.card import Card
+    from surogate_core.hf.card import CardFacts
     from surogate_core.hf.export import export_full
 
     config = {**SHAPE, "num_hidden_layers": layers}
@@ -53,7 +53,7 @@ def write_model(directory: Path, layers: int) -> None:
         for spec in distinct(pieces(build(config), lora=None, max_seqlen=8)):
             yield spec.hf_name, torch.empty(spec.shape, dtype=torch.bfloat16).normal_(0, 0.02)
 
-    card = Card(title="random")
+    card = CardFacts(title="random")
     export_full(directory, tensors(), config=config, tokenizer=None, card=card, max_shard_bytes=SHARD_BYTES)
 
 

@@ -58,7 +58,7 @@ from surogate_core.engine.planning.assembly import EngineSettings
 from surogate_core.engine.planning.pieces import RandomSource, Source
 from surogate_core.engine.update import StepResult
 from surogate_core.plugins import load_plugins
-from surogate_core.train.drive import Ready, drive
+from surogate_core.train.drive import ReadySteps, drive
 from surogate_core.train.loop import evaluation_due
 from surogate_core.train.lr import Schedule
 from surogate_core.train.precision import PrecisionWatch
@@ -334,7 +334,7 @@ def train(
     )
     schedule = Schedule.of(config, load_plugins())
     trainings = [
-        drive(config, engine, Ready([batch] for batch in of_engine), held or None, schedule)
+        drive(config, engine, ReadySteps([batch] for batch in of_engine), held or None, schedule)
         for engine, of_engine in zip(engines, tee(batches, len(engines)), strict=True)
     ]
     for together in zip(*trainings, strict=True):

@@ -56,7 +56,7 @@ from surogate_core.engine.planning.assembly import EngineSettings
 from surogate_core.engine.planning.pieces import RandomSource, Source
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.plugins import load_plugins
-from surogate_core.train.drive import Ready, drive
+from surogate_core.train.drive import ReadySteps, drive
 from surogate_core.train.lr import Schedule
 
 FACTOR = 2.0
@@ -229,7 +229,7 @@ def train(engine: Engine, setting: Setting, batches: Sequence[Sequence[MicroBatc
         lr_scheduler_type="constant",
         warmup_steps=WARM_UP,
     )
-    taken = list(drive(config, engine, Ready(map(list, batches)), None, Schedule.of(config, load_plugins())))
+    taken = list(drive(config, engine, ReadySteps(map(list, batches)), None, Schedule.of(config, load_plugins())))
     figures = [one.result.read() for one in taken if one.result is not None]
     kernels = {op: name for (op, _), name in engine.programs.kernels.chosen.items()}
     return Run(losses=[loss for loss, _ in figures], norms=[norm for _, norm in figures], kernels=kernels)

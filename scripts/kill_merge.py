@@ -31,7 +31,7 @@ from surogate_core.cli.main import main as surogate
 from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.files import atomic, tensorfile
 from surogate_core.files.paths import resolve_package_path
-from surogate_core.hf.card import Card
+from surogate_core.hf.card import CardFacts
 from surogate_core.hf.export import export_adapter, export_full
 from surogate_core.hf.tokenizer_files import TokenizerFiles
 
@@ -57,7 +57,7 @@ def write_inputs(directory: Path) -> tuple[Path, tuple[Path, Path]]:
     torch.manual_seed(0)
     specs = list(distinct(pieces(build(SHAPE), lora=None, max_seqlen=8)))
     tensors = ((spec.hf_name, torch.randn(spec.shape)) for spec in specs)
-    card = Card(title="kill test")
+    card = CardFacts(title="kill test")
     tokenizer = TokenizerFiles(Path(resolve_package_path(TOKENIZER)))
     base = export_full(directory / "base", tensors, config=SHAPE, tokenizer=tokenizer, card=card)
     modules = [(spec.hf_name.removesuffix(".weight"), spec.shape) for spec in specs if "_proj" in spec.hf_name]

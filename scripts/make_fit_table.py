@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from surogate_command_plan.gpus import Gpu, find  # noqa: E402
 
 from surogate_core.config.resolve import load_run_config  # noqa: E402
-from surogate_core.engine.planning.prediction import Counts  # noqa: E402
+from surogate_core.engine.planning.prediction import TensorBytes  # noqa: E402
 from surogate_core.kernels.building.native import assuming  # noqa: E402
 from surogate_core.plugins.registry import load_plugins  # noqa: E402
 from surogate_core.setup.assemble import resolve_model  # noqa: E402
@@ -84,11 +84,11 @@ def _traced(keys: tuple[str, ...], gpus: int) -> tuple[str, ...]:
 
 
 @cache
-def _counts(model: str, keys: tuple[str, ...]) -> Counts:
+def _counts(model: str, keys: tuple[str, ...]) -> TensorBytes:
     family, preset = MODELS[model]
     registry = _registry()
     config = load_run_config([f"model={family}", f"model.preset={preset}", *COMMON, *keys], registry=registry)
-    return Counts.of(assembly_of(config, registry, resolve_model(config, registry, weights_needed=False)))
+    return TensorBytes.of(assembly_of(config, registry, resolve_model(config, registry, weights_needed=False)))
 
 
 def cell(keys: tuple[str, ...], gpus: int, memory: float) -> str:

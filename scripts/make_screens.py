@@ -19,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from surogate_command_report.serve import Follower, PageServer
+from surogate_command_report.serve import MetricsFollower, PageServer
 from surogate_command_report.write import write_report
 
 from surogate_core.cli.main import main as command
@@ -126,7 +126,7 @@ def pictures(to: Path, *, whole: bool) -> None:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for subject, name in subjects.items():
             report = write_report([RUNS / name], output=Path(temporary) / "report.html")[0].as_uri()
-            followers = [Follower(run, group=group) for run, group in find_runs([RUNS / name])]
+            followers = [MetricsFollower(run, group=group) for run, group in find_runs([RUNS / name])]
             for follower in followers:
                 follower.caught_up.wait(60)
             records = [follower.record for follower in followers]

@@ -34,9 +34,9 @@ from surogate_command_export.python import export as export
 from surogate_command_serve.serving import serve as serve
 
 from surogate_core.api.generation import generate as generate
-from surogate_core.api.results import Evaluation as Evaluation
+from surogate_core.api.results import HeldOutLoss as HeldOutLoss
 from surogate_core.api.results import Paths as Paths
-from surogate_core.api.results import Report as Report
+from surogate_core.api.results import RunReport as RunReport
 from surogate_core.api.results import Run as Run
 from surogate_core.api.results import Sample as Sample
 from surogate_core.api.results import load as load

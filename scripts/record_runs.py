@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core.config.resolve import load_run_config, to_dict
-from surogate_core.engine.engine import Inputs
+from surogate_core.engine.engine import MicroStepInputs
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.run.job import launch
 from surogate_core.train.loop import DivergedError
@@ -87,20 +87,20 @@ KEPT_KEYS = ("learning_rate", "warmup_steps", "warmup_ratio", "lr_scheduler_type
 @contextmanager
 def nan_at(step: int | None) -> Iterator[None]:
     """The `step`-th training micro-batch (one is a step here) gets gradients of NaN."""
-    load, count = Inputs.load, 0
+    load, count = MicroStepInputs.load, 0
 
-    def poisoned(self: Inputs, batch: Any, seeds: Any, loss_scale: float, **others: Any) -> None:
+    def poisoned(self: MicroStepInputs, batch: Any, seeds: Any, loss_scale: float, **others: Any) -> None:
         nonlocal count
         if loss_scale:  # an evaluation has none
             count += 1
             loss_scale = math.nan if count == step else loss_scale
         load(self, batch, seeds, loss_scale, **others)
 
-    Inputs.load = poisoned  # type: ignore[method-assign]
+    MicroStepInputs.load = poisoned  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Inputs.load = load  # type: ignore[method-assign]
+        MicroStepInputs.load = load  # type: ignore[method-assign]
 
 
 def record(name: str, overrides: tuple[str, ...], *, place: Path | None = None) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any
 
 from surogate_core import __version__
 from surogate_core.api import (
-    Evaluation,
+    HeldOutLoss,
     Paths,
-    Report,
     Run,
+    RunReport,
     Sample,
     generate,
     load,
@@ -30,13 +30,13 @@ from surogate_core.events import Control, Event
 __all__ = [
     "ConfigError",
     "Control",
-    "Evaluation",
     "Event",
+    "HeldOutLoss",
     "MachineError",
     "Paths",
     "PluginError",
-    "Report",
     "Run",
+    "RunReport",
     "Sample",
     "SurogateError",
     "UserError",

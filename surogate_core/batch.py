@@ -19,7 +19,7 @@ WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class BatchCounts:
     """What all ranks know of a micro-batch that one of them runs."""
 
     tokens: int
@@ -74,12 +74,14 @@ class MicroBatch:
         weights = self.columns.get(WEIGHTS)
         return float(self.label_tokens) if weights is None else total_weight(weights)
 
-    def counts(self) -> Counts:
+    def counts(self) -> BatchCounts:
         """Its counts, for the ranks that do not run it."""
         pairs = self.pairs
         if pairs is None:
             pairs = round(self.tokens * mean_pairs(self.positions))
-        return Counts(tokens=self.tokens, label_tokens=self.label_tokens, loss_weight=self.loss_weight, pairs=pairs)
+        return BatchCounts(
+            tokens=self.tokens, label_tokens=self.label_tokens, loss_weight=self.loss_weight, pairs=pairs
+        )
 
     def emptied(self) -> MicroBatch:
         """A micro-batch of the same shapes that trains nothing and counts nothing."""

@@ -33,6 +33,8 @@ SOURCES = sorted(
 )
 TESTS = sorted(f for top in ("tests", "plugins/*/tests") for f in ROOT.glob(f"{top}/**/*.py"))
 CORE_BOUND = r"surogate-core(\[\w+\])?>="
+TERMS = {"Tile"}
+"""Names of several classes: Triton kernels that cut their work differently each have a `Tile`, the field's word."""
 KINDS_WITH_EQUAL_FILES = ("model", "optimizer")
 """Plugins of these kinds have modules of the same names; recipes, monitors and data sets differ in what they need."""
 
@@ -407,6 +409,27 @@ def test_a_library_is_no_plugin_and_has_several_users():
         }
         wrong += [f"{library.name}: not so: {what}" for what, holds in checks.items() if not holds]
     refuse(wrong)
+
+
+def room_of(file: Path) -> str:
+    """The core, a plugin, or all model families together, of which a run has one."""
+    top, name, *_ = file.relative_to(ROOT).parts
+    return top if top != "plugins" else "families" if name.startswith("surogate-model-") else name
+
+
+def test_a_class_name_means_one_class():
+    places = defaultdict(list)
+    for file in SOURCES:
+        if file.is_relative_to(CORE) or "src" in file.parts:
+            for node in parsed(file).body:
+                if isinstance(node, ast.ClassDef) and not is_private(node.name):
+                    places[node.name].append(file)
+    several = {name: files for name, files in places.items() if len(files) > 1 and name not in TERMS}
+    refuse(
+        f"class {name} is in {', '.join(map(relative, files))}. Fix: a name that says which one"
+        for name, files in several.items()
+        if {room_of(file) for file in files} != {"families"}
+    )
 
 
 def test_nothing_leads_out_of_a_plugins_directory():

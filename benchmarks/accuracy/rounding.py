@@ -34,7 +34,7 @@ from surogate_core.data.sampler import EvalBatches
 from surogate_core.dsl.declare import Multiply
 from surogate_core.dsl.slots import Gemm, TracedSlot, plain_gemm
 from surogate_core.engine.planning.pieces import Piece
-from surogate_core.generate.losses import Document, documents_of
+from surogate_core.generate.losses import DocumentSums, documents_of
 from surogate_core.generate.weights import Layer, Weights
 from surogate_core.inference.generation import named, prepare
 from surogate_core.measure.stderr import ratio_stderr
@@ -203,7 +203,7 @@ def _rounded(roundings: Roundings, roles: Sequence[Role]) -> Gemm:
     return multiply
 
 
-def _documents(weights: Weights, batches: Sequence[Any], gemm: Callable[[int], Gemm]) -> list[Document]:
+def _documents(weights: Weights, batches: Sequence[Any], gemm: Callable[[int], Gemm]) -> list[DocumentSums]:
     parts = {name: getattr(weights, name) for name in ("plan", "parameters", "programs", "store", "rows")}
     eager = RoundedWeights(**parts, gemm=gemm)
     return [one for found in documents_of(eager, batches) for one in found]
@@ -212,7 +212,7 @@ def _documents(weights: Weights, batches: Sequence[Any], gemm: Callable[[int], G
 def _compared(
     weights: Weights,
     batches: Sequence[Any],
-    exact: Sequence[Document],
+    exact: Sequence[DocumentSums],
     roundings: Roundings,
     roles: Sequence[Role],
     takes: Takes = lambda layer, module: True,
@@ -226,7 +226,7 @@ def _compared(
     return difference(_documents(weights, batches, of_layer), exact)
 
 
-def difference(found: Sequence[Document], exact: Sequence[Document]) -> Difference:
+def difference(found: Sequence[DocumentSums], exact: Sequence[DocumentSums]) -> Difference:
     """The loss of documents against that of the same documents, with the standard error of pairs."""
     weight = math.fsum(d.weight for d in exact)
     pairs = [(a.loss - b.loss, a.weight) for a, b in zip(found, exact, strict=True)]

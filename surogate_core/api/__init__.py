@@ -4,14 +4,14 @@ Importing this package imports neither torch nor Hydra.
 """
 
 from surogate_core.api.generation import generate
-from surogate_core.api.results import Evaluation, Paths, Report, Run, Sample, load
+from surogate_core.api.results import HeldOutLoss, Paths, Run, RunReport, Sample, load
 from surogate_core.api.training import pt, sft, train
 
 __all__ = [
-    "Evaluation",
+    "HeldOutLoss",
     "Paths",
-    "Report",
     "Run",
+    "RunReport",
     "Sample",
     "generate",
     "load",

@@ -16,10 +16,10 @@ from surogate_core.events import Control, Event, RunInfo
 Callback: TypeAlias = Callable[[Any], Any]
 Callbacks: TypeAlias = Callback | Mapping[str, "Callback | Iterable[Callback]"] | Iterable["Callbacks"]
 """A function of every event, event names with their functions, or several of these."""
-Build: TypeAlias = Callable[[RunInfo], "Monitor"]
+Build: TypeAlias = Callable[[RunInfo], "CallbackMonitor"]
 
 
-class Monitor:
+class CallbackMonitor:
     """One callback. If it raises, it is disabled with a warning, and the run continues."""
 
     def __init__(self, call: Callback, event: str | None = None):
@@ -50,12 +50,12 @@ def built(callbacks: Callbacks) -> dict[str, Build]:
     for call, event in _flat(callbacks):
         name = getattr(call, "__name__", type(call).__name__)
         same = sum(known.partition(" ")[0] == name for known in found)
-        monitor = Monitor(call, event)
+        monitor = CallbackMonitor(call, event)
         found[f"{name} {same + 1}" if same else name] = partial(_the, monitor)
     return found
 
 
-def _the(monitor: Monitor, info: RunInfo) -> Monitor:
+def _the(monitor: CallbackMonitor, info: RunInfo) -> CallbackMonitor:
     return monitor
 
 

@@ -63,7 +63,7 @@ def generate(
         prepared = prepare(found, load_run_config(found.overrides, config_file=source, registry=registry), registry)
         chosen = sampling_of(flags_of(sampling), prepared.sampling, sampled=samples > 1)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        wanted = texts.Wanted(max_new_tokens=max_new_tokens, samples=samples, sampling=chosen, stop=stops)
+        wanted = texts.PromptOptions(max_new_tokens=max_new_tokens, samples=samples, sampling=chosen, stop=stops)
         form = partial(calling, registry, prepared.tokenizer, name=tool_parser, key="tool_parser")
         rows = {f"prompt {number}": one for number, one in enumerate(asked)}
         given = [

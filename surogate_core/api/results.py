@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from surogate_core.inference.texts import Text
 
 
-class Evaluation(NamedTuple):
+class HeldOutLoss(NamedTuple):
     """The loss on the held-out rows after a step."""
 
     step: int
@@ -52,7 +52,7 @@ class Paths:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RunReport:
     """The report of a run; a notebook shows it."""
 
     path: Path
@@ -110,10 +110,10 @@ class Run:
         return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
 
     @property
-    def evals(self) -> list[Evaluation]:
+    def evals(self) -> list[HeldOutLoss]:
         """The evaluations, from the first to the last."""
         steps, values = self._record.curve("eval")
-        return [Evaluation(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
+        return [HeldOutLoss(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
 
     @property
     def samples(self) -> list[Sample]:
@@ -125,7 +125,7 @@ class Run:
         ]
 
     @property
-    def best(self) -> Evaluation | None:
+    def best(self) -> HeldOutLoss | None:
         """The evaluation after the first step with the lowest loss; None without one."""
         finite = [found for found in self.evals if found.step > 0 and math.isfinite(found.loss)]
         return min(finite, key=lambda found: found.loss, default=None)
@@ -195,11 +195,11 @@ class Run:
 
         return Path(python_function("export")(self.path, to, **options))
 
-    def report(self) -> Report:
+    def report(self) -> RunReport:
         """Write the report anew, from what the run has recorded until now."""
         from surogate_core.app.reports import write_reports
 
-        return Report(write_reports([self.path])[0])
+        return RunReport(write_reports([self.path])[0])
 
     # ----------------------------------------------------------------------------- shown
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_core.batch import Counts, MicroBatch
+    from surogate_core.batch import BatchCounts, MicroBatch
     from surogate_core.bundles.objectives import Objective
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
@@ -52,14 +52,14 @@ class Steps(Protocol):
 class SharedSteps(Steps, Protocol):
     """Steps that need not make the micro-batches that other ranks run; other steps make all of them on every rank."""
 
-    def next_share(self, own: Container[int]) -> list[MicroBatch | Counts]:
-        """As `next_step`: micro-batches where their number in the step is in `own`, and `Counts` of the others.
+    def next_share(self, own: Container[int]) -> list[MicroBatch | BatchCounts]:
+        """As `next_step`: micro-batches where their number in the step is in `own`, and `BatchCounts` of the others.
 
         The counts have the bits of `MicroBatch.counts`: the loss is divided by them on every rank.
         """
 
 
-def next_share(steps: Steps, own: Container[int]) -> list[MicroBatch | Counts]:
+def next_share(steps: Steps, own: Container[int]) -> list[MicroBatch | BatchCounts]:
     """The next step for the rank that runs the micro-batches `own`."""
     if _can_share(steps):
         return cast("SharedSteps", steps).next_share(own)

@@ -29,8 +29,8 @@ from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
-    from surogate_core.inference.generation import Prepared
-    from surogate_core.inference.texts import Prompt, Text, Wanted
+    from surogate_core.inference.generation import PreparedModel
+    from surogate_core.inference.texts import Prompt, PromptOptions, Text
     from surogate_core.plugins.registry import Registry
 
 FLAGS = Flags(
@@ -175,7 +175,7 @@ def _named(model: str) -> Iterator[None]:
         raise UserError(f"{model}: {error}") from error
 
 
-def _prompts(words: Words, prepared: Prepared, registry: Registry) -> list[Prompt]:
+def _prompts(words: Words, prepared: PreparedModel, registry: Registry) -> list[Prompt]:
     from surogate_core.inference.texts import prompt_of_row, prompt_of_text
     from surogate_core.inference.tool_calls import calling
     from surogate_core.tools.checks import read_tools
@@ -211,15 +211,15 @@ def _rows(file: str) -> list[tuple[str, str | dict[str, Any]]]:
     return some_prompts(prompt_rows(sys.stdin.read(), "standard input"), "--file -")
 
 
-def _wanted(words: Words, prepared: Prepared) -> Wanted:
-    from surogate_core.inference.texts import Wanted, stop_token
+def _wanted(words: Words, prepared: PreparedModel) -> PromptOptions:
+    from surogate_core.inference.texts import PromptOptions, stop_token
 
     several = words.counts.get("--samples", 1) > 1
     sampling = sampling_of(words.sampling, prepared.sampling, sampled=several)
     stops = words.lists.get("--stop", [])
     if "" in stops:
         raise UserError("--stop: is empty. Fix: give the text before which a completion ends.")
-    return Wanted(
+    return PromptOptions(
         max_new_tokens=words.counts.get("--max-new-tokens", 256),
         samples=words.counts.get("--samples", 1),
         sampling=sampling,

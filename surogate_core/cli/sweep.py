@@ -18,7 +18,7 @@ from surogate_core.masking import masked
 from surogate_core.plugins.commands import command_names
 
 if TYPE_CHECKING:
-    from surogate_core.config.composing.overrides import Settings
+    from surogate_core.config.composing.overrides import UserSettings
     from surogate_core.config.schema import RunConfig
     from surogate_core.plugins.registry import Registry
     from surogate_core.run.place import Place
@@ -73,7 +73,7 @@ class Result:
 class Sweep:
     """The runs of a sweep, one after the other."""
 
-    def __init__(self, settings: Settings, registry: Registry, start: Callable[[RunConfig], int]) -> None:
+    def __init__(self, settings: UserSettings, registry: Registry, start: Callable[[RunConfig], int]) -> None:
         """`start` trains a configuration and returns its exit code."""
         self.settings = settings
         self.registry = registry

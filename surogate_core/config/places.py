@@ -166,12 +166,12 @@ def _log_file(config: RunConfig) -> Found:
     """A log that would be appended to a file of data or of the model."""
     if config.log_file is None:
         return
-    from surogate_core.data.rows.files import Kind, kind_of
+    from surogate_core.data.rows.files import FileKind, kind_of
 
     log = Path(expanded(config.log_file)).resolve()
     data = [Path(expanded(e["path"])).resolve() for e in [*config.datasets, *config.validation_datasets]]
     model = Path(expanded(config.model.path)) if config.model.path else None
-    data += [log for directory in data if directory in log.parents and isinstance(kind_of(log.name), Kind)]
+    data += [log for directory in data if directory in log.parents and isinstance(kind_of(log.name), FileKind)]
     if log in data:
         yield "log_file", f"{config.log_file} is, or would be, a file of a data set.", "log_file: null"
     elif model is not None and model.is_dir() and log.parent == model.resolve():

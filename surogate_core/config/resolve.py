@@ -46,10 +46,10 @@ def load_many(
     """The same for a sweep: with `multirun`, one configuration for each swept value, with the other sweeps at their
     first value. Each is returned with its overrides.
     """
-    from surogate_core.config.composing.overrides import Settings
+    from surogate_core.config.composing.overrides import UserSettings
 
     settings = gather(args, task=task, config_file=config_file, registry=registry, multirun=multirun)
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, UserSettings)
     if not multirun:
         _refuse_sweeps(settings)
     problems = list(settings.problems)
@@ -75,11 +75,11 @@ def load_many(
 def gather(
     args: Sequence[str], *, task: str | None, config_file: Source | None, registry: Registry, multirun: bool = False
 ) -> Any:
-    """File and command line as one `Settings`; its `problems` are not raised yet."""
-    from surogate_core.config.composing.overrides import COMMAND_LINE, Settings
+    """File and command line as one `UserSettings`; its `problems` are not raised yet."""
+    from surogate_core.config.composing.overrides import COMMAND_LINE, UserSettings
     from surogate_core.config.yamlfile import read_yaml
 
-    settings = Settings(registry, multirun=multirun)
+    settings = UserSettings(registry, multirun=multirun)
     # The file may choose what a directory offers that the command line names.
     directories = [argument for argument in args if argument.startswith("hydra.searchpath=")]
     settings.add_arguments(directories)

@@ -50,7 +50,7 @@ class CacheEntry:
     """The facts that its builder returned."""
 
 
-class Cache:
+class DataCache:
     """Entries of one kind under ``root/kind/<key>/``."""
 
     def __init__(self, root: Path, kind: str):

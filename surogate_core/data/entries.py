@@ -12,7 +12,7 @@ from typing import Any
 from surogate_core.bundles import DatasetFormat
 from surogate_core.data.encoded import RowError
 from surogate_core.data.report import BAD_ROWS_SHOWN, BadRow, list_bad_rows
-from surogate_core.data.rows.sources import Source, SourceSpec
+from surogate_core.data.rows.sources import RowSource, SourceSpec
 from surogate_core.errors import ConfigError, Problem, UserError
 
 WHOLE_CHUNKS, SAMPLED_CHUNKS = 16, 200
@@ -76,7 +76,7 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), *names[-1:]] if len(names) > 1 else names)
 
 
-def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, DatasetFormat]) -> DatasetEntry:
+def choose_format(entry: DatasetEntry, source: RowSource, formats: Mapping[str, DatasetFormat]) -> DatasetEntry:
     """The entry with the type that is chosen from a sample of its rows, if its type is chosen so.
 
     Raises `UserError` when no type fits, or no installed plugin offers it.
@@ -108,7 +108,7 @@ def choose_format(entry: DatasetEntry, source: Source, formats: Mapping[str, Dat
     return dataclasses.replace(entry, format=chosen, options=options, chosen=text)
 
 
-def _sample(source: Source) -> tuple[list[Mapping[str, Any]], list[BadRow], int]:
+def _sample(source: RowSource) -> tuple[list[Mapping[str, Any]], list[BadRow], int]:
     """Rows from many places, because a field that is empty at the beginning may have something in it later; the first
     rows that cannot be read, and their number.
     """

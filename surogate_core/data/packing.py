@@ -79,7 +79,7 @@ class PackStats:
     """Largest number of documents in a row; padding counts as one, and a group as all its documents."""
 
 
-class Lengths(Protocol):
+class DocumentLengths(Protocol):
     """The lengths and label counts of documents, as the packer reads them. A group is one document here."""
 
     @property
@@ -164,7 +164,7 @@ def cut_group(parts: Sequence[int], settings: PackSettings) -> list[tuple[int, i
 
 
 def pack(
-    documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats
+    documents: NDArray[np.int64], known: DocumentLengths, settings: PackSettings, stats: PackStats
 ) -> Iterator[list[list[DocumentSpan]]]:
     """Rows of the documents, window by window; updates `stats`."""
     for first in range(0, len(documents), settings.window):
@@ -184,7 +184,7 @@ def pack(
 
 
 def _units(
-    documents: NDArray[np.int64], known: Lengths, settings: PackSettings, stats: PackStats
+    documents: NDArray[np.int64], known: DocumentLengths, settings: PackSettings, stats: PackStats
 ) -> Iterable[list[DocumentSpan]]:
     """Spans that stay together: each alone, and the documents of a group."""
     grouped = known.grouped
@@ -218,7 +218,7 @@ def _units(
 
 
 def _group(
-    document: int, parts: Sequence[int], known: Lengths, settings: PackSettings, stats: PackStats
+    document: int, parts: Sequence[int], known: DocumentLengths, settings: PackSettings, stats: PackStats
 ) -> Iterable[list[DocumentSpan]]:
     """The documents of a group if they fit into a row together, each with a label."""
     cuts = cut_group(parts, settings)

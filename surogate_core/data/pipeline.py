@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.data.cache import Cache, digest_of
+from surogate_core.data.cache import DataCache, digest_of
 from surogate_core.data.encoded import EncodeContext
 from surogate_core.data.encoding import UNREAD_KEPT, RowEncoder, encode_chunks, process_count
 from surogate_core.data.entries import DatasetEntry, check_task, choose_format, parse_entries
@@ -22,7 +22,7 @@ from surogate_core.data.mixture import count_copies, keep_copies_together, mix, 
 from surogate_core.data.packing import PackSettings
 from surogate_core.data.report import BAD_ROWS_KEPT, BadRow, DataReport, DatasetReport, list_bad_rows, list_some
 from surogate_core.data.rows.chunks import START
-from surogate_core.data.rows.sources import READERS_VERSION, Source, open_source
+from surogate_core.data.rows.sources import READERS_VERSION, RowSource, open_source
 from surogate_core.data.shards import (
     DOCUMENTS_VERSION,
     SHARD_VERSION,
@@ -194,7 +194,7 @@ class _Packer:
     ):
         self._config, self._encoder, self._progress = config, encoder, progress
         self._padding = padding_id(tokenizer)
-        self._cache = Cache(encoder.root, "rows")
+        self._cache = DataCache(encoder.root, "rows")
         self._settings = PackSettings(
             sequence_len=config.sequence_len,
             max_length=config.max_length,
@@ -263,7 +263,7 @@ class _Encoder:
         import transformers
 
         self.root = cache_root(config.data_cache_dir)
-        self._cache = Cache(self.root, "documents")
+        self._cache = DataCache(self.root, "documents")
         self._max_bad_rows = config.max_bad_rows
         self._bad_rows: list[BadRow] = []
         self._bad_row_count = 0
@@ -362,13 +362,13 @@ class _Encoder:
             ),
         )
 
-    def _key_of(self, entry: DatasetEntry, source: Source) -> str:
+    def _key_of(self, entry: DatasetEntry, source: RowSource) -> str:
         """A digest of everything that determines the entry's documents."""
         of_format = [entry.format.name, entry.format.version]
         options = dataclasses.asdict(entry.options)
         return digest_of({**self._key, "source": source.digest, "format": of_format, "options": options})
 
-    def _encode(self, entry: DatasetEntry, source: Source, directory: Path, task: str) -> Mapping[str, Any]:
+    def _encode(self, entry: DatasetEntry, source: RowSource, directory: Path, task: str) -> Mapping[str, Any]:
         encoder = RowEncoder(format=entry.format, options=entry.options, context=self._context)
         state = _saved_state(directory)
         rows, bad_count, ends_special = state["counts"] if state else (0, 0, 0)

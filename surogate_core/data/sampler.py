@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.batch import IGNORE_LABEL, WEIGHTS, Counts, MicroBatch, total_weight
+from surogate_core.batch import IGNORE_LABEL, WEIGHTS, BatchCounts, MicroBatch, total_weight
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def collate(rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:
     )
 
 
-def count(rows: PackedRows, indices: Sequence[int]) -> Counts:
+def count(rows: PackedRows, indices: Sequence[int]) -> BatchCounts:
     """The figures of the micro-batch that `collate` would make of these rows."""
     import torch
 
@@ -91,7 +91,7 @@ def count(rows: PackedRows, indices: Sequence[int]) -> Counts:
         tokens += used
         pairs += _pairs(row)
     label_tokens = int(np.count_nonzero(weights))
-    return Counts(
+    return BatchCounts(
         tokens=tokens,
         label_tokens=label_tokens,
         loss_weight=total_weight(torch.from_numpy(weights)) if rows.weighted else float(label_tokens),
@@ -151,14 +151,14 @@ class StepLoader:
         """The micro-batches of the next optimizer step."""
         return [self._make(self._rows, self._next_rows()) for _ in range(self._micro_batches)]
 
-    def next_share(self, own: Container[int]) -> list[MicroBatch | Counts]:
+    def next_share(self, own: Container[int]) -> list[MicroBatch | BatchCounts]:
         """As `next_step`, with the figures alone of the micro-batches that are not in `own`."""
         return [
             self._make(self._rows, self._next_rows()) if number in own else self._counts(self._next_rows())
             for number in range(self._micro_batches)
         ]
 
-    def _counts(self, indices: Sequence[int]) -> Counts:
+    def _counts(self, indices: Sequence[int]) -> BatchCounts:
         if self._make is collate:
             return count(self._rows, indices)
         return self._make(self._rows, indices).counts()

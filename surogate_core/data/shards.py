@@ -32,7 +32,7 @@ from surogate_core.data.packing import PackSettings, PackStats, pack
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-    from surogate_core.data.cache import Cache
+    from surogate_core.data.cache import DataCache
     from surogate_core.data.encoding import EncodedChunk
 
     Span = tuple[NDArray[np.int32], NDArray[np.float32]]
@@ -304,7 +304,7 @@ class PackedRows:
 
 
 def pack_documents(
-    cache: Cache,
+    cache: DataCache,
     documents: Documents,
     chosen: Sequence[NDArray[np.int64]] | None,
     chosen_key: Any,
@@ -318,7 +318,7 @@ def pack_documents(
 
     Each array of `chosen` is packed by itself, so that a row never has the same document twice. `chosen_key` is a
     JSON-able value that represents `chosen` in the key. `progress` receives the documents that are packed, and their
-    total; `damaged` as in `Cache.get`.
+    total; `damaged` as in `DataCache.get`.
     """
     key = digest_of(
         {

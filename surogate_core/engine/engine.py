@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surogate_core.batch import Counts, MicroBatch
+from surogate_core.batch import BatchCounts, MicroBatch
 from surogate_core.bundles import Optimizer, RecipeState
 from surogate_core.dsl.sides import REAL
 from surogate_core.engine.device_memory import grow_segments
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.host_memory import keep_freed_pages
-from surogate_core.engine.inputs import Inputs
+from surogate_core.engine.inputs import MicroStepInputs
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.planning.assembly import Assembly
@@ -109,7 +109,7 @@ class Engine:
         """The stores, the inputs, the recipe's state and the parameters."""
         settings = self.settings
         self.stores = StoreSet.of(placement, self.sharing, self.plan)
-        self.inputs = Inputs.allocate(
+        self.inputs = MicroStepInputs.allocate(
             settings, len(self.plan.layers), reads_real=REAL in self.plan.tables, part=self.sharing.place("context")
         )
         state = self.assembly.recipe.state(self.plan.slots, settings.device)
@@ -332,7 +332,7 @@ class Engine:
         seeds_L8[:, 4] = drawn(part) if part else seeds_L8[:, 0]
         return seeds_L8
 
-    def _accumulate(self, batches: Sequence[MicroBatch | Counts], *, step: int, loss_weight: float) -> None:
+    def _accumulate(self, batches: Sequence[MicroBatch | BatchCounts], *, step: int, loss_weight: float) -> None:
         planned, varying = self.axes.micro_batches, self.axes.varying
         if self.axes.ranks > 1 and not varying and len(batches) != planned:
             raise UserError(
@@ -377,7 +377,7 @@ class Engine:
         self.sides.drop()
 
     def _own_batch(
-        self, batches: Sequence[MicroBatch | Counts], number: int, *, step: int
+        self, batches: Sequence[MicroBatch | BatchCounts], number: int, *, step: int
     ) -> tuple[MicroBatch, Tensor]:
         """A micro-batch of this rank and its dropout seeds; for a number that the step does not have, the first one
         without its tokens, so that no recipe sees other values.
@@ -387,7 +387,7 @@ class Engine:
         assert isinstance(batch, MicroBatch), f"micro-batch {number} is of another rank"
         return batch if exists else batch.emptied(), seeds
 
-    def _count_routes(self, batches: Sequence[MicroBatch | Counts], numbers: Iterable[int], *, step: int) -> None:
+    def _count_routes(self, batches: Sequence[MicroBatch | BatchCounts], numbers: Iterable[int], *, step: int) -> None:
         """Run the forward of each own micro-batch, so that the tokens of each expert are known before a backward."""
         self.traffic.freshen()
         for number in numbers:
@@ -405,7 +405,7 @@ class Engine:
             run()
 
     @torch.no_grad()
-    def train_step(self, batches: Sequence[MicroBatch | Counts], *, step: int, lr: float) -> StepResult:
+    def train_step(self, batches: Sequence[MicroBatch | BatchCounts], *, step: int, lr: float) -> StepResult:
         """One optimizer step over the micro-batches of all ranks; `step` counts from 0.
 
         Those that other ranks run may be their counts. The loss is averaged over the label tokens of all of them, by

@@ -16,7 +16,7 @@ from surogate_core.engine.planning.assembly import EngineSettings
 
 
 @dataclass(slots=True)
-class Inputs:
+class MicroStepInputs:
     """The device tensors that a micro-step reads; their addresses never change on CUDA."""
 
     input_ids: Tensor
@@ -42,7 +42,9 @@ class Inputs:
     """This rank's positions of a micro-batch."""
 
     @classmethod
-    def allocate(cls, settings: EngineSettings, layers: int, *, reads_real: bool = False, part: int = 0) -> Inputs:
+    def allocate(
+        cls, settings: EngineSettings, layers: int, *, reads_real: bool = False, part: int = 0
+    ) -> MicroStepInputs:
         """Tensors with the shapes of a run: zeros, and positions of rows with one document each.
 
         `part`: which part of a micro-batch's positions is this rank's, if several share it.

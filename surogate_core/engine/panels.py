@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.slots import Panel
-from surogate_core.engine.planning.pieces import Packed, Piece
+from surogate_core.engine.planning.pieces import PackedWeight, Piece
 
 if TYPE_CHECKING:
     from surogate_core.engine.planning.weight_plan import WeightPlan
@@ -32,7 +32,7 @@ class Panels:
         """`masters`: HF name → master, from which the panels' copies of adapters are filled."""
         self._pieces, self._masters, self._dtype, self._device = pieces, masters, dtype, device
         self._panels: Mapping[str, Sequence[Panel]] = plan.panels if plan else {}
-        self._packed: Mapping[str, Packed] = plan.packed if plan else {}
+        self._packed: Mapping[str, PackedWeight] = plan.packed if plan else {}
         self.shared: list[Tensor] = []
         """The workspaces, panels or matrices, into which weights in a weight format are unpacked, one layer at a
         time.

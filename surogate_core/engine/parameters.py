@@ -17,7 +17,7 @@ from surogate_core.dsl.slots import Join, Panel
 from surogate_core.engine.flat_groups import FlatGroups
 from surogate_core.engine.panels import Panels
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, Packed, Piece, Source, distinct
+from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, PackedWeight, Piece, Source, distinct
 from surogate_core.engine.ranks.sharded_weights import ShardedWeights
 from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.files.tensorfile import Deferred
@@ -68,7 +68,7 @@ class Parameters:
         """Key of a piece → the panels that its programs multiply with."""
         self.joins: Mapping[str, Sequence[Join]] = plan.joins if plan else {}
         """Key of a piece → the slots whose weights its programs read as one matrix."""
-        self.packed: Mapping[str, Packed] = plan.packed if plan else {}
+        self.packed: Mapping[str, PackedWeight] = plan.packed if plan else {}
         """HF name of a frozen weight → how the recipe or the weight format keeps it."""
         self._source: Source | None = None
         self.weights, self._shared_weights = weights, shared_weights

@@ -17,7 +17,7 @@ from surogate_core.bundles import GradientStore, RecipeState, Store, TensorKind
 from surogate_core.dsl.products import Product, add_products, write_gradients
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.gradient_norm import FlatNorm
-from surogate_core.engine.inputs import Inputs
+from surogate_core.engine.inputs import MicroStepInputs
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.planning.plan import EnginePlan
@@ -195,7 +195,7 @@ class StepContext:
 class MicroStep:
     """Runs the schedule: forward and backward of a micro-batch, or only forward."""
 
-    def __init__(self, context: StepContext, inputs: Inputs, programs: ProgramBuilder):
+    def __init__(self, context: StepContext, inputs: MicroStepInputs, programs: ProgramBuilder):
         self.plan, self.parameters, self.stores = context.plan, context.parameters, context.stores
         self.traffic, self.norm, self.rows = context.traffic, context.norm, context.rows
         self.losses, self.figures, self.sides = context.losses, context.figures, context.sides

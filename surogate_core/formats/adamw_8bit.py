@@ -84,7 +84,7 @@ class DynamicCode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class StepNumbers:
     """A step's numbers as 0-d fp32 tensors."""
 
     clip: Tensor
@@ -123,7 +123,13 @@ def _write(code: DynamicCode, state: tuple[Tensor, ...], value_BK: Tensor, keep:
 
 @op
 def adamw_8bit_update(
-    grad_BK: Tensor, chunk: Range, rates: Rates, codes: tuple[DynamicCode, DynamicCode], *, beta1: float, beta2: float
+    grad_BK: Tensor,
+    chunk: Range,
+    rates: StepNumbers,
+    codes: tuple[DynamicCode, DynamicCode],
+    *,
+    beta1: float,
+    beta2: float,
 ) -> None:
     """A step of `BlockwiseAdamW` on one range, in place; `grad_BK` is its gradients, `codes` those of m and v.
 
@@ -244,7 +250,7 @@ class BlockwiseAdamW:
         count = self.steps.double().clamp(min=1)
         c1 = 1 - self.beta1**count
         root = (1 - self.beta2**count).sqrt()
-        rates = Rates(
+        rates = StepNumbers(
             clip=clip,
             skip=skip,
             size=(lr * root / c1).float(),

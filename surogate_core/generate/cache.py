@@ -37,7 +37,7 @@ def mixers_of(weights: Weights) -> list[tuple[Spec, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class AttentionCache:
     """The keys and values of an attention, [S, T, K, E] and [S, T, K, F] in the model's dtype.
 
     With a window that is much shorter than a slot they are rings: position p is at place p mod T. Decoding overwrites
@@ -49,7 +49,7 @@ class Kept:
     """Empty without rings."""
 
     @classmethod
-    def of(cls, spec: KeyValues, slots: int, context: int, dtype: torch.dtype, device: torch.device) -> Kept:
+    def of(cls, spec: KeyValues, slots: int, context: int, dtype: torch.dtype, device: torch.device) -> AttentionCache:
         """Zeros for `slots` slots and the one that takes rows that do not count."""
         places = places_of(spec, context)
         keys, values, *behind = (
@@ -125,7 +125,9 @@ def places_of(spec: KeyValues, context: int) -> int:
 class Reader(Protocol):
     """The places of rows, and how they read the cache."""
 
-    def attend(self, spec: KeyValues, kept: Kept, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, spec: KeyValues, kept: AttentionCache, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Write the rows' keys and values into their slots; [N, H, F]."""
 
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
@@ -133,7 +135,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class SlotPlaces:
     """The slot of each group, and the position of its first row."""
 
     slots_G: Tensor
@@ -150,7 +152,9 @@ class Places:
         offsets = torch.arange(self.width, device=self.starts_G.device)
         return (self.starts_G[:, None] + offsets).flatten()
 
-    def attend(self, spec: KeyValues, kept: Kept, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, spec: KeyValues, kept: AttentionCache, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """[N, H, F]: every row reads its slot up to itself."""
         if q.device.type == "cpu":
             return cpu_attention(spec, q, k, v, kept, self, sinks)
@@ -172,7 +176,7 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Documents:
+class WholePrompts:
     """Whole prompts one after the other, as in training."""
 
     slots_D: Tensor
@@ -185,7 +189,9 @@ class Documents:
     """int32: the first row of each document, and the number of rows."""
     longest: int
 
-    def attend(self, spec: KeyValues, kept: Kept, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, spec: KeyValues, kept: AttentionCache, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """[N, H, F] by the attention of training; writes keys and values into the slots."""
         slots_N = self.slots_N
         if kept.behind:
@@ -202,7 +208,7 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class LastTokens:
     """One row of each sequence, for its last token."""
 
     slots_N: Tensor
@@ -210,7 +216,9 @@ class Steps:
     longest: int
     """At least the largest position + 1."""
 
-    def attend(self, spec: KeyValues, kept: Kept, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, spec: KeyValues, kept: AttentionCache, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """[N, H, F]: every row writes its key and value, and reads its slot up to itself."""
         keys, values = kept.now
         slots, positions, named = self.slots_N, self.positions_N, spec.named(sinks)
@@ -232,9 +240,9 @@ class Cache:
     ):
         self.slots, self.context, self.device, self.mixers = slots, context, device, mixers
 
-        def kept(spec: Spec) -> Kept | Carried:
+        def kept(spec: Spec) -> AttentionCache | Carried:
             if isinstance(spec, KeyValues):
-                return Kept.of(spec, slots, context, dtype, device)
+                return AttentionCache.of(spec, slots, context, dtype, device)
             return Carried.of(spec, slots, device)
 
         self.layers = [[kept(spec) for spec in specs] for specs in mixers]
@@ -279,7 +287,7 @@ class Cache:
             for now, behind in zip(one.now, one.behind, strict=False):
                 behind[slots_G] = now[slots_G]
 
-    def _all(self) -> Iterator[Kept | Carried]:
+    def _all(self) -> Iterator[AttentionCache | Carried]:
         return (one for layer in self.layers for one in layer)
 
 
@@ -305,7 +313,7 @@ class FromCache:
         """[N, H, F]."""
         kept = self.cache.layers[self.layer][number]
         assert self.reader is not None
-        assert isinstance(kept, Kept)
+        assert isinstance(kept, AttentionCache)
         return self.reader.attend(spec, kept, q, k, v, sinks)
 
     def recur(self, number: int, spec: States, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
@@ -330,8 +338,8 @@ def attention(
     q_NHE: Tensor,
     k_NKE: Tensor,
     v_NKF: Tensor,
-    kept: Kept,
-    places: Places,
+    kept: AttentionCache,
+    places: SlotPlaces,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """[N, H, F]; writes the rows' keys and values first. Static shapes, no wait for the device: every score of a slot
@@ -357,8 +365,8 @@ def cpu_attention(
     q_NHE: Tensor,
     k_NKE: Tensor,
     v_NKF: Tensor,
-    kept: Kept,
-    places: Places,
+    kept: AttentionCache,
+    places: SlotPlaces,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The same, group by group: the bits of a group depend on its own slot only. Plain attention goes through torch's
@@ -375,7 +383,7 @@ def cpu_attention(
         q, k, v = q_NHE[rows], k_NKE[rows], v_NKF[rows]
         if not plain:
             slots, starts = (t[group : group + 1] for t in (places.slots_G, places.starts_G))
-            one = Places(slots_G=slots, starts_G=starts, width=width, longest=end)
+            one = SlotPlaces(slots_G=slots, starts_G=starts, width=width, longest=end)
             out[rows] = attention(spec, q, k, v, kept, one, sinks_H)
             continue
         for tensor, written in zip(kept.now, (k, v), strict=True):

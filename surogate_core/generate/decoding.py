@@ -19,7 +19,16 @@ from torch import Tensor
 
 from surogate_core.dsl.mixers import KeyValues, Spec, States, mixing
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.generate.cache import Cache, Documents, FromCache, Places, Reader, Steps, features_of, places_of
+from surogate_core.generate.cache import (
+    Cache,
+    FromCache,
+    LastTokens,
+    Reader,
+    SlotPlaces,
+    WholePrompts,
+    features_of,
+    places_of,
+)
 from surogate_core.generate.masks import packed_masks, unpacked, words_of
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
@@ -65,7 +74,7 @@ SCORE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class StepKind:
     """What a step is captured for."""
 
     rows: int
@@ -182,7 +191,7 @@ class State:
         ):
             target.copy_(values)
 
-    def rows(self, kind: Kind) -> Rows:
+    def rows(self, kind: StepKind) -> Rows:
         """How the rows of a step choose, as views."""
         count = kind.rows
         return Rows(
@@ -208,7 +217,7 @@ class State:
         self.done.add_(1)
 
 
-class Block:
+class StartedSteps:
     """Steps that were started, whose tokens the host reads later."""
 
     def __init__(self, state: State, running: Sequence[Running], first: int, steps: int):
@@ -253,10 +262,10 @@ class SteppedRunner:
         self.gather = max(1, cache.slots // GATHER)
         self._layers = Layers(weights, COMPILED_ROWS if compiles else None)
         self._state = State(self._rows_for(cache.slots), cache.slots, weights.device)
-        self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._loaded: list[Running] = []
         """The sequences whose rows the buffers have. Those that have ended run on, until a slot is filled again."""
-        self._ahead: Block | None = None
+        self._ahead: StartedSteps | None = None
         """The block after the one that was read last."""
         self._first_result = 0
         """The row of the results of the block that was started last."""
@@ -333,7 +342,7 @@ class SteppedRunner:
             positions_N=positions_N,
             lasts_N=lasts_N,
             real_N=torch.arange(total, device=device) < ends[-1],
-            reader=Documents(
+            reader=WholePrompts(
                 slots_D=slots if rest else slots[:-1],
                 slots_N=slots.repeat_interleave(sizes, output_size=total),
                 positions_N=positions_N,
@@ -360,7 +369,7 @@ class SteppedRunner:
             ids += [*tokens, *[0] * (SEGMENT - len(tokens))]
             lasts += [len(fills[number].ids) - 1] * SEGMENT
             rows.append((number, slice(place * SEGMENT, place * SEGMENT + len(tokens))))
-        places = Places(
+        places = SlotPlaces(
             slots_G=torch.tensor([fills[number].slot for number, _ in some], device=device),
             starts_G=torch.tensor([start for _, start in some], device=device),
             width=SEGMENT,
@@ -441,7 +450,7 @@ class SteppedRunner:
         if masks_NW is not None:
             self._masks()[: len(running)].copy_(masks_NW)
 
-    def _start(self, running: Sequence[Running]) -> Block:
+    def _start(self, running: Sequence[Running]) -> StartedSteps:
         """Start a block of tokens of each; of one token if some row has a constraint."""
         held = any(sequence.constraint is not None for sequence in running)
         steps = 1 if held else min(BLOCK, max(s.remaining for s in running))
@@ -457,7 +466,7 @@ class SteppedRunner:
         self._loaded = list(running)
         return self._queue(kind, steps)
 
-    def _go_on(self, running: Sequence[Running], steps: int) -> Block | None:
+    def _go_on(self, running: Sequence[Running], steps: int) -> StartedSteps | None:
         """Start the block after one that the host has not read; None if its step is not captured."""
         kind = self._kind(running, steps)
         if self.eager is None and kind not in self._graphs:
@@ -468,9 +477,9 @@ class SteppedRunner:
     def _rows_for(self, count: int) -> int:
         return FEWEST if count <= FEWEST else -(-self.cache.slots // FEWEST) * FEWEST
 
-    def _kind(self, running: Sequence[Running], steps: int) -> Kind:
+    def _kind(self, running: Sequence[Running], steps: int) -> StepKind:
         samplings = [s.request.sampling for s in running]
-        return Kind(
+        return StepKind(
             rows=self._rows,
             longest=_longest(self._reach + steps, self.cache.context, shortest=self._shortest),
             filters=filtered(samplings),
@@ -479,7 +488,7 @@ class SteppedRunner:
             masked=any(s.constraint is not None for s in running),
         )
 
-    def _queue(self, kind: Kind, steps: int) -> Block:
+    def _queue(self, kind: StepKind, steps: int) -> StartedSteps:
         """Let the device run a block for the rows of the buffers."""
         run = partial(self.step, kind) if self.eager is not None else self._graphs[kind].replay
         self._first_result = BLOCK - self._first_result
@@ -487,15 +496,15 @@ class SteppedRunner:
         for _ in range(steps):
             run()
         self._reach += steps
-        return Block(self._state, self._loaded, self._first_result, steps)
+        return StartedSteps(self._state, self._loaded, self._first_result, steps)
 
-    def step(self, kind: Kind) -> None:
+    def step(self, kind: StepKind) -> None:
         """The next token of every row, on the device alone."""
         state, count = self._state, kind.rows
         slots_N, positions_N = state.slots_N[:count], state.positions_N[:count]
         tables = tables_of(self.weights, positions_N, positions_N, state.live_N[:count] > 0)
         x_ND = self.weights.embedded(state.ids_N[:count])
-        reader = Steps(slots_N=slots_N, positions_N=positions_N, longest=kind.longest)
+        reader = LastTokens(slots_N=slots_N, positions_N=positions_N, longest=kind.longest)
         with using(self._table), mixing(self._mixing):
             for number, layer in enumerate(self._layers.of(count)):
                 self._mixing.begin(number, reader)
@@ -509,7 +518,7 @@ class SteppedRunner:
             self._seen().index_put_((slots_N, tokens_N), torch.ones((), dtype=torch.bool, device=x_ND.device))
         state.advance(count, tokens_N, logprobs_N, self.cache.context - 1)
 
-    def _capture(self, kind: Kind) -> None:
+    def _capture(self, kind: StepKind) -> None:
         """Capture a step. The rows of the buffers are lost."""
         from surogate_core.engine.graphs import capture_forward
 

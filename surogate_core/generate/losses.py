@@ -23,7 +23,7 @@ LOGITS = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class DocumentSums:
     """The sums over the label tokens of one document."""
 
     loss: float
@@ -36,7 +36,7 @@ class Document:
 
 
 @torch.no_grad()
-def documents_of(weights: Weights, batches: Iterable[MicroBatch]) -> Iterator[list[Document]]:
+def documents_of(weights: Weights, batches: Iterable[MicroBatch]) -> Iterator[list[DocumentSums]]:
     """The documents of each micro-batch that have label tokens, in order."""
     for batch in batches:
         loss_N, hits_N = _losses(weights, batch)
@@ -52,7 +52,7 @@ def documents_of(weights: Weights, batches: Iterable[MicroBatch]) -> Iterator[li
             summed(loss_N * weight_N), summed(weight_N), summed(labelled_N), summed(hits_N & labelled_N), strict=True
         )
         yield [
-            Document(loss=loss, weight=weight, tokens=int(tokens), hits=int(hits))
+            DocumentSums(loss=loss, weight=weight, tokens=int(tokens), hits=int(hits))
             for loss, weight, tokens, hits in sums
             if tokens
         ]

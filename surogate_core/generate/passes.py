@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surogate_core.dsl.mixers import mixing
 from surogate_core.dsl.sides import REAL
-from surogate_core.generate.cache import Cache, FromCache, Places, with_own
+from surogate_core.generate.cache import Cache, FromCache, SlotPlaces, with_own
 from surogate_core.generate.masks import packed_masks, unpacked
 from surogate_core.generate.sampling import Rows, choose
 from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
@@ -36,7 +36,7 @@ class _Pass:
     """Rows that go through the layers together."""
 
     ids_N: Tensor
-    places: Places
+    places: SlotPlaces
     tables: Sequence[Tensor]
 
 
@@ -138,7 +138,7 @@ class FixedRunner:
     ) -> _Pass:
         device = self.weights.device
         slots, starts = (torch.tensor(column, device=device) for column in zip(*places, strict=True))
-        where = Places(slots_G=slots, starts_G=starts, width=width, counts=counts)
+        where = SlotPlaces(slots_G=slots, starts_G=starts, width=width, counts=counts)
         return _Pass(
             ids_N=torch.tensor(ids, device=device),
             places=where,

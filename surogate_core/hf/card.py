@@ -32,7 +32,7 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class CardFacts:
     """The facts of the run for the model card."""
 
     title: str
@@ -95,7 +95,7 @@ def config_overrides(base: Mapping[str, Any], trained: Mapping[str, Any]) -> dic
     return changed
 
 
-def write_card(directory: Path, card: Card, *, library: str, notes: list[str]) -> None:
+def write_card(directory: Path, card: CardFacts, *, library: str, notes: list[str]) -> None:
     """README.md, with the front matter that the hub reads; `notes` are paragraphs on how to use the directory."""
     front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [surogate]"]
     lines = [f"# {card.title}", "", f"Trained with Surogate {__version__}."]
@@ -150,7 +150,7 @@ def overrides_note(overrides: Mapping[str, Any]) -> str:
     )
 
 
-def card_facts(card: Card) -> dict[str, Any]:
+def card_facts(card: CardFacts) -> dict[str, Any]:
     """The facts that a later merge repeats in its own card, as JSON values."""
     kept = ("settings", "figures", "configuration", "base_files")
     return {f.name: without_places(masked_values(dict(getattr(card, f.name)))) for f in fields(card) if f.name in kept}

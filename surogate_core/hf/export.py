@@ -17,7 +17,7 @@ from surogate_core.errors import UserError
 from surogate_core.files import atomic
 from surogate_core.files.foreign import read_json
 from surogate_core.files.tensorfile import TensorWriter, nbytes, write_tensors
-from surogate_core.hf.card import OVERRIDES, USE, Card, card_facts, overrides_note, write_card
+from surogate_core.hf.card import OVERRIDES, USE, CardFacts, card_facts, overrides_note, write_card
 from surogate_core.hf.lora_files import CONFIG, MARKER, STACKED_ON, WEIGHTS
 from surogate_core.hf.tokenizer_files import TokenizerFiles
 from surogate_core.masking import masked
@@ -61,7 +61,7 @@ def export_full(
     *,
     config: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | TokenizerFiles | None,
-    card: Card,
+    card: CardFacts,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: float = 5e9,
 ) -> Path:
@@ -96,7 +96,7 @@ def export_adapter(
     alpha: float,
     dropout: float,
     base_model: str | None,
-    card: Card,
+    card: CardFacts,
     tokenizer: PreTrainedTokenizerBase | TokenizerFiles | None = None,
     task_type: str = "CAUSAL_LM",
     stacked_on: Path | None = None,
@@ -255,7 +255,7 @@ def check_place(directory: Path) -> None:
 
 
 @contextmanager
-def _export_directory(directory: Path, *, kind: str, card: Card) -> Iterator[Path]:
+def _export_directory(directory: Path, *, kind: str, card: CardFacts) -> Iterator[Path]:
     """A directory that becomes `directory`; never in place of something that is not an export."""
     check_place(directory)
     fix = "free space, or choose a place on another disk"

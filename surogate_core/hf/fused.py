@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from surogate_core.files.tensorfile import FLOATS, TensorInfo, View, in_order
-from surogate_core.hf.prequantised import Part, Scheme
+from surogate_core.hf.prequantised import QuantisedPart, Scheme
 
 if TYPE_CHECKING:
     from surogate_core.dsl.experts import Fused
@@ -39,9 +39,9 @@ def views_of_experts(
     return views, problems
 
 
-def _parts(whole: str, scheme: Scheme | None, infos: Mapping[str, TensorInfo]) -> dict[str, Part | None]:
+def _parts(whole: str, scheme: Scheme | None, infos: Mapping[str, TensorInfo]) -> dict[str, QuantisedPart | None]:
     """The tensors in the file of which a weight of all experts is made; None is the weight itself, not quantised."""
-    found: dict[str, Part | None] = {}
+    found: dict[str, QuantisedPart | None] = {}
     for part in scheme.parts.values() if scheme is not None else ():
         endings = [form for s in part.suffixes for form in (s, s.removeprefix(".weight"), f"_{s[1:]}")]
         name = next((whole + ending for ending in endings if whole + ending in infos), None)
@@ -53,7 +53,7 @@ def _parts(whole: str, scheme: Scheme | None, infos: Mapping[str, TensorInfo]) -
     return {whole: None} if whole in infos else {}
 
 
-def _shape(part: Part, one: Fused) -> tuple[int, ...]:
+def _shape(part: QuantisedPart, one: Fused) -> tuple[int, ...]:
     """A part of all experts. What does not depend on the rows, as a scale of the matrix, is one value an expert."""
     count, rows, inputs = one.shape
     return (count, *part.shape(rows, inputs))
@@ -69,7 +69,7 @@ def _misfit(rows: int, one: Fused) -> str | None:
     )
 
 
-def _views(part: Part | None, one: Fused) -> list[View]:
+def _views(part: QuantisedPart | None, one: Fused) -> list[View]:
     if part is None:
         return in_order(one.parts)
     named = [(weight.removesuffix(".weight") + part.suffixes[0], part.shape(*shape)) for weight, shape in one.parts]

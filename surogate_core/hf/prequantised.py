@@ -25,7 +25,7 @@ SKIP_KEYS = ("modules_to_not_convert", "ignore", "exclude_modules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class QuantisedPart:
     """One tensor of a quantised weight."""
 
     suffixes: tuple[str, ...]
@@ -73,7 +73,7 @@ class Scheme:
 
     name: str
     """Name of the format, for messages and for `WeightFormatSpec.adopts`."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, QuantisedPart]
     dequantise: Callable[[Mapping[str, Tensor], int, int], Tensor]
     """(parts, first row, one past the last) → [rows, I] fp32."""
     whole: Callable[[tuple[int, ...]], tuple[int, ...]]
@@ -177,8 +177,8 @@ def _fp8(block_size: Any, skip: Skip, *, scales: str = ".weight_scale_inv") -> S
     return Scheme(
         name="fine-grained FP8",
         parts={
-            "codes": Part(suffixes=(".weight",), dtypes=("F8_E4M3",), shape=lambda o, i: (o, i)),
-            "scales": Part(
+            "codes": QuantisedPart(suffixes=(".weight",), dtypes=("F8_E4M3",), shape=lambda o, i: (o, i)),
+            "scales": QuantisedPart(
                 suffixes=(scales,),
                 dtypes=("F32", "BF16"),
                 shape=lambda o, i: (_up(o, height), _up(i, width)),
@@ -207,11 +207,11 @@ def _nvfp4(skip: Skip, *, packed: bool = False) -> Scheme:
     return Scheme(
         name="compressed-tensors NVFP4" if packed else "ModelOpt NVFP4",
         parts={
-            "codes": Part(
+            "codes": QuantisedPart(
                 suffixes=(".weight_packed" if packed else ".weight",), dtypes=("U8",), shape=lambda o, i: (o, i // 2)
             ),
-            "scales": Part(suffixes=(".weight_scale",), dtypes=("F8_E4M3",), shape=lambda o, i: (o, i // 16)),
-            "decode": Part(
+            "scales": QuantisedPart(suffixes=(".weight_scale",), dtypes=("F8_E4M3",), shape=lambda o, i: (o, i // 16)),
+            "decode": QuantisedPart(
                 suffixes=(".weight_global_scale" if packed else ".weight_scale_2",),
                 dtypes=("F32",),
                 shape=lambda o, i: (),
@@ -225,18 +225,18 @@ def _nvfp4(skip: Skip, *, packed: bool = False) -> Scheme:
 
 
 _BLOCKS = {
-    "codes": Part(suffixes=(".weight_blocks", "_blocks"), dtypes=("U8",), shape=lambda o, i: (o, i // 32, 16)),
-    "scales": Part(suffixes=(".weight_scales", "_scales"), dtypes=("U8",), shape=lambda o, i: (o, i // 32)),
+    "codes": QuantisedPart(suffixes=(".weight_blocks", "_blocks"), dtypes=("U8",), shape=lambda o, i: (o, i // 32, 16)),
+    "scales": QuantisedPart(suffixes=(".weight_scales", "_scales"), dtypes=("U8",), shape=lambda o, i: (o, i // 32)),
 }
 """MXFP4 as transformers writes it."""
 _PAIRS = {
-    "codes": Part(suffixes=(".weight_packed",), dtypes=("U8",), shape=lambda o, i: (o, i // 2)),
-    "scales": Part(suffixes=(".weight_scale",), dtypes=("U8",), shape=lambda o, i: (o, i // 32)),
+    "codes": QuantisedPart(suffixes=(".weight_packed",), dtypes=("U8",), shape=lambda o, i: (o, i // 2)),
+    "scales": QuantisedPart(suffixes=(".weight_scale",), dtypes=("U8",), shape=lambda o, i: (o, i // 32)),
 }
 """MXFP4 as compressed-tensors writes it."""
 
 
-def _mxfp4(skip: Skip, parts: Mapping[str, Part]) -> Scheme:
+def _mxfp4(skip: Skip, parts: Mapping[str, QuantisedPart]) -> Scheme:
     blocks = parts is _BLOCKS
 
     def dequantise(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:

@@ -19,7 +19,7 @@ from surogate_core.dsl.slots import Adapter
 from surogate_core.errors import UserError
 from surogate_core.generate.weights import Weights
 from surogate_core.hf.lora_files import LoraAdapter
-from surogate_core.inference.generation import Named, Prepared, prepare
+from surogate_core.inference.generation import Named, PreparedModel, prepare
 from surogate_core.plugins.registry import Registry
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -31,7 +31,7 @@ class NotSharedError(UserError):
 
 def prepare_beside(
     base: Named, adapters: Mapping[str, Named], config: RunConfig, registry: Registry
-) -> tuple[Prepared, dict[str, Prepared]]:
+) -> tuple[PreparedModel, dict[str, PreparedModel]]:
     """(the base with room for the adapters of these names, each adapter's tokenizer and settings); no weight is read.
 
     Raises `NotSharedError` for an adapter that cannot share the base with others.
@@ -51,7 +51,7 @@ def prepare_beside(
     return replace(prepared, lora=_room(tops, prepared)), found
 
 
-def _only(prepared: Prepared, name: str) -> LoraAdapter:
+def _only(prepared: PreparedModel, name: str) -> LoraAdapter:
     """The only adapter, if the base is unchanged below it."""
     assert prepared.resolved.adapter is not None
     *below, top = prepared.resolved.adapter.stack
@@ -61,7 +61,7 @@ def _only(prepared: Prepared, name: str) -> LoraAdapter:
     return top
 
 
-def _room(adapters: Sequence[LoraAdapter], prepared: Prepared) -> LoRA:
+def _room(adapters: Sequence[LoraAdapter], prepared: PreparedModel) -> LoRA:
     ranks = [(module, rank) for adapter in adapters for module, rank in adapter.ranks().items()]
     largest = [max((r for m, r in ranks if (".experts." in m) == experts), default=None) for experts in (False, True)]
     first = prepared.lora.adapter
@@ -75,7 +75,7 @@ def _room(adapters: Sequence[LoraAdapter], prepared: Prepared) -> LoRA:
 class Adapters:
     """The adapters of some weights, in host memory."""
 
-    def __init__(self, weights: Weights, adapters: Mapping[str, Prepared]):
+    def __init__(self, weights: Weights, adapters: Mapping[str, PreparedModel]):
         """`weights`: those that `prepare_beside` has made room in. The files are read once, here."""
         self._parameters = weights.parameters
         self._specs = [spec for spec in weights.parameters.specs.values() if spec.role == "adapter"]

@@ -187,7 +187,7 @@ class Stop:
         return self._begun == len(self._text)
 
 
-class Watch:
+class GrowingText:
     """The text of a completion while it grows: whole or in parts, it is decoded once.
 
     The text is that of the tokens' bytes without special tokens, up to the first stop text that is complete.

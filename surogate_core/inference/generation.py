@@ -116,7 +116,7 @@ def rollout_of(registry: Registry, name: str) -> Any:
     return registry.get("rollout", name)
 
 
-def quantised_note(word: str, found: Named, prepared: Prepared, registry: Registry) -> list[str]:
+def quantised_note(word: str, found: Named, prepared: PreparedModel, registry: Registry) -> list[str]:
     """A note if the adapter that a word names was trained on a quantised base and this one is not quantised."""
     file = config_of_run(word)
     if file is None or not found.stack or prepared.config.weight_format is not None:
@@ -134,7 +134,7 @@ def quantised_note(word: str, found: Named, prepared: Prepared, registry: Regist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedModel:
     """A model whose weights are not loaded yet."""
 
     config: RunConfig
@@ -210,7 +210,7 @@ def stop_ids(
     return frozenset(found)
 
 
-def prepare(found: Named, config: RunConfig, registry: Registry, *, generates: bool = True) -> Prepared:
+def prepare(found: Named, config: RunConfig, registry: Registry, *, generates: bool = True) -> PreparedModel:
     """The model that `config` describes, with the adapters of `found` on it; no weight is read.
 
     `generates`: whether it must give logits; otherwise what its task trains. Raises `UserError` for a model, an adapter
@@ -236,7 +236,7 @@ def prepare(found: Named, config: RunConfig, registry: Registry, *, generates: b
     own = generation_config_in(found.files) if found.files is not None else None
     if own is None and resolved.weights is not None:
         own = resolved.weights.generation_config()
-    return Prepared(
+    return PreparedModel(
         config=config,
         resolved=resolved,
         lora=lora,

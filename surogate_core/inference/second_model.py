@@ -12,7 +12,7 @@ from surogate_core.errors import ConfigError, Problem, UserError
 from surogate_core.hf.contents import Contents, digest_cache
 from surogate_core.hf.lora_files import stack_fingerprint
 from surogate_core.hf.weights import config_in, locate
-from surogate_core.inference.generation import Named, Prepared, named, on_its_base, placed, prepare
+from surogate_core.inference.generation import Named, PreparedModel, named, on_its_base, placed, prepare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 
-def open_model(key: str, word: str, config: RunConfig, registry: Registry) -> Prepared:
+def open_model(key: str, word: str, config: RunConfig, registry: Registry) -> PreparedModel:
     """The language model that `key` names, on the device and in the dtype of the run; no weight is read.
 
     Raises `ConfigError` if there is none, and `UserError` for one that cannot be used.
@@ -35,7 +35,7 @@ def open_model(key: str, word: str, config: RunConfig, registry: Registry) -> Pr
         raise UserError(f"{key}={word}: {error}") from error
 
 
-def open_reward_model(key: str, word: str, config: RunConfig, registry: Registry) -> Prepared:
+def open_reward_model(key: str, word: str, config: RunConfig, registry: Registry) -> PreparedModel:
     """The same of a reward model with one score: a directory, a run, or an adapter with the head on its base.
 
     Raises `ConfigError` also for a language model, and for a model with several labels.
@@ -100,7 +100,7 @@ def check_tokenizer(
     return max(vocabulary.values()) + 1
 
 
-def digest(prepared: Prepared) -> str:
+def digest(prepared: PreparedModel) -> str:
     """Digest of what the model computes with: weights, adapters and dtype."""
     files: dict[str, str] = {}
     resolved = prepared.resolved

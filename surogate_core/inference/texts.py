@@ -26,8 +26,8 @@ from surogate_core.files.prompts import tools_of
 from surogate_core.generate.cache import Cache, mixers_of
 from surogate_core.generate.decoding import why_eager, working_bytes
 from surogate_core.generate.sequences import SEGMENT
-from surogate_core.inference.completions import Watch
-from surogate_core.inference.generation import Prepared
+from surogate_core.inference.completions import GrowingText
+from surogate_core.inference.generation import PreparedModel
 from surogate_core.inference.tool_calls import Calling
 from surogate_core.setup.build import free_memory
 from surogate_core.tools.choosing import Tools
@@ -63,7 +63,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class PromptOptions:
     """What is asked of every prompt."""
 
     max_new_tokens: int = 256
@@ -195,7 +195,9 @@ def stop_token(tokenizer: PreTrainedTokenizerBase, word: str) -> int:
     )
 
 
-def requests_of(prepared: Prepared, prompts: Sequence[Prompt], wanted: Wanted) -> tuple[list[Request], list[str]]:
+def requests_of(
+    prepared: PreparedModel, prompts: Sequence[Prompt], wanted: PromptOptions
+) -> tuple[list[Request], list[str]]:
     """A request for each sample of each prompt, and notes about those that the model's positions cut short."""
     requests, cut = [], []
     stop_ids = wanted.stop_ids if wanted.ignore_eos else prepared.stop_ids | wanted.stop_ids
@@ -318,7 +320,7 @@ def generate_texts(
     total, done = sum(r.max_new_tokens for r in requests), 0
     forms = list(callings) or [None] * len(requests)
     watches = [
-        Watch(tokenizer, request.prompt, stop, shown=form.shown if form is not None else frozenset())
+        GrowingText(tokenizer, request.prompt, stop, shown=form.shown if form is not None else frozenset())
         for request, form in zip(requests, forms, strict=True)
     ]
 
@@ -345,7 +347,7 @@ def generate_texts(
     return [_text(*made) for made in zip(requests, watches, found, forms, strict=True)]
 
 
-def _text(request: Request, watch: Watch, completion: Completion, calling: Calling | None) -> Text:
+def _text(request: Request, watch: GrowingText, completion: Completion, calling: Calling | None) -> Text:
     text, calls = watch.text(), tuple[Call, ...]()
     if calling is not None:
         text, calls = calling.read(text)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from surogate_core.bundles import ToolParserSpec
 from surogate_core.data.text.chat import chat_of
-from surogate_core.inference.completions import Watch
+from surogate_core.inference.completions import GrowingText
 from surogate_core.tools.choosing import Tools, functions_of, parser_of
 from surogate_core.tools.reading import Call, CallReader
 
@@ -23,7 +23,7 @@ def tag_ids(tokenizer: PreTrainedTokenizerBase, tags: Sequence[str]) -> frozense
     return frozenset(known[tag] for tag in tags if tag in known)
 
 
-class OneCall(Watch):
+class OneCall(GrowingText):
     """A completion that ends behind its first call."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Calling:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: ToolParserSpec, tools: Tools):
         self._spec, self._functions = spec, functions_of(tools)
         self.shown = tag_ids(tokenizer, spec.tags)
-        """See `Watch`."""
+        """See `GrowingText`."""
 
     def reader(self) -> CallReader:
         """What finds the calls in one completion."""

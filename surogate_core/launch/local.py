@@ -20,7 +20,7 @@ from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.gpus import VISIBLE, rotated, visible
 from surogate_core.launch.ranks import Rank, check_count, joined, rank_of
 from surogate_core.launch.restarts import Restarts
-from surogate_core.launch.supervisor import Plan, supervise
+from surogate_core.launch.supervisor import LaunchPlan, supervise
 
 if TYPE_CHECKING:
     from surogate_core.bundles.launchers import Job
@@ -63,7 +63,7 @@ def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
     logs = Path(job.config["output_dir"]) / "logs"
     if world > 1:
         atomic.ensure_writable(logs, key="output_dir")
-    plan = Plan(
+    plan = LaunchPlan(
         job=sent_job,
         environments=[environment(os.environ, rank, world, gpus) for rank in range(world)],
         logs=logs,

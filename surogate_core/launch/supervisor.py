@@ -47,7 +47,7 @@ REPORT = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """What to start."""
 
     job: Mapping[str, Any]
@@ -85,7 +85,7 @@ class Elsewhere:
         return first_of(found)
 
 
-def supervise(plan: Plan, signals: Forwarding, elsewhere: Elsewhere | None = None) -> int | Failure:
+def supervise(plan: LaunchPlan, signals: Forwarding, elsewhere: Elsewhere | None = None) -> int | Failure:
     """Start the ranks of this machine and watch them: the exit code, or the first failure of the run.
 
     All their processes are gone by then. `signals`: what this process receives, or is told of. Raises `MachineError` if
@@ -107,7 +107,7 @@ def first_of(found: Sequence[Failure]) -> Failure:
 class _Attempt:
     """One start of all ranks of this machine."""
 
-    def __init__(self, plan: Plan, signals: Forwarding, elsewhere: Elsewhere):
+    def __init__(self, plan: LaunchPlan, signals: Forwarding, elsewhere: Elsewhere):
         self._plan, self._signals, self._elsewhere = plan, signals, elsewhere
         self._children: list[Child] = []
         self._silence = Silence(plan.silence, plan.here, first=plan.first)

@@ -17,10 +17,10 @@ from surogate_core.bundles import RolloutEngineSpec
 from surogate_core.data.packing import best_fit_decreasing
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
-from surogate_core.generate.losses import Document, documents_of
+from surogate_core.generate.losses import DocumentSums, documents_of
 from surogate_core.generate.weights import Weights
-from surogate_core.inference.generation import Prepared
-from surogate_core.inference.texts import Prompt, Text, Wanted, generate_texts, requests_of, settings_of
+from surogate_core.inference.generation import PreparedModel
+from surogate_core.inference.texts import Prompt, PromptOptions, Text, generate_texts, requests_of, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class JudgedText:
     """A text whose end is to be judged."""
 
     name: str
@@ -55,7 +55,7 @@ class Likelihood:
     """Whether each token is the most probable one."""
 
 
-def _batch(pairs: Sequence[Pair], size: int, borders: int) -> MicroBatch:
+def _batch(pairs: Sequence[JudgedText], size: int, borders: int) -> MicroBatch:
     """The pairs end to end, with padding up to `size` tokens. The last token of each is a label alone."""
     ids_N, labels_N = np.zeros(size, np.int64), np.full(size, IGNORE_LABEL, np.int64)
     positions_N, ends = np.zeros(size, np.int32), [0]
@@ -88,7 +88,7 @@ class Subject:
     def __init__(
         self,
         name: str,
-        prepared: Prepared,
+        prepared: PreparedModel,
         weights: Weights,
         engine: RolloutEngineSpec,
         *,
@@ -102,7 +102,7 @@ class Subject:
     def load(
         cls,
         name: str,
-        prepared: Prepared,
+        prepared: PreparedModel,
         registry: Registry,
         engine: RolloutEngineSpec,
         *,
@@ -124,7 +124,7 @@ class Subject:
     def complete(
         self,
         prompts: Sequence[Prompt],
-        wanted: Wanted,
+        wanted: PromptOptions,
         *,
         task: str = "generating",
         finished: Callable[[Text], None] | None = None,
@@ -146,14 +146,14 @@ class Subject:
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from error
 
-    def likelihoods(self, pairs: Sequence[Pair], *, task: str = "likelihoods") -> list[Likelihood]:
+    def likelihoods(self, pairs: Sequence[JudgedText], *, task: str = "likelihoods") -> list[Likelihood]:
         """How probable each continuation is. Raises `UserError` for a document beyond the model's positions."""
         found: list[Likelihood | None] = [None] * len(pairs)
         for index, document in self._documents(pairs, task):
             found[index] = Likelihood(logprob=-document.loss, greedy=document.hits == document.tokens)
         return [one for one in found if one is not None]
 
-    def _documents(self, pairs: Sequence[Pair], task: str) -> Sequence[tuple[int, Document]]:
+    def _documents(self, pairs: Sequence[JudgedText], task: str) -> Sequence[tuple[int, DocumentSums]]:
         """(number of a pair, its sums)."""
         if not pairs:
             return []
@@ -170,7 +170,7 @@ class Subject:
         bins = best_fit_decreasing(lengths, size)
         borders = max(map(len, bins)) + 2
         batches = (_batch([pairs[index] for index in some], size, borders) for some in bins)
-        found: list[tuple[int, Document]] = []
+        found: list[tuple[int, DocumentSums]] = []
         for number, documents in enumerate(documents_of(self.weights, batches)):
             refuse_nan(self.name, self.weights, documents)
             found += zip(bins[number], documents, strict=True)
@@ -181,7 +181,7 @@ class Subject:
         self._progress(Progress(task=f"{self.name}: {task}", done=done, total=total, unit=unit))
 
 
-def refuse_nan(name: str, weights: Weights, documents: Sequence[Document]) -> None:
+def refuse_nan(name: str, weights: Weights, documents: Sequence[DocumentSums]) -> None:
     """Raise `UserError` if a loss is no number, with the first weight that is none."""
     if all(np.isfinite(document.loss) for document in documents):
         return

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from surogate_core.files.tensorfile import TensorFile, write_tensors
     from surogate_core.formats import adamw_8bit, fp4, fp8, fp8_rows, nvfp4
     from surogate_core.generate.weights import Weights
-    from surogate_core.hf.card import Card
+    from surogate_core.hf.card import CardFacts
     from surogate_core.hf.export import export_adapter
     from surogate_core.hf.weights import ModelDir, locate
     from surogate_core.inference import second_model

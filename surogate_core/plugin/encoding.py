@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from surogate_core.lazy import lazily
 
 if TYPE_CHECKING:
-    from surogate_core.data.cache import Cache, CacheEntry, digest_of
+    from surogate_core.data.cache import CacheEntry, DataCache, digest_of
     from surogate_core.data.packing import PackSettings, cut_group
     from surogate_core.data.rows.sources import SourceSpec, open_source
     from surogate_core.data.text.answers import Messages, check_answer, encode_answer, text_or_messages

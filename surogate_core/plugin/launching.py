@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from surogate_core.launch.gpus import visible
     from surogate_core.launch.local import THREADS, environment, sent
     from surogate_core.launch.restarts import Restarts
-    from surogate_core.launch.supervisor import GRACE, WINDOW, Elsewhere, Plan, first_of, supervise
+    from surogate_core.launch.supervisor import GRACE, WINDOW, Elsewhere, LaunchPlan, first_of, supervise
     from surogate_core.run.record import FACTS
 
 else:

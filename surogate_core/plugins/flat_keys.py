@@ -36,7 +36,7 @@ CHOSEN_BY = {"quant": "qlora_format", "schedule": "lr_scheduler_type", "policy_l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class FlatKeySetting:
     """What a flat key sets: an option of one bundle, or the choice of that bundle."""
 
     kind: str
@@ -63,7 +63,7 @@ class FlatKey:
     key: str
     hint: Any
     """Annotation of its value."""
-    settings: tuple[Setting, ...]
+    settings: tuple[FlatKeySetting, ...]
     """In the order of kinds and names."""
 
     @property
@@ -100,12 +100,14 @@ def collect(registry: Registry) -> dict[str, FlatKey]:
     return found
 
 
-def _declared(kind: str, name: str, bundle: Any, plugin: InstalledPlugin) -> list[tuple[str, Any, Setting]]:
+def _declared(kind: str, name: str, bundle: Any, plugin: InstalledPlugin) -> list[tuple[str, Any, FlatKeySetting]]:
     """(flat key, annotation, what it sets) of one bundle."""
     found = []
     flag = getattr(bundle, "flag", None)
     if flag is not None:
-        setting = Setting(kind=kind, name=name, option=None, default=False, needed=False, plugin=plugin, options=None)
+        setting = FlatKeySetting(
+            kind=kind, name=name, option=None, default=False, needed=False, plugin=plugin, options=None
+        )
         found.append((flag, bool, setting))
     cls = getattr(bundle, "options", None)
     try:
@@ -114,7 +116,7 @@ def _declared(kind: str, name: str, bundle: Any, plugin: InstalledPlugin) -> lis
         return found  # An unreadable dataclass; whoever chooses the bundle is given the message.
     for option, mark in marks.items():
         assert cls is not None
-        setting = Setting(
+        setting = FlatKeySetting(
             kind=kind,
             name=name,
             option=option,
@@ -127,7 +129,7 @@ def _declared(kind: str, name: str, bundle: Any, plugin: InstalledPlugin) -> lis
     return found
 
 
-def _clash(key: str, first: Setting, second: Setting) -> str:
+def _clash(key: str, first: FlatKeySetting, second: FlatKeySetting) -> str:
     return (
         f"flat key {key!r} of {second.kind} {second.name} ({second.plugin.label}) has another type than that of "
         f"{first.kind} {first.name} ({first.plugin.label}). Fix: uninstall one of them, or leave one out with "

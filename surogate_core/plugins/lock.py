@@ -16,7 +16,7 @@ from typing import Any
 from surogate_core.errors import UserError
 from surogate_core.plugins.digests import LINK, MISSING, digest_of, direct_url, installed_files
 from surogate_core.plugins.discovery import CORE_DISTRIBUTION, InstalledPlugin, canonical
-from surogate_core.plugins.loose import Owned, loose_modules, owned_by
+from surogate_core.plugins.loose import ImportableFiles, loose_modules, owned_by
 from surogate_core.plugins.surroundings import FRONT_DOOR, SCOPES, Scope, in_scope, installed_twice, started_code
 
 VERSION = 2
@@ -81,11 +81,11 @@ def installed_lock(plugins: Iterable[InstalledPlugin], scope: Scope = "plugins")
     return replace(lock, started=(*lock.started, *loose_modules(_owned(lock))))
 
 
-def _owned(lock: Lock) -> Owned:
+def _owned(lock: Lock) -> ImportableFiles:
     return owned_by({name: dist.files for name, dist in lock.distributions.items()})
 
 
-def importable(lock: Lock) -> Owned:
+def importable(lock: Lock) -> ImportableFiles:
     """The files that may be imported under a lock of the whole environment: of distributions, and loose ones in it."""
     owned = _owned(lock)
     return owned.joined(place for text, place in loose_modules(owned).items() if text in lock.started)

@@ -41,7 +41,7 @@ class LooseModuleError(PluginError, ImportError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owned:
+class ImportableFiles:
     """Files that may be imported."""
 
     files: frozenset[str]
@@ -54,14 +54,16 @@ class Owned:
         path = _resolved(file)
         return path in self.files or _is_pythons(path) or any(_is_below(path, d) for d in self.directories)
 
-    def joined(self, places: Iterable[str]) -> Owned:
+    def joined(self, places: Iterable[str]) -> ImportableFiles:
         """With further files and directories."""
         real = sorted(map(os.path.realpath, places))
         files = self.files | {place for place in real if not Path(place).is_dir()}
-        return Owned(files=files, directories=(*self.directories, *(place for place in real if Path(place).is_dir())))
+        return ImportableFiles(
+            files=files, directories=(*self.directories, *(place for place in real if Path(place).is_dir()))
+        )
 
 
-def owned_by(files: Mapping[str, Iterable[str]]) -> Owned:
+def owned_by(files: Mapping[str, Iterable[str]]) -> ImportableFiles:
     """The files of distributions. `files`: name of each → the paths of its files below where it is installed."""
     found: set[str] = set()
     directories: set[str] = set()
@@ -73,7 +75,7 @@ def owned_by(files: Mapping[str, Iterable[str]]) -> Owned:
         root = os.path.realpath(str(dist.locate_file("")))
         found.update(f"{root}{os.sep}{path}" for path in paths if not path.startswith("../"))
         directories.update(_editable_directories(dist))
-    return Owned(files=frozenset(found), directories=tuple(sorted(directories)))
+    return ImportableFiles(files=frozenset(found), directories=tuple(sorted(directories)))
 
 
 def _editable_directories(dist: Distribution) -> Iterator[str]:
@@ -91,7 +93,7 @@ def _editable_directories(dist: Distribution) -> Iterator[str]:
 # ------------------------------------------------------------------------------- what there is
 
 
-def loose_modules(owned: Owned) -> dict[str, str]:
+def loose_modules(owned: ImportableFiles) -> dict[str, str]:
     """Text of a lock → file or directory of each loose module on `sys.path`, apart from a script's own directory."""
     found = {}
     own = _own_directory()
@@ -167,7 +169,7 @@ def _scripts_directory() -> tuple[str, ...]:
 class _Gate:
     """A finder before all others, which asks them and refuses what is not owned."""
 
-    def __init__(self, owned: Owned) -> None:
+    def __init__(self, owned: ImportableFiles) -> None:
         self.owned = owned
         self._own = _scripts_directory()
 
@@ -190,7 +192,7 @@ class _Gate:
             raise LooseModuleError(spec)
 
 
-def refuse_loose(owned: Owned) -> None:
+def refuse_loose(owned: ImportableFiles) -> None:
     """From now on refuse the import of every module that is not owned."""
     for finder in sys.meta_path:
         if isinstance(finder, _Gate):

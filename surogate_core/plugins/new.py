@@ -17,7 +17,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class PackageKind:
     """The properties that all packages of a kind share."""
 
     what: str
@@ -40,48 +40,52 @@ class Kind:
         return self.offers or (kind,)
 
 
-KINDS: Mapping[str, Kind] = {
-    "model": Kind(what="the model family", file="model", use="surogate model=@NAME@"),
-    "head": Kind(
+KINDS: Mapping[str, PackageKind] = {
+    "model": PackageKind(what="the model family", file="model", use="surogate model=@NAME@"),
+    "head": PackageKind(
         what="the head",
         file="head",
         use="surogate task=@NAME@ model.name=@NAME@ model.preset=tiny lora=false",
         offers=("model", "task"),
         more={"model": "model/code.py"},
     ),
-    "objective": Kind(what="the objective", file="objective", use="surogate objective=@NAME@", has_option=False),
-    "recipe": Kind(what="the precision recipe", file="linear", use="surogate recipe=@NAME@"),
-    "quant": Kind(
+    "objective": PackageKind(what="the objective", file="objective", use="surogate objective=@NAME@", has_option=False),
+    "recipe": PackageKind(what="the precision recipe", file="linear", use="surogate recipe=@NAME@"),
+    "quant": PackageKind(
         what="the weight format", file="rows", use="surogate lora=true qlora_format=@NAME@", has_option=False
     ),
-    "optimizer": Kind(what="the optimizer", file="optimizer", use="surogate optimizer=@NAME@"),
-    "schedule": Kind(
+    "optimizer": PackageKind(what="the optimizer", file="optimizer", use="surogate optimizer=@NAME@"),
+    "schedule": PackageKind(
         what="the schedule of the learning rate",
         file="schedule",
         use="surogate lr_scheduler_type=@NAME@ warmup_steps=0",
         has_option=False,
     ),
-    "offload": Kind(what="the offloader", file="store", use="surogate offload=@NAME@"),
-    "dataset": Kind(
+    "offload": PackageKind(what="the offloader", file="store", use="surogate offload=@NAME@"),
+    "dataset": PackageKind(
         what="data sets of type",
         file="format",
         use="surogate 'datasets=[{path: my.jsonl, type: @NAME@}]'",
         has_option=False,
     ),
-    "task": Kind(what="the task", file="steps", use="surogate task=@NAME@"),
-    "advantage": Kind(what="the advantage", file="advantage", use="surogate grpo advantage=@NAME@", has_option=False),
-    "policy_loss": Kind(what="the policy loss", file="loss", use="surogate grpo loss_type=@NAME@", has_option=False),
-    "environment": Kind(
+    "task": PackageKind(what="the task", file="steps", use="surogate task=@NAME@"),
+    "advantage": PackageKind(
+        what="the advantage", file="advantage", use="surogate grpo advantage=@NAME@", has_option=False
+    ),
+    "policy_loss": PackageKind(
+        what="the policy loss", file="loss", use="surogate grpo loss_type=@NAME@", has_option=False
+    ),
+    "environment": PackageKind(
         what="the environment",
         file="environment",
         use="surogate env check @NAME@",
         library="surogate-reinforcement",
     ),
-    "launcher": Kind(what="the launcher", file="launch", use="surogate launcher=@NAME@"),
-    "fabric": Kind(what="the fabric", file="links", use="surogate gpus=2 device=cpu fabric=@NAME@"),
-    "monitor": Kind(what="the monitor", file="monitor", use="surogate monitor=[console,jsonl,@NAME@]"),
-    "command": Kind(what="the command", file="command", use="surogate @NAME@", has_option=False),
-    "kernels": Kind(what="the kernel pack", file="kernels", use="surogate doctor", has_option=False),
+    "launcher": PackageKind(what="the launcher", file="launch", use="surogate launcher=@NAME@"),
+    "fabric": PackageKind(what="the fabric", file="links", use="surogate gpus=2 device=cpu fabric=@NAME@"),
+    "monitor": PackageKind(what="the monitor", file="monitor", use="surogate monitor=[console,jsonl,@NAME@]"),
+    "command": PackageKind(what="the command", file="command", use="surogate @NAME@", has_option=False),
+    "kernels": PackageKind(what="the kernel pack", file="kernels", use="surogate doctor", has_option=False),
 }
 """Kinds that a package can be made for."""
 

@@ -14,7 +14,7 @@ from surogate_core import __version__
 from surogate_core.config.resolve import to_dict
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine
-from surogate_core.hf.card import Card, changed_keys
+from surogate_core.hf.card import CardFacts, changed_keys
 from surogate_core.hf.export import export_adapter, export_full, generation_of
 from surogate_core.hf.lora_files import LoraAdapter, folded
 from surogate_core.setup.assemble import ResolvedModel
@@ -74,7 +74,7 @@ def export(trained: Trained, progress: Callable[[str, int, int], None]) -> Path:
     return places(config)[0]
 
 
-def _card(trained: Trained) -> Card:
+def _card(trained: Trained) -> CardFacts:
     config, resolved, state = trained.config, trained.resolved, trained.state
     settings = to_dict(config)
     parameters, every = reversed(trained.engine.parameters.counts())
@@ -82,7 +82,7 @@ def _card(trained: Trained) -> Card:
     chosen = {"recipe": config.recipe.name, "optimizer": config.optimizer.name}
     if trained.weight_format is not None:
         chosen["weight_format"] = trained.weight_format
-    return Card(
+    return CardFacts(
         title=config.run_name or Path(config.place).resolve().name,
         base_model=config.model.path if resolved.weights else None,
         base_commit=resolved.commit,
@@ -163,7 +163,9 @@ def _below(trained: Trained) -> tuple[LoraAdapter, ...]:
     return tuple(trained.resolved.adapter.folded) if trained.resolved.adapter else ()
 
 
-def _export_adapter(trained: Trained, own: LoraAdapter, card: Card, progress: Callable[[str, int, int], None]) -> None:
+def _export_adapter(
+    trained: Trained, own: LoraAdapter, card: CardFacts, progress: Callable[[str, int, int], None]
+) -> None:
     config, resolved, below = trained.config, trained.resolved, _below(trained)
     tensors = own.tensors
     export_adapter(
@@ -183,7 +185,7 @@ def _export_adapter(trained: Trained, own: LoraAdapter, card: Card, progress: Ca
 
 
 def _export_model(
-    trained: Trained, stack: list[LoraAdapter], card: Card, progress: Callable[[str, int, int], None]
+    trained: Trained, stack: list[LoraAdapter], card: CardFacts, progress: Callable[[str, int, int], None]
 ) -> None:
     config, resolved, tokenizer = trained.config, trained.resolved, trained.tokenizer
     parameters = trained.engine.parameters

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RunJob:
     """All that a process needs to take part in a run. Plain values only, so it can be pickled or written as JSON."""
 
     config: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Job:
     """What the launching process adds to the monitors; a copy in another process has no callbacks."""
 
     @classmethod
-    def of(cls, config: RunConfig, registry: Registry, watch: Watch | None = None) -> Job:
+    def of(cls, config: RunConfig, registry: Registry, watch: Watch | None = None) -> RunJob:
         """The job of a checked configuration."""
         return cls(config=to_dict(config), plugins=_versions(registry), watch=watch or Watch())
 
@@ -55,7 +55,7 @@ class Job:
         return {"config": config, "plugins": [list(plugin) for plugin in self.plugins], "quiet": self.watch.quiet}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Job:
+    def from_json(cls, values: Mapping[str, Any]) -> RunJob:
         """The job from what `to_json` returned."""
         plugins = tuple((name, version) for name, version in values["plugins"])
         return cls(config=values["config"], plugins=plugins, watch=Watch(quiet=values["quiet"]))
@@ -119,11 +119,11 @@ def launch(config: RunConfig, registry: Registry, watch: Watch | None = None) ->
     """Start the run's processes as `launcher` says; the exit code. Without `output_dir` it gets a directory first."""
     launcher = registry.get("launcher", config.launcher.name)
     if is_follower(config):
-        return int(launcher.launch(Job.of(config, registry, watch), config.launcher.options, registry))
+        return int(launcher.launch(RunJob.of(config, registry, watch), config.launcher.options, registry))
     with placed(config) as (config, place):
         if watch is not None and watch.placed is not None:
             watch.placed(config.place)
-        code = int(launcher.launch(Job.of(config, registry, watch), config.launcher.options, registry))
+        code = int(launcher.launch(RunJob.of(config, registry, watch), config.launcher.options, registry))
         if code == 0:
             place.done()
         return code

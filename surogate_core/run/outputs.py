@@ -27,7 +27,7 @@ from surogate_core.files.private import private
 from surogate_core.files.runs import START, point_latest
 from surogate_core.masking import masked_values
 from surogate_core.run.prepare import Material
-from surogate_core.run.record import CONFIG, FACTS, Record, locked
+from surogate_core.run.record import CONFIG, FACTS, EarlierRecord, locked
 from surogate_core.run.watch import Watch
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import CheckpointDir
@@ -60,7 +60,7 @@ class Outputs:
             for key, directory in self._directories().items():
                 atomic.ensure_writable(directory, key=key)
                 stack.enter_context(locked(directory, key=key))
-            self._record = Record(self._directory)
+            self._record = EarlierRecord(self._directory)
             self._locks = stack.pop_all()
         return self
 

@@ -35,7 +35,7 @@ def new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-class Record:
+class EarlierRecord:
     """The record that was in an output directory when the run began."""
 
     def __init__(self, output: Path):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from surogate_core.bundles.options import essential_values
-from surogate_core.data.cache import Cache, digest_of
+from surogate_core.data.cache import DataCache, digest_of
 from surogate_core.data.referenced import ReferencedTask, References
 from surogate_core.events import Progress
 from surogate_core.files import atomic
@@ -88,7 +88,7 @@ class _Reader:
     ):
         self._engine, self._task, self._rows, self._wanted_R, self._show = engine, task, rows, wanted_R, show
         self._size = config.per_device_train_batch_size
-        self._cache = Cache(cache_root(config.data_cache_dir), "references")
+        self._cache = DataCache(cache_root(config.data_cache_dir), "references")
         self._began = False
         """Whether this rank has begun to compute."""
 

@@ -42,7 +42,7 @@ from surogate_core.run.record import new_run_id
 from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.samples import Sampler, rows_of
 from surogate_core.setup.assemble import adapter_notes, is_out_of_memory, weight_format_spec
-from surogate_core.setup.build import Choice, build_engine
+from surogate_core.setup.build import MemorySettings, build_engine
 from surogate_core.setup.experts import idle_parameters, product_notes
 from surogate_core.setup.fitting import out_of_memory
 from surogate_core.setup.links import check_fabric, choose_fabric, slow_links
@@ -176,7 +176,7 @@ class _Run:
         if not self.mesh.leads:
             return self._follow(engine, material, checkpoints.root, checkpoint)
         identity |= {
-            "settled": Choice.taken(engine.settings).record(),
+            "settled": MemorySettings.taken(engine.settings).record(),
             "base_files": base.files(self._show),
             "gpus": self.mesh.world,
             "micro_batches": None if engine.axes.varying else engine.axes.micro_batches,
@@ -295,7 +295,7 @@ class _Run:
             base.resolved,
             sample=material.sample,
             progress=self._progress,
-            prefer=None if checkpoint is None else Choice.of(checkpoint.state.get("settled")),
+            prefer=None if checkpoint is None else MemorySettings.of(checkpoint.state.get("settled")),
             notes=self.notes,
             mesh=self.mesh,
         )

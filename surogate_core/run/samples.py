@@ -21,10 +21,10 @@ from surogate_core.events import Notice, Progress, Samples
 from surogate_core.files.atomic import human_bytes
 from surogate_core.files.prompts import read_prompts
 from surogate_core.generate.weights import Weights
-from surogate_core.inference.generation import Prepared, untrained
+from surogate_core.inference.generation import PreparedModel, untrained
 from surogate_core.inference.texts import (
     Prompt,
-    Wanted,
+    PromptOptions,
     fitting_slots,
     generate_texts,
     longest_of,
@@ -124,9 +124,9 @@ class Sampler:
         trains_prompts = registry.get("task", config.task).trains_prompts
         prompts = prompts_of(config, tokenizer, trains_prompts=trains_prompts)
         sampling = Sampling(temperature=config.sample_temperature, seed=config.train_seed)
-        wanted = Wanted(max_new_tokens=config.sample_max_new_tokens, sampling=sampling)
+        wanted = PromptOptions(max_new_tokens=config.sample_max_new_tokens, sampling=sampling)
         own = resolved.weights.generation_config() if resolved.weights is not None else None
-        prepared = Prepared(
+        prepared = PreparedModel(
             config=config,
             resolved=resolved,
             lora=untrained(),

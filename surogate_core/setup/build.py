@@ -21,7 +21,7 @@ from surogate_core.config.sharing import tokens_of_rank
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.assembly import EngineSettings
-from surogate_core.engine.planning.prediction import CUDA_CONTEXT, Counts, Prediction
+from surogate_core.engine.planning.prediction import CUDA_CONTEXT, Prediction, TensorBytes
 from surogate_core.files.atomic import human_bytes
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.setup.assemble import (
@@ -55,7 +55,7 @@ EASY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class MemorySettings:
     """The settings that trade memory for time, by their keys."""
 
     recompute: bool
@@ -63,7 +63,7 @@ class Choice:
     lmhead_chunks: int
 
     @classmethod
-    def of(cls, values: object) -> Choice | None:
+    def of(cls, values: object) -> MemorySettings | None:
         """The choice that a checkpoint recorded; None if it has none that can be read."""
         if not isinstance(values, Mapping):
             return None
@@ -73,7 +73,7 @@ class Choice:
             return None
 
     @classmethod
-    def taken(cls, settings: EngineSettings) -> Choice:
+    def taken(cls, settings: EngineSettings) -> MemorySettings:
         """The choice that an engine was built with."""
         recompute = settings.recompute
         return cls(recompute=recompute.block, recompute_budget=recompute.budget, lmhead_chunks=settings.head_chunks)
@@ -102,7 +102,7 @@ def is_open(config: RunConfig) -> bool:
     return config.recompute == "auto" or config.lmhead_chunks == "auto"
 
 
-def choices(config: RunConfig) -> list[Choice]:
+def choices(config: RunConfig) -> list[MemorySettings]:
     """What the configuration leaves open, from the fastest choice to the one that needs least memory."""
     tokens = tokens_of_rank(config)
     policies: list[tuple[bool, float]]
@@ -119,13 +119,13 @@ def choices(config: RunConfig) -> list[Choice]:
     else:
         chunks = [config.lmhead_chunks]
     found = [
-        Choice(recompute=block, recompute_budget=budget, lmhead_chunks=n)
+        MemorySettings(recompute=block, recompute_budget=budget, lmhead_chunks=n)
         for (block, budget), n in product(policies, chunks)
     ]
     if config.lmhead_chunks == "auto":
         block, budget = policies[-1]
         found += [
-            Choice(recompute=block, recompute_budget=budget, lmhead_chunks=n)
+            MemorySettings(recompute=block, recompute_budget=budget, lmhead_chunks=n)
             for n in (8, 16)
             if tokens // n >= FEWEST_TOKENS
         ]
@@ -184,8 +184,8 @@ def _fitting(
     room: int | None,
     borders: int,
     columns: tuple[str, ...] | None,
-    prefer: Choice | None = None,
-) -> Iterator[Choice]:
+    prefer: MemorySettings | None = None,
+) -> Iterator[MemorySettings]:
     """The choices that are predicted to fit, in order, and at last the smallest one. `prefer` comes first."""
     all_choices = choices(config)
     if prefer in all_choices:
@@ -193,13 +193,13 @@ def _fitting(
     if room is None or upper_bound(fastest(config), resolved) < EASY * room:
         yield from all_choices
         return
-    counted: dict[tuple[bool, float], Counts] = {}
+    counted: dict[tuple[bool, float], TensorBytes] = {}
     for choice in all_choices[:-1]:
         changed = choice.applied(config)
         assembly = assemble(changed, registry, resolved, borders=borders, columns=columns)
         key = (choice.recompute, choice.recompute_budget)
         if key not in counted:
-            counted = {key: Counts.of(assembly)}
+            counted = {key: TensorBytes.of(assembly)}
         if needed(counted[key].placed(assembly), assembly.settings.device) * MARGIN <= room:
             yield choice
     yield all_choices[-1]
@@ -236,7 +236,7 @@ def build_engine(
     *,
     sample: MicroBatch,
     progress: Callable[[str, int, int], None],
-    prefer: Choice | None = None,
+    prefer: MemorySettings | None = None,
     notes: list[str] | None = None,
     mesh: Mesh | None = None,
 ) -> Engine:
@@ -259,8 +259,8 @@ def build_engine(
     tried = _fitting(config, registry, resolved, room=room, borders=borders, columns=columns, prefer=prefer)
     if mesh.world > 1:
         mine = next(tried).record() if mesh.leads else None
-        tried = iter([Choice(**mesh.gather(mine)[0])])
-    failed: list[Choice] = []
+        tried = iter([MemorySettings(**mesh.gather(mine)[0])])
+    failed: list[MemorySettings] = []
     for choice in tried:
         try:
             engine = engine_of(choice.applied(config))
@@ -299,7 +299,12 @@ def _engine(
 
 
 def _notes(
-    config: RunConfig, choice: Choice, *, prefer: Choice | None, failed: Sequence[Choice], room: int | None
+    config: RunConfig,
+    choice: MemorySettings,
+    *,
+    prefer: MemorySettings | None,
+    failed: Sequence[MemorySettings],
+    room: int | None,
 ) -> list[str]:
     """What was chosen, if it is not the fastest, and whether it differs from the checkpoint's."""
     notes = []

@@ -16,7 +16,7 @@ from surogate_core.config.checks import RULES
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.host_memory import memory_of_machine
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.engine.planning.prediction import Counts, Prediction, predict
+from surogate_core.engine.planning.prediction import Prediction, TensorBytes, predict
 from surogate_core.errors import ConfigError, MachineError, SurogateError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.setup.assemble import (
@@ -55,7 +55,7 @@ def settled_for(config: RunConfig, registry: Registry, resolved: ResolvedModel, 
     return settled(config, registry, resolved, room=room, borders=borders)
 
 
-def placed(config: RunConfig, registry: Registry, counts: Counts) -> Prediction:
+def placed(config: RunConfig, registry: Registry, counts: TensorBytes) -> Prediction:
     """The prediction for such counts, with the tensors where the configuration puts them."""
     counted = counts.assembly
     optimizer = registry.get("optimizer", config.optimizer.name)

@@ -29,7 +29,7 @@ class Taken:
     """The held-out loss after the step, where an evaluation was due."""
 
 
-class Ready:
+class ReadySteps:
     """Micro-batches that are there already, as steps; a study that is not resumed needs no more."""
 
     epoch, steps_per_epoch = 0.0, math.inf
@@ -55,8 +55,8 @@ def drive(
 ) -> Iterator[Taken]:
     """Train the engine on all steps that the configuration asks for, one for each item.
 
-    Nothing is prefetched, saved or watched. Whether a loss is finite is the caller's to look at. With `Ready` steps
-    the configuration must say `max_steps`.
+    Nothing is prefetched, saved or watched. The caller checks whether a loss is finite. With steps of `ReadySteps` the
+    configuration must say `max_steps`.
     """
     total = total_steps(config, steps, done=0)
     rate = schedule.rates(total)

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from surogate_core.batch import Counts, MicroBatch
+from surogate_core.batch import BatchCounts, MicroBatch
 from surogate_core.dsl.declare import Model
 from surogate_core.dsl.mixers import KeyValues
 
@@ -30,7 +30,7 @@ GEMM_REPEATS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class ModelFlops:
     """FLOPs of training one model."""
 
     products_per_token: float
@@ -41,7 +41,7 @@ class Work:
     """(window, the same FLOPs) of the layers with one."""
 
     @classmethod
-    def of(cls, model: Model, *, frozen: bool) -> Work:
+    def of(cls, model: Model, *, frozen: bool) -> ModelFlops:
         """`frozen`: whether the base is not trained."""
         products, recurrences, attention = model.vocab_size * model.width, 0, Counter[int]()
         for _, block in model.blocks(0):
@@ -68,9 +68,9 @@ class Work:
         """FLOPs of a token that attends to `pairs` tokens on average where there is no window, itself among them."""
         return self.products_per_token + self.attention(1, pairs)
 
-    def step(self, batches: Sequence[MicroBatch | Counts]) -> float:
+    def step(self, batches: Sequence[MicroBatch | BatchCounts]) -> float:
         """FLOPs of an optimizer step over these micro-batches, without padding, on all ranks together."""
-        counts = [b if isinstance(b, Counts) else b.counts() for b in batches]
+        counts = [b if isinstance(b, BatchCounts) else b.counts() for b in batches]
         tokens, pairs = sum(c.tokens for c in counts), sum(c.pairs for c in counts)
         return self.products_per_token * tokens + self.attention(tokens, pairs)
 

@@ -11,7 +11,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.train.checkpoint import Checkpoint
-from surogate_core.train.flops import Work
+from surogate_core.train.flops import ModelFlops
 from surogate_core.train.leading import Interrupted, Led, Order
 from surogate_core.train.measures import peak_memory, settled_objects
 from surogate_core.train.prefetch import Batches, Made
@@ -41,7 +41,7 @@ class Follower:
         """
         self._engine, self._loader, self._evaluation, self._checkpoints = engine, loader, evaluation, checkpoints
         self._ranks = Led(mesh, signals)
-        self._work = Work.of(engine.model, frozen=config.lora)
+        self._work = ModelFlops.of(engine.model, frozen=config.lora)
         self._evaluator = evaluator
         self._made: Made | None = None
         """The step that was made together, and is to be taken."""

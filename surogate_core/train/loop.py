@@ -33,7 +33,7 @@ from surogate_core.mesh.mesh import Mesh
 from surogate_core.numbers import significant
 from surogate_core.train.bus import EventBus
 from surogate_core.train.checkpoint import Checkpoint, CheckpointDir
-from surogate_core.train.flops import Work
+from surogate_core.train.flops import ModelFlops
 from surogate_core.train.leading import Interrupted, Leader, Order
 from surogate_core.train.lr import Schedule, faded
 from surogate_core.train.measures import Clock, Mebibytes, not_finite, peak_memory, settled_objects
@@ -168,7 +168,7 @@ class Loop:
         self._online = is_online(loader)
         self._clock = Clock()
         self._gemm_rate = gemm_flops_per_second
-        self._work = Work.of(engine.model, frozen=config.lora)
+        self._work = ModelFlops.of(engine.model, frozen=config.lora)
         self._precision = PrecisionWatch.of(engine)
         self._telemetry = GpuTelemetry.of_device(engine.settings.device) if config.log_gpu_util else None
         self._save_asked = False

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from surogate_core.batch import Counts, MicroBatch
+from surogate_core.batch import BatchCounts, MicroBatch
 from surogate_core.bundles import Steps
 from surogate_core.bundles.tasks import is_online, next_share
 from surogate_core.engine.engine import Engine
-from surogate_core.train.flops import Work
+from surogate_core.train.flops import ModelFlops
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
     """A step's micro-batches, the loader's state and epoch after them, and the FLOPs of the step on all ranks."""
 
-    batches: list[MicroBatch | Counts]
-    """`Counts` where another rank runs the micro-batch."""
+    batches: list[MicroBatch | BatchCounts]
+    """`BatchCounts` where another rank runs the micro-batch."""
     state: dict[str, Any]
     epoch: float
     flops: float
@@ -33,13 +33,13 @@ class Batches:
     For a GPU they are in page-locked memory, so that the thread which launches kernels does not copy them there.
     """
 
-    def __init__(self, loader: Steps, work: Work, device: torch.device, *, own: Container[int] | None = None):
+    def __init__(self, loader: Steps, work: ModelFlops, device: torch.device, *, own: Container[int] | None = None):
         """`own`: numbers of the micro-batches that this rank runs; None is all."""
         self._loader, self._work, self._pins, self._own = loader, work, device.type == "cuda", own
         self.state: dict[str, Any] = loader.state()
 
     @staticmethod
-    def of(engine: Engine, loader: Steps, work: Work) -> Batches:
+    def of(engine: Engine, loader: Steps, work: ModelFlops) -> Batches:
         """For the share of the engine's rank."""
         settings, axes = engine.settings, engine.settings.axes
         own = None if axes.ranks == 1 or axes.varying else engine.sharing.share(axes.micro_batches).numbers
@@ -47,7 +47,7 @@ class Batches:
         return kind(loader, work, settings.device, own=own)
 
     def _make(self) -> Made:
-        batches: list[MicroBatch | Counts] = []
+        batches: list[MicroBatch | BatchCounts] = []
         batches += self._loader.next_step() if self._own is None else next_share(self._loader, self._own)
         if self._pins:
             batches = [batch.pinned() if isinstance(batch, MicroBatch) else batch for batch in batches]
@@ -68,7 +68,7 @@ class Batches:
 class Prefetcher(Batches):
     """Makes the next step's micro-batches in a thread."""
 
-    def __init__(self, loader: Steps, work: Work, device: torch.device, *, own: Container[int] | None = None):
+    def __init__(self, loader: Steps, work: ModelFlops, device: torch.device, *, own: Container[int] | None = None):
         super().__init__(loader, work, device, own=own)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="surogate-batches")
         self._next: Future[Made] = self._pool.submit(self._make)

@@ -21,7 +21,7 @@ from accuracy import anchor, cells, corpus, data, finetune, parcel, pretrain, pr
 
 from surogate_core.files.metrics import METRICS
 from surogate_core.formats.nvfp4 import quantise
-from surogate_core.generate.losses import Document
+from surogate_core.generate.losses import DocumentSums
 
 ROOT = Path(__file__).parents[2]
 
@@ -232,8 +232,8 @@ def test_the_reference_in_float64_has_the_values_of_the_format() -> None:
 
 
 def test_differences_are_over_pairs_of_documents() -> None:
-    exact = [Document(loss=loss, weight=2.0, tokens=2, hits=0) for loss in (2.0, 8.0, 20.0)]
-    shifted = [Document(loss=one.loss + 0.2, weight=2.0, tokens=2, hits=0) for one in exact]
+    exact = [DocumentSums(loss=loss, weight=2.0, tokens=2, hits=0) for loss in (2.0, 8.0, 20.0)]
+    shifted = [DocumentSums(loss=one.loss + 0.2, weight=2.0, tokens=2, hits=0) for one in exact]
     found = rounding.difference(shifted, exact)
     assert found.loss == pytest.approx(30.6 / 6)
     assert found.difference == pytest.approx(0.1)

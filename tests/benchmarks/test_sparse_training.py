@@ -10,14 +10,14 @@ import pytest
 import sparse_training
 from optimizer_training import Setting
 
-from surogate_core.train.flops import Work
+from surogate_core.train.flops import ModelFlops
 
 
 def test_both_kinds_multiply_alike() -> None:
     """But for the router, whose width is the number of experts."""
     setting = Setting()
-    dense = Work.of(sparse_training.build_dense(sparse_training.config_of("dense", setting)), frozen=False)
-    sparse = Work.of(sparse_training.build_sparse(sparse_training.config_of("sparse", setting)), frozen=False)
+    dense = ModelFlops.of(sparse_training.build_dense(sparse_training.config_of("dense", setting)), frozen=False)
+    sparse = ModelFlops.of(sparse_training.build_sparse(sparse_training.config_of("sparse", setting)), frozen=False)
     assert dense.products_per_token <= sparse.products_per_token <= 1.02 * dense.products_per_token
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from surogate_core.app.words import Words
 from surogate_core.cli.generate import _show
 from surogate_core.cli.main import main
-from surogate_core.inference.completions import Watch
+from surogate_core.inference.completions import GrowingText
 from surogate_core.inference.texts import Text
 
 Call = Callable[..., tuple[int, str, str]]
@@ -135,15 +135,15 @@ def test_what_is_done_is_kept_when_it_is_interrupted(
     whole = lines(output.read_text())
     assert not partial.exists()
     output.unlink()
-    take, tokens = Watch.take, [0]
+    take, tokens = GrowingText.take, [0]
 
-    def interrupted(self: Watch, token: int) -> bool:
+    def interrupted(self: GrowingText, token: int) -> bool:
         tokens[0] += 1
         if tokens[0] == 10:
             raise KeyboardInterrupt
         return take(self, token)
 
-    monkeypatch.setattr(Watch, "take", interrupted)
+    monkeypatch.setattr(GrowingText, "take", interrupted)
     with suppress(KeyboardInterrupt):
         assert call(*words)[0] != 0
     assert lines(partial.read_text()) == whole[:2]

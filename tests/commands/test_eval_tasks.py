@@ -14,8 +14,8 @@ import surogate
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.inference.generation import named, prepare
-from surogate_core.inference.texts import Prompt, Wanted
-from surogate_core.measure.subject import Pair, Subject
+from surogate_core.inference.texts import Prompt, PromptOptions
+from surogate_core.measure.subject import JudgedText, Subject
 from surogate_core.plugins.registry import Registry
 
 ROWS = [
@@ -167,10 +167,10 @@ def test_a_token_over_the_border_belongs_to_the_choice(hf_dir: Path, installed: 
     subject = Subject("m", prepared, None, None)  # type: ignore[arg-type]
     file = tmp_path / "t.jsonl"
     file.write_text(json.dumps({"prompt": "A car has ", "choices": ["two", "four"], "answer": 1}))
-    tasks = LocalTasks(tasks=read_tasks([str(file)], TaskOptions()), wanted=Wanted())
+    tasks = LocalTasks(tasks=read_tasks([str(file)], TaskOptions()), wanted=PromptOptions())
     (task,) = tasks.tasks
     for pair, choice in zip(tasks.pairs(task, task.rows[0], subject), ("two", "four"), strict=True):
-        assert isinstance(pair, Pair)
+        assert isinstance(pair, JudgedText)
         assert pair.continuation
         whole = subject.tokenizer.decode((*pair.context, *pair.continuation))
         assert whole == f"A car has {choice}"

@@ -15,10 +15,10 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surogate_core.cli.main import main
-from surogate_core.hf.card import Card
+from surogate_core.hf.card import CardFacts
 from surogate_core.hf.export import export_adapter, export_full
 
-CARD = Card(title="tiny", base_model="acme/base", configuration={"model": {"path": "/home/me/base"}})
+CARD = CardFacts(title="tiny", base_model="acme/base", configuration={"model": {"path": "/home/me/base"}})
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import mixture
 import pytest
 import torch
-from surogate_command_numerics.rounding import DENSE, EXPERTS, QUIET, ROLES, Record, Roundings, rounding_of
+from surogate_command_numerics.rounding import DENSE, EXPERTS, QUIET, ROLES, RoundingRecord, Roundings, rounding_of
 from surogate_quant_nf4 import NF4Options
 from surogate_quant_nf4.nf4 import NF4
 from torch import Tensor
@@ -87,7 +87,7 @@ def test_the_quiet_experts_are_those_with_fewest_tokens() -> None:
         return near, torch.zeros_like(x, dtype=torch.bool)
 
     def quiet(*loads: int) -> dict[str, float]:
-        record = Record({"one": Roundings(experts=one_row)})
+        record = RoundingRecord({"one": Roundings(experts=one_row)})
         x_RI, weights_EOI = torch.ones(sum(loads), 3, requires_grad=True), torch.ones(4, 2, 3)
         (y_RO,) = record.grouped(x_RI, [weights_EOI], torch.tensor(loads).cumsum(0).int(), [])
         y_RO.sum().backward()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.data.cache import META, Cache, digest_of
+from surogate_core.data.cache import META, DataCache, digest_of
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files.paths import cache_root
 
@@ -30,7 +30,7 @@ def never(directory: Path) -> Mapping[str, Any]:
 
 
 def test_an_entry_is_built_once_and_found_again(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, "things")
+    cache = DataCache(tmp_path, "things")
     assert cache.get("k") is None
     first = cache.get_or_build("k", build)
     again = cache.get_or_build("k", never)
@@ -41,7 +41,7 @@ def test_an_entry_is_built_once_and_found_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tear", ["shorten", "remove", "break meta", "remove meta", "empty meta"])
 def test_a_torn_entry_is_not_used_but_built_again(tmp_path: Path, tear: str) -> None:
-    cache = Cache(tmp_path, "things")
+    cache = DataCache(tmp_path, "things")
     entry = cache.get_or_build("k", build)
     match tear:
         case "shorten":
@@ -66,7 +66,7 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, monkeypatch: pytest.M
         (directory / "more").write_bytes(bytes(range(40)))
         return build(directory)
 
-    cache, said = Cache(tmp_path, "things"), []
+    cache, said = DataCache(tmp_path, "things"), []
     path = cache.get_or_build("k", build_two).path / name
     whole = path.read_bytes()
     for at in range(len(whole)):
@@ -81,7 +81,7 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_damaged_entry_is_built_anew_or_the_run_stops(tmp_path: Path) -> None:
-    cache, said = Cache(tmp_path, "things"), []
+    cache, said = DataCache(tmp_path, "things"), []
     path = cache.get_or_build("k", build).path
     (path / "values").write_bytes(b"12345679")
     assert (cache.get_or_build("k", build, damaged=said.append).path / "values").read_bytes() == b"12345678"
@@ -96,7 +96,7 @@ def test_a_damaged_entry_is_built_anew_or_the_run_stops(tmp_path: Path) -> None:
 
 
 def test_an_entry_of_an_earlier_version_has_no_checksums_and_serves(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, "things")
+    cache = DataCache(tmp_path, "things")
     entry = cache.get_or_build("k", build)
     meta = json.loads((entry.path / META).read_bytes())
     del meta["checksums"], meta["digest"]
@@ -106,14 +106,14 @@ def test_an_entry_of_an_earlier_version_has_no_checksums_and_serves(tmp_path: Pa
 
 def test_a_check_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surogate_core.data.cache._BLOCK", 3)
-    cache, seen = Cache(tmp_path, "things"), []
+    cache, seen = DataCache(tmp_path, "things"), []
     cache.get_or_build("k", build)
     cache.get("k", checked=lambda done, total: seen.append((done, total)))
     assert seen == [(3, 8), (6, 8), (8, 8)]
 
 
 def test_an_entry_that_may_not_be_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(tmp_path, "things")
+    cache = DataCache(tmp_path, "things")
     entry = cache.get_or_build("k", build)
 
     def refuse(path: Path) -> bytes:
@@ -131,7 +131,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
         (directory / "values").write_bytes(b"half")
         raise KeyError("broken row")
 
-    cache = Cache(tmp_path, "things")
+    cache = DataCache(tmp_path, "things")
     with pytest.raises(KeyError):
         cache.get_or_build("k", fail)
     assert [path.name for path in (tmp_path / "things").iterdir()] in ([], ["k.lock"])
@@ -142,7 +142,7 @@ def test_the_remains_of_a_killed_build_are_removed(tmp_path: Path) -> None:
     remains = tmp_path / "things" / "k.tmp-dead"
     remains.mkdir(parents=True)
     (remains / "values").write_bytes(b"half")
-    Cache(tmp_path, "things").get_or_build("k", build)
+    DataCache(tmp_path, "things").get_or_build("k", build)
     assert not remains.exists()
 
 
@@ -152,7 +152,7 @@ def _race(root: str, barrier: Any, results: Any) -> None:
         return build(directory)
 
     barrier.wait()
-    entry = Cache(Path(root), "things").get_or_build("k", counted)
+    entry = DataCache(Path(root), "things").get_or_build("k", counted)
     results.put((entry.path / "values").read_bytes())
 
 
@@ -170,7 +170,7 @@ def test_two_processes_build_one_entry(tmp_path: Path) -> None:
 
 
 def test_a_run_that_waits_for_another_says_so(tmp_path: Path) -> None:
-    cache, building, go = Cache(tmp_path, "things"), threading.Event(), threading.Event()
+    cache, building, go = DataCache(tmp_path, "things"), threading.Event(), threading.Event()
 
     def slow(directory: Path) -> Mapping[str, Any]:
         building.set()
@@ -194,13 +194,13 @@ def test_disk_errors_name_the_key_to_change(tmp_path: Path, number: int, raised:
         raise OSError(number, os.strerror(number))
 
     with pytest.raises(raised, match="data_cache_dir"):
-        Cache(tmp_path, "things").get_or_build("k", full)
+        DataCache(tmp_path, "things").get_or_build("k", full)
 
 
 def test_a_file_in_the_place_of_the_cache_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(UserError, match="data_cache_dir"):
-        Cache(tmp_path / "cache", "things").get_or_build("k", build)
+        DataCache(tmp_path / "cache", "things").get_or_build("k", build)
 
 
 def test_the_default_place_is_the_users_cache() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surogate_core.batch import IGNORE_LABEL
-from surogate_core.data.cache import Cache
+from surogate_core.data.cache import DataCache
 from surogate_core.data.encoded import Encoded, Group
 from surogate_core.data.encoding import EncodedChunk
 from surogate_core.data.packing import DocumentSpan, PackSettings, PackStats, best_fit_decreasing, cut, pack
@@ -38,7 +38,7 @@ def make_rows(root: Path, lengths: list[int], settings_: PackSettings) -> tuple[
         writer.append(EncodedChunk.of(documents, **NO_ROWS))
         digest = writer.content_digest()
     joined = Documents([DocumentShard(shard)], digest)
-    return pack_documents(Cache(root, "rows"), joined, None, "all", settings_, padding_id=PADDING), documents
+    return pack_documents(DataCache(root, "rows"), joined, None, "all", settings_, padding_id=PADDING), documents
 
 
 @given(
@@ -190,7 +190,7 @@ def groups_of(root: Path, sizes: list[list[int]], **keys: Any) -> tuple[PackedRo
         writer.append(EncodedChunk.of([one for chunk in chunks[2:] for one in chunk], **NO_ROWS))
     documents = Documents([DocumentShard(shard)], writer.content_digest())
     settings_ = PackSettings(**{"sequence_len": 12, **keys})
-    return pack_documents(Cache(root, "rows"), documents, None, "all", settings_, padding_id=PADDING), documents
+    return pack_documents(DataCache(root, "rows"), documents, None, "all", settings_, padding_id=PADDING), documents
 
 
 def test_the_documents_of_a_group_share_a_row_in_their_order(tmp_path: Path) -> None:
@@ -250,7 +250,9 @@ def test_loss_weights_reach_the_micro_batch_shifted_like_the_labels(tmp_path: Pa
         values, digest = writer.weight_values, writer.content_digest()
     assert values == [0, 1, 0.5, 2]
     documents = Documents([DocumentShard(shard, values)], digest)
-    rows = pack_documents(Cache(tmp_path, "rows"), documents, None, "all", PackSettings(sequence_len=10), padding_id=0)
+    rows = pack_documents(
+        DataCache(tmp_path, "rows"), documents, None, "all", PackSettings(sequence_len=10), padding_id=0
+    )
     batch = collate(rows, [0])
     order = {length: first for first, length in zip((0, 4, 7), (4, 3, 2), strict=True)}
     got = {n: batch.columns["weights"][at : at + n].tolist() for n, at in order.items()}

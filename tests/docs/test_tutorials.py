@@ -18,7 +18,7 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from surogate_core.cli.main import main
 from surogate_core.plugins.new import new_plugin
-from surogate_testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing.parity import TINY, TOLERANCE, ModelPair
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -113,8 +113,8 @@ def olmo2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     del sys.modules["page_olmo2"]
 
 
-def pair(olmo2: ModuleType, **changes: Any) -> Pair:
-    return Pair.of(Olmo2ForCausalLM, Olmo2Config(**{**TINY, **NO_TOKENS, **changes}), olmo2.build)
+def pair(olmo2: ModuleType, **changes: Any) -> ModelPair:
+    return ModelPair.of(Olmo2ForCausalLM, Olmo2Config(**{**TINY, **NO_TOKENS, **changes}), olmo2.build)
 
 
 def test_the_family_equals_transformers(olmo2: ModuleType) -> None:

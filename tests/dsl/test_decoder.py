@@ -14,7 +14,7 @@ from surogate_core.dsl import Attention, Setting, Stack
 from surogate_core.dsl.decoder import LAYERS, PREFIX, Decoder, DenseBlock, E, H, K, attention_slots, mlp_slots, qk_norms
 from surogate_core.errors import UserError
 from surogate_testing import tiny
-from surogate_testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing.parity import TINY, TOLERANCE, ModelPair
 
 
 class MistralBlock(DenseBlock):
@@ -76,7 +76,7 @@ FAMILIES: dict[str, tuple[Any, Any, type[Decoder]]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     architecture, config, family = FAMILIES[name]
-    pair = Pair.of(architecture, config, family.build)
+    pair = ModelPair.of(architecture, config, family.build)
     assert pair.logits_error() <= TOLERANCE
     error, name = pair.gradient_error(recompute=True)
     assert error <= TOLERANCE, name

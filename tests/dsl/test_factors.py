@@ -14,7 +14,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, GraniteConfig, GraniteFo
 from surogate_core.dsl import Attention, Embedding, LMHead, Param, Setting, Stack
 from surogate_core.dsl.decoder import EPS, LAYERS, PREFIX, D, Decoder, DenseBlock, E, H, K, V
 from surogate_core.kernels import ops
-from surogate_testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing.parity import TINY, TOLERANCE, ModelPair
 
 
 class GraniteBlock(DenseBlock):
@@ -75,7 +75,7 @@ GRANITE = {"embedding_multiplier": 5.5, "residual_multiplier": 0.3, "attention_m
     ids=["granite", "gemma"],
 )
 def test_logits_and_gradients_are_those_of_transformers(architecture: Any, config: Any, build: Any) -> None:
-    pair = Pair.of(architecture, config, build)
+    pair = ModelPair.of(architecture, config, build)
     assert pair.logits_error() <= TOLERANCE
     error, name = pair.gradient_error(recompute=True)
     assert error <= TOLERANCE, name

@@ -20,7 +20,7 @@ from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.experts import EXPERT
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.pieces import Kept, OneByOne
-from surogate_core.engine.planning.prediction import Counts, predict
+from surogate_core.engine.planning.prediction import TensorBytes, predict
 from surogate_testing import tiny
 from surogate_testing.weight_formats import built, rounded
 
@@ -85,7 +85,7 @@ def test_codes_that_a_recipe_makes_of_unpacked_experts_are_not_kept_for_the_back
     def kept(**changes: Any) -> list[int]:
         rounding = spec.build(spec.options(), RecipeContext(device=torch.device("cpu"), dtype="fp32"))
         made = tiny.assembly(LAYERS, build=Mixture, lora=tiny.lora(), recipe=rounding, compiler="inductor", **changes)
-        return list(Counts.of(made).residuals)
+        return list(TensorBytes.of(made).residuals)
 
     codes = LAYERS["num_experts"] * LAYERS["hidden_size"] * LAYERS["intermediate_size"]
     _, *unpacked = kept(weight_format=weight_format("nf4"))

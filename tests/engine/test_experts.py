@@ -15,7 +15,7 @@ from surogate_core.dsl.experts import EXPERT
 from surogate_core.dsl.trace import Compiler, Recompute, Signature, _split, trace_joint
 from surogate_core.engine.engine import Engine
 from surogate_core.kernels.experts import combine, grouped_linears, route
-from surogate_core.train.flops import Work
+from surogate_core.train.flops import ModelFlops
 from surogate_testing import tiny
 
 
@@ -109,7 +109,7 @@ def test_a_training_with_experts_resumes() -> None:
 
 def test_only_the_chosen_experts_count_as_work() -> None:
     def products(choices: int) -> float:
-        return Work.of(Mixture({**CONFIG, "num_experts_per_tok": choices}), frozen=False).products_per_token
+        return ModelFlops.of(Mixture({**CONFIG, "num_experts_per_tok": choices}), frozen=False).products_per_token
 
     one = 3 * CONFIG["hidden_size"] * CONFIG["intermediate_size"]
     assert products(3) - products(2) == 6 * one

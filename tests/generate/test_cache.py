@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surogate_core.dsl.mixers import KeyValues
-from surogate_core.generate.cache import Cache, Kept, Places, attention, cpu_attention, mixers_of
+from surogate_core.generate.cache import AttentionCache, Cache, SlotPlaces, attention, cpu_attention, mixers_of
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels import ops
 from surogate_testing import tiny
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 SPEC = KeyValues(name="attend", heads=4, kv_heads=2, keys=16, values=16, scale=0.25, window=0, softcap=0.0)
 
 
-def cache(dtype=torch.float32) -> Kept:
+def cache(dtype=torch.float32) -> AttentionCache:
     return Cache([[SPEC]], slots=3, context=32, dtype=dtype, device=CPU).layers[0][0]
 
 
@@ -37,7 +37,7 @@ def test_both_forms_equal_the_op_on_a_whole_document(dtype):
         parts = []
         for start, width in ((0, 16), *((position, 1) for position in range(16, 32))):
             rows = slice(start, start + width)
-            places = Places(slots_G=torch.tensor([1]), starts_G=torch.tensor([start]), width=width)
+            places = SlotPlaces(slots_G=torch.tensor([1]), starts_G=torch.tensor([start]), width=width)
             parts.append(attend(SPEC, q[rows], k[rows], v[rows], kept, places))
         bound = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
         assert tiny.relative_error(torch.cat(parts), expected) < bound
@@ -54,7 +54,7 @@ def test_values_may_have_other_features_than_keys(features):
     kept = Cache([[spec]], slots=3, context=32, dtype=torch.float32, device=CPU).layers[0][0]
     for start, width in ((0, 16), (16, 16), (31, 1)):
         rows = slice(start, start + width)
-        places = Places(slots_G=torch.tensor([1]), starts_G=torch.tensor([start]), width=width)
+        places = SlotPlaces(slots_G=torch.tensor([1]), starts_G=torch.tensor([start]), width=width)
         found = cpu_attention(spec, q[rows], k[rows], v[rows], kept, places)
         assert tiny.relative_error(found, expected[rows]) < 1e-5
 
@@ -63,16 +63,16 @@ def test_groups_do_not_see_each_other():
     q, k, v = drawn(48)
     for attend in (attention, cpu_attention):
         together, alone = cache(), cache()
-        places = Places(slots_G=torch.tensor([2, 3, 0]), starts_G=torch.tensor([0, 0, 0]), width=16)
+        places = SlotPlaces(slots_G=torch.tensor([2, 3, 0]), starts_G=torch.tensor([0, 0, 0]), width=16)
         found = attend(SPEC, q, k, v, together, places)
-        one = Places(slots_G=torch.tensor([1]), starts_G=torch.tensor([0]), width=16)
+        one = SlotPlaces(slots_G=torch.tensor([1]), starts_G=torch.tensor([0]), width=16)
         assert torch.allclose(found[32:], attend(SPEC, q[32:], k[32:], v[32:], alone, one), rtol=1e-6, atol=1e-6)
 
 
 def test_a_query_with_a_nan_is_not_hidden():
     q, k, v = drawn(16)
     q[3, 1, 0] = float("nan")
-    places = Places(slots_G=torch.tensor([0]), starts_G=torch.tensor([0]), width=16)
+    places = SlotPlaces(slots_G=torch.tensor([0]), starts_G=torch.tensor([0]), width=16)
     found = cpu_attention(SPEC, q, k, v, cache(), places)
     assert found[3, 1].isnan().all()
     assert found[4:].isfinite().all()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from surogate_core.bundles import Completion, Request, RolloutEngineSpec, RolloutSettings, Sampling
 from surogate_core.generate import decoding
 from surogate_core.generate.cache import mixers_of
-from surogate_core.generate.decoding import BLOCK, Kind, SteppedRunner, why_eager, working_bytes
+from surogate_core.generate.decoding import BLOCK, StepKind, SteppedRunner, why_eager, working_bytes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.sampling import filtered, tempered
@@ -132,7 +132,7 @@ def test_the_last_tokens_of_a_full_slot(shared):
 
 def test_a_block_is_started_before_the_last_one_is_read(shared, monkeypatch):
     events: list[str] = []
-    queue, read = SteppedRunner._queue, decoding.Block.read
+    queue, read = SteppedRunner._queue, decoding.StartedSteps.read
 
     def queued(self, kind, steps):
         events.append(f"queue {steps}")
@@ -143,7 +143,7 @@ def test_a_block_is_started_before_the_last_one_is_read(shared, monkeypatch):
         return read(self)
 
     monkeypatch.setattr(SteppedRunner, "_queue", queued)
-    monkeypatch.setattr(decoding.Block, "read", noted)
+    monkeypatch.setattr(decoding.StartedSteps, "read", noted)
     opened(shared).generate([Request(prompt=(1, 2), max_new_tokens=2 * BLOCK + 3, sampling=GREEDY)])
     # The first token follows from the prompt.
     assert events == [f"queue {BLOCK}", f"queue {BLOCK}", "read", "queue 2", "read", "read"]
@@ -165,7 +165,7 @@ def test_a_step_reads_nothing_on_the_host(shared, name):
     assert isinstance(runner, SteppedRunner)
     sampling = SAMPLINGS[name]
     engine.generate(requests(sampling, new=2))
-    kind = Kind(
+    kind = StepKind(
         rows=16,
         longest=80,
         filters=filtered([sampling]),
@@ -238,10 +238,10 @@ def test_log_probabilities_of_documents(shared):
 def test_the_kind_of_a_step_depends_on_the_requests_alone(shared, monkeypatch):
     """Whatever was captured before; one with a new kind may come while a block is not read yet."""
     monkeypatch.setattr(decoding, "SHORTEST", 64)
-    used: list[tuple[Kind, int]] = []
+    used: list[tuple[StepKind, int]] = []
 
     class Graph:
-        def __init__(self, runner: SteppedRunner, kind: Kind):
+        def __init__(self, runner: SteppedRunner, kind: StepKind):
             self.runner, self.kind = runner, kind
 
         def replay(self) -> None:

@@ -14,10 +14,12 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from surogate_core.errors import UserError
-from surogate_core.hf.export import Card, export_adapter, export_full
+from surogate_core.hf.export import CardFacts, export_adapter, export_full
 from surogate_core.hf.weights import ModelDir
 
-CARD = Card(title="tiny", figures={"held-out loss": 1.25, "bad": float("nan"), "none": None}, settings={"lora_rank": 4})
+CARD = CardFacts(
+    title="tiny", figures={"held-out loss": 1.25, "bad": float("nan"), "none": None}, settings={"lora_rank": 4}
+)
 IDS = torch.arange(12).reshape(2, 6)
 
 

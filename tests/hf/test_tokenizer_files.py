@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from surogate_core.data.templates import apply_template
 from surogate_core.data.text.tokenizer import load_tokenizer
-from surogate_core.hf.card import Card
+from surogate_core.hf.card import CardFacts
 from surogate_core.hf.export import export_adapter, export_full
 from surogate_core.hf.tokenizer_files import TokenizerFiles
 
@@ -50,7 +50,7 @@ def test_files_that_nothing_changed_are_copied_in_every_export(base, tmp_path):
     assert files(written(tokenizer, tmp_path / "alone")) == before
     weights = {"model.norm.weight": torch.ones(4)}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    export_full(tmp_path / "full", weights.items(), config=config, tokenizer=tokenizer, card=Card(title="a"))
+    export_full(tmp_path / "full", weights.items(), config=config, tokenizer=tokenizer, card=CardFacts(title="a"))
     pair = {"q.lora_A.weight": torch.ones(1, 4), "q.lora_B.weight": torch.ones(4, 1)}
     export_adapter(
         tmp_path / "adapter",
@@ -59,7 +59,7 @@ def test_files_that_nothing_changed_are_copied_in_every_export(base, tmp_path):
         alpha=1.0,
         dropout=0.0,
         base_model=None,
-        card=Card(title="a"),
+        card=CardFacts(title="a"),
         tokenizer=tokenizer,
     )
     for place in ("full", "adapter"):
@@ -126,5 +126,5 @@ def test_files_that_are_gone_are_written_by_transformers(base, tmp_path):
     assert TokenizerFiles.of(tokenizer) is None
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     weights = {"model.norm.weight": torch.ones(4)}
-    export_full(tmp_path / "full", weights.items(), config=config, tokenizer=tokenizer, card=Card(title="a"))
+    export_full(tmp_path / "full", weights.items(), config=config, tokenizer=tokenizer, card=CardFacts(title="a"))
     assert AutoTokenizer.from_pretrained(tmp_path / "full").get_vocab() == tokenizer.get_vocab()

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from surogate_core.inference.completions import Stop, StopText, Watch, token_bytes
+from surogate_core.inference.completions import GrowingText, Stop, StopText, token_bytes
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,10 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 def watched(tokenizer: Any, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, int]:
     """(text, tokens until a stop text is complete); what is given in parts must be the same."""
-    watch, whole = Watch(tokenizer, ids_of(tokenizer, "A"), stop), Watch(tokenizer, ids_of(tokenizer, "A"), stop)
+    watch, whole = (
+        GrowingText(tokenizer, ids_of(tokenizer, "A"), stop),
+        GrowingText(tokenizer, ids_of(tokenizer, "A"), stop),
+    )
     parts: list[str] = []
     for token in ids:
         ended = watch.take(token)
@@ -73,7 +76,7 @@ def watched(tokenizer: Any, ids: Sequence[int], stop: Sequence[str] = ()) -> tup
 def test_a_growing_text_is_given_in_parts(byte_level: Any) -> None:
     text = "The chain slips. 日本語 STOP here"
     for stop, wanted in (((), text), (("STOP",), "The chain slips. 日本語 "), (("chain", "The chain slips!"), "The ")):
-        watch = Watch(byte_level, byte_level("Hello")["input_ids"], stop)
+        watch = GrowingText(byte_level, byte_level("Hello")["input_ids"], stop)
         parts: list[str] = []
         for token in byte_level(text, add_special_tokens=False)["input_ids"]:
             ended = watch.take(token)
@@ -130,7 +133,7 @@ def test_completions_share_the_tables_of_a_stop_text(byte_level: Any, monkeypatc
     make = StopText.__init__
     monkeypatch.setattr(StopText, "__init__", lambda self, symbols: made.append(make(self, symbols)))
     stop = tuple("abcd"[n] * 900 + str(byte_level.eos_token) for n in range(4))
-    watches = [Watch(byte_level, [0], stop) for _ in range(20)]
+    watches = [GrowingText(byte_level, [0], stop) for _ in range(20)]
     assert len(made) == 8
     for token in ids_of(byte_level, stop[1]):
         ended = watches[0].take(token)
@@ -161,7 +164,7 @@ def test_parts_of_a_long_text_are_the_whole(kind: str, request: pytest.FixtureRe
             ids = [byte for token in ids for byte in ((token,) if token >= 256 else "日🚲é~"[token % 4].encode())]
         lead, ids = ids[:1], ids[1:]
         first, both = (tokenizer.decode(part, skip_special_tokens=True) for part in (lead, [*lead, *ids]))
-        watch = Watch(tokenizer, lead, ())
+        watch = GrowingText(tokenizer, lead, ())
         parts = []
         for token in ids:
             watch.take(token)
@@ -175,7 +178,7 @@ def test_parts_of_a_long_text_are_the_whole(kind: str, request: pytest.FixtureRe
 def test_the_first_space_of_a_text_is_dropped_as_by_the_tokenizer(llama_like: Any) -> None:
     words = llama_like.convert_tokens_to_ids(["▁the", "▁chain"])
     for lead, wanted in ((["<s>"], "the chain"), (["▁slip"], " the chain")):
-        watch = Watch(llama_like, llama_like.convert_tokens_to_ids(lead), ())
+        watch = GrowingText(llama_like, llama_like.convert_tokens_to_ids(lead), ())
         for token in words:
             watch.take(token)
         assert watch.text() == wanted
@@ -198,7 +201,7 @@ def test_a_token_costs_the_same_in_a_long_text(byte_level: Any) -> None:
     def seconds(count: int) -> float:
         best = 1e9
         for _ in range(3):
-            watch, begun = Watch(byte_level, [0], stop), perf_counter()
+            watch, begun = GrowingText(byte_level, [0], stop), perf_counter()
             for token in ids[:count]:
                 watch.take(token)
                 watch.settled(False)

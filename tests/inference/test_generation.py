@@ -22,19 +22,19 @@ from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import MachineError, UserError
 from surogate_core.inference import texts
-from surogate_core.inference.generation import Prepared, named, on_its_base, prepare, quantised_note, with_adapter
+from surogate_core.inference.generation import PreparedModel, named, on_its_base, prepare, quantised_note, with_adapter
 from surogate_core.plugins.registry import Registry
 from surogate_core.setup.trained import _of_checkpoint
 from surogate_core.train.checkpoint import Checkpoint
 
 Run = Callable[..., int]
-Open = Callable[..., Prepared]
+Open = Callable[..., PreparedModel]
 TEXT = "The chain of the bike slips when"
 
 
 @pytest.fixture(scope="session")
 def opening(installed: Registry) -> Open:
-    def start(word: Path, *overrides: str) -> Prepared:
+    def start(word: Path, *overrides: str) -> PreparedModel:
         found = named(str(word))
         config = load_run_config([*found.overrides, "device=cpu", *overrides], registry=installed)
         return prepare(found, config, installed)
@@ -42,10 +42,10 @@ def opening(installed: Registry) -> Open:
     return start
 
 
-def completed(opened: Prepared, installed: Registry, *prompts: str, **wanted: Any) -> list[texts.Text]:
+def completed(opened: PreparedModel, installed: Registry, *prompts: str, **wanted: Any) -> list[texts.Text]:
     given = [texts.prompt_of_text(opened.tokenizer, text, name="a prompt") for text in prompts]
     values = {"max_new_tokens": 12, "sampling": Sampling(temperature=0), "ignore_eos": True, **wanted}
-    asked = texts.Wanted(**values)
+    asked = texts.PromptOptions(**values)
     requests, _ = texts.requests_of(opened, given, asked)
     weights = opened.load(installed)
     engine = installed.get("rollout", "native").open(weights, texts.settings_of(weights, requests))
@@ -246,11 +246,11 @@ def test_lengths(hf_dir: Path, opening: Open, installed: Registry, monkeypatch: 
     opened = opening(hf_dir)
     weights = opened.load(installed)
     prompt = texts.Prompt(name="row 3", ids=(5,) * 250)
-    requests, notes = texts.requests_of(opened, [prompt], texts.Wanted(max_new_tokens=20))
+    requests, notes = texts.requests_of(opened, [prompt], texts.PromptOptions(max_new_tokens=20))
     assert requests[0].max_new_tokens == 6
     assert "row 3" in notes[0]
     with pytest.raises(UserError, match=r"row 4: has 256 tokens, and the model's positions end at 256"):
-        texts.requests_of(opened, [texts.Prompt(name="row 4", ids=(5,) * 256)], texts.Wanted())
+        texts.requests_of(opened, [texts.Prompt(name="row 4", ids=(5,) * 256)], texts.PromptOptions())
     many = [requests[0]] * 40
     assert texts.settings_of(weights, many).slots == texts.MOST_SLOTS["cpu"]
     # 2 layers · (K + V) · 1 head · 16 features · 4 bytes

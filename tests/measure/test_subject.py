@@ -16,7 +16,7 @@ from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import UserError
 from surogate_core.inference.generation import named, prepare
 from surogate_core.measure import subject as module
-from surogate_core.measure.subject import Pair, Subject
+from surogate_core.measure.subject import JudgedText, Subject
 from surogate_core.plugins.registry import Registry
 
 LENGTHS = ((1, 1), (5, 3), (40, 7), (2, 60), (30, 9), (200, 57))
@@ -46,7 +46,7 @@ def test_likelihoods_are_those_of_transformers(
         with torch.no_grad():
             logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0, before - 1 : -1].double(), dim=-1)
         expected.append((logprobs.gather(1, torch.tensor(ids[before:])[:, None]).sum().item(), greedy))
-        pairs.append(Pair(name=f"r:{number}", context=tuple(context), continuation=tuple(ids[before:])))
+        pairs.append(JudgedText(name=f"r:{number}", context=tuple(context), continuation=tuple(ids[before:])))
     subject = opened(hf_dir, installed)
     for tokens in (512, 64):
         monkeypatch.setitem(module.TOKENS, "cpu", tokens)
@@ -57,7 +57,7 @@ def test_likelihoods_are_those_of_transformers(
     with pytest.raises(
         UserError, match="r:9: has 257 tokens before its last one, and the model's positions end at 256"
     ):
-        subject.likelihoods([*pairs, Pair(name="r:9", context=(1,) * 200, continuation=(2,) * 58)])
+        subject.likelihoods([*pairs, JudgedText(name="r:9", context=(1,) * 200, continuation=(2,) * 58)])
 
 
 def test_attention_knows_the_longest_document(
@@ -74,7 +74,7 @@ def test_attention_knows_the_longest_document(
     kernels = subject.weights.programs.kernels
     spied = replace(kernels, kernels=(*kernels.kernels, kernel))
     monkeypatch.setattr(type(subject.weights.programs), "kernels", property(lambda self: spied))
-    subject.likelihoods([Pair(name="r:1", context=(1,) * 70, continuation=(2,) * 30)])
+    subject.likelihoods([JudgedText(name="r:1", context=(1,) * 70, continuation=(2,) * 30)])
     assert len(seen) == 1
     assert min(seen) >= 99
 
@@ -86,14 +86,14 @@ def test_weights_that_are_no_numbers_are_named(model_copy: Path, installed: Regi
     save_file(tensors, file, metadata={"format": "pt"})
     subject = opened(model_copy, installed)
     with pytest.raises(UserError, match=r"^m: the loss is not a number: model.layers.1.mlp.up_proj.weight has NaN"):
-        subject.likelihoods([Pair(name="r:1", context=(1,), continuation=(2,))])
+        subject.likelihoods([JudgedText(name="r:1", context=(1,), continuation=(2,))])
 
 
 @pytest.mark.gpu
 def test_likelihoods_of_a_gpu_are_those_of_a_cpu(hf_dir: Path, installed: Registry) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = [tuple(torch.randint(1024, (length,), generator=generator).tolist()) for length in (3, 129, 256, 200, 17)]
-    pairs = [Pair(name=f"r:{n}", context=one[:2], continuation=one[2:]) for n, one in enumerate(ids)]
+    pairs = [JudgedText(name=f"r:{n}", context=one[:2], continuation=one[2:]) for n, one in enumerate(ids)]
     expected = [one.logprob for one in opened(hf_dir, installed).likelihoods(pairs)]
     for keys in (("model_dtype=fp32",), ("model_dtype=bf16",)):
         found = [one.logprob for one in opened(hf_dir, installed, "device=cuda", *keys).likelihoods(pairs)]

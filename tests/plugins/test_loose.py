@@ -20,7 +20,14 @@ from surogate_core.errors import PluginError
 from surogate_core.plugins import import_policy, load_plugins
 from surogate_core.plugins.discovery import installed_plugins
 from surogate_core.plugins.lock import installed_lock, write_lock
-from surogate_core.plugins.loose import LooseModuleError, Owned, allow_loose, loose_modules, owned_by, refuse_loose
+from surogate_core.plugins.loose import (
+    ImportableFiles,
+    LooseModuleError,
+    allow_loose,
+    loose_modules,
+    owned_by,
+    refuse_loose,
+)
 from surogate_core.plugins.static import static_view
 
 FILES = {
@@ -145,8 +152,8 @@ def test_what_is_beside_a_script_belongs_to_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("print('beside')\n")
     code = """
 import os, sys
-from surogate_core.plugins.loose import LooseModuleError, Owned, loose_modules, refuse_loose
-own = Owned(files=frozenset(), directories=tuple(map(os.path.realpath, sys.path[1:])))
+from surogate_core.plugins.loose import LooseModuleError, ImportableFiles, loose_modules, refuse_loose
+own = ImportableFiles(files=frozenset(), directories=tuple(map(os.path.realpath, sys.path[1:])))
 assert not any("beside" in text for text in loose_modules(own))
 refuse_loose(own)
 try:
@@ -172,7 +179,7 @@ def test_links_lead_to_the_same_files(place: Path) -> None:
 
 def test_the_gate_is_there_once() -> None:
     before = list(sys.meta_path)
-    none = Owned(files=frozenset(), directories=("/",))
+    none = ImportableFiles(files=frozenset(), directories=("/",))
     refuse_loose(none)
     refuse_loose(none)
     assert len(sys.meta_path) == len(before) + 1

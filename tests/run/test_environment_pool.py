@@ -392,7 +392,7 @@ def test_the_limit_on_processes_leaves_room_for_what_the_run_starts(monkeypatch:
     monkeypatch.setattr(limits, "_took_own_user", lambda: False)
     monkeypatch.setattr(limits, "_tasks_of", lambda user: 10)
     monkeypatch.setattr(limits, "_can_fork", lambda: True)
-    limits.Limits(memory=1, processes=64, file_size=1)
+    limits.ProcessLimits(memory=1, processes=64, file_size=1)
     assert found["RLIMIT_NPROC"] == 64 + 10 + limits._OF_THE_RUN
 
 

@@ -17,24 +17,24 @@ from surogate_core.config.resolve import load_run_config, to_dict
 from surogate_core.errors import ConfigError, PluginError
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
-from surogate_core.run.job import Job
+from surogate_core.run.job import RunJob
 from surogate_core.run.watch import Watch
 
 History = Callable[[Path], list[tuple[Any, ...]]]
 
 ELSEWHERE = """
 import json, sys
-from surogate_core.run.job import Job
+from surogate_core.run.job import RunJob
 with open(sys.argv[1]) as file:
-    job = Job.from_json(json.load(file))
+    job = RunJob.from_json(json.load(file))
 import torch
 torch.set_num_threads(1)
 sys.exit(job.run())
 """
 
 
-def job_of(registry: Registry, *overrides: str) -> Job:
-    return Job.of(load_run_config(list(overrides), registry=registry), registry)
+def job_of(registry: Registry, *overrides: str) -> RunJob:
+    return RunJob.of(load_run_config(list(overrides), registry=registry), registry)
 
 
 @pytest.mark.slow
@@ -71,8 +71,8 @@ def test_a_job_is_json_and_rebuilds_the_configuration(words: tuple[str, ...]) ->
 
     registry = load_plugins(import_policy(peek_policy(words)))
     config = load_run_config([word.replace("${", "\\${") for word in words], registry=registry)
-    job = Job.of(config, registry)
-    again = Job.from_json(json.loads(json.dumps(job.to_json())))
+    job = RunJob.of(config, registry)
+    again = RunJob.from_json(json.loads(json.dumps(job.to_json())))
     assert again == job
     assert config_from(again.config, registry) == config
     assert to_dict(config_from(again.config, registry)) == job.config
@@ -81,7 +81,7 @@ def test_a_job_is_json_and_rebuilds_the_configuration(words: tuple[str, ...]) ->
 
 def test_other_plugins_than_the_launchers_are_refused(tmp_path: Path, base: list[str], installed: Registry) -> None:
     job = job_of(installed, *base, f"output_dir={tmp_path / 'out'}")
-    other = Job(config=job.config, plugins=(*job.plugins[:-1], ("monitor-odd", "1.0")))
+    other = RunJob(config=job.config, plugins=(*job.plugins[:-1], ("monitor-odd", "1.0")))
     with pytest.raises(PluginError, match=r"other plugins than the one that launched it: monitor-odd 1\.0, "):
         other.run()
     assert not (tmp_path / "out").exists()
@@ -109,9 +109,9 @@ def test_keys_are_held_against_the_number_of_ranks_that_another_launcher_chose(
 def test_a_job_with_callbacks_stays_in_its_process(installed: Registry) -> None:
     config = load_run_config(["model=qwen3"], registry=installed)
     with pytest.raises(ConfigError, match=r"callbacks: they run in the process that trains.*Fix: gpus=1"):
-        Job.of(config, installed, Watch(callbacks={"mine": lambda info: None})).to_json()
-    job = Job.of(config, installed, Watch(quiet=True))
-    assert Job.from_json(job.to_json()).watch.quiet
+        RunJob.of(config, installed, Watch(callbacks={"mine": lambda info: None})).to_json()
+    job = RunJob.of(config, installed, Watch(quiet=True))
+    assert RunJob.from_json(job.to_json()).watch.quiet
     assert job.to_json(resume=True)["config"]["resume_from_checkpoint"] is True
 
 

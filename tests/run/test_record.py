@@ -13,7 +13,7 @@ import pytest
 
 from surogate_core.errors import MachineError, SurogateError, UserError
 from surogate_core.files.records import read_run
-from surogate_core.run.record import FACTS, Record
+from surogate_core.run.record import FACTS, EarlierRecord
 
 RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
@@ -184,5 +184,5 @@ def test_a_run_does_not_read_what_it_moves(
 
 def test_a_pipe_is_no_record(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FACTS)
-    record = Record(tmp_path)
+    record = EarlierRecord(tmp_path)
     assert (record.exists, record.run) == (False, "")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from surogate_core.config.schema import RunConfig
-from surogate_core.data.cache import Cache, CacheEntry
+from surogate_core.data.cache import CacheEntry, DataCache
 from surogate_core.run.reference import _Reader
 
 
@@ -35,13 +35,13 @@ def test_ranks_agree_whether_another_run_has_computed_the_values_meanwhile(
     values, words, forwards = np.arange(8, dtype=np.float32).reshape(2, 4), list[Any](), list[int]()
     (tmp_path / "logprobs").write_bytes(values.tobytes() if is_there_meanwhile else b"")
 
-    def get_or_build(self: Cache, key: str, build: Any, **_: Any) -> CacheEntry:
+    def get_or_build(self: DataCache, key: str, build: Any, **_: Any) -> CacheEntry:
         if not is_there_meanwhile:
             build(tmp_path)
         return CacheEntry(path=tmp_path, facts={})
 
-    monkeypatch.setattr(Cache, "get", lambda self, key: None)
-    monkeypatch.setattr(Cache, "get_or_build", get_or_build)
+    monkeypatch.setattr(DataCache, "get", lambda self, key: None)
+    monkeypatch.setattr(DataCache, "get_or_build", get_or_build)
 
     def read(*, leads: bool) -> Any:
         def logprobs(batch: list[int]) -> torch.Tensor:

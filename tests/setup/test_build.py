@@ -18,7 +18,7 @@ from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
 from surogate_core.setup import build
 from surogate_core.setup.assemble import resolve_model
-from surogate_core.setup.build import Choice, choices, fastest, is_open, needed, settled, smallest, upper_bound
+from surogate_core.setup.build import MemorySettings, choices, fastest, is_open, needed, settled, smallest, upper_bound
 from surogate_core.setup.fitting import assembly_of
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_less_memory_chooses_more_recomputation_and_it_fits(
         room = int((least + share * (most - least)) * build.MARGIN) + 1
         found = settled(config, installed, resolved, room=room, borders=2 * 64)
         assert bytes_of(found, installed) * build.MARGIN <= room
-        ranks.append(choices(config).index(Choice.taken(assembly_of(found, installed, resolved).settings)))
+        ranks.append(choices(config).index(MemorySettings.taken(assembly_of(found, installed, resolved).settings)))
     assert ranks == sorted(ranks)
     assert ranks[0] == 0
     assert ranks[-1] > 0
@@ -114,7 +114,7 @@ def test_the_bound_counts_a_ranks_own_tokens(load: Load, installed: Registry, me
 
 def test_plenty_of_memory_traces_nothing(load: Load, installed: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("lora=true")
-    monkeypatch.setattr(build, "Counts", SimpleNamespace(of=lambda assembly: pytest.fail("traced")))
+    monkeypatch.setattr(build, "TensorBytes", SimpleNamespace(of=lambda assembly: pytest.fail("traced")))
     found = settled(config, installed, resolve_model(config, installed), room=2**45, borders=8)
     assert found == fastest(config)
 
@@ -124,13 +124,13 @@ class Attempts:
 
     def __init__(self, failures: int):
         self.failures = failures
-        self.tried: list[Choice] = []
+        self.tried: list[MemorySettings] = []
 
     def __call__(self, config: RunConfig, *_: Any, **__: Any) -> Any:
         assert config.recompute != "auto"
         assert config.lmhead_chunks != "auto"
         self.tried.append(
-            Choice(
+            MemorySettings(
                 recompute=config.recompute,
                 recompute_budget=config.recompute_budget,
                 lmhead_chunks=config.lmhead_chunks,
@@ -212,7 +212,7 @@ def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(
     config, notes = load("lora=true"), []
     recorded = choices(config)[4]
     monkeypatch.setattr(build, "_engine", Attempts(0))
-    assert built(config, installed, prefer=Choice.of(recorded.record()), notes=notes) == recorded
+    assert built(config, installed, prefer=MemorySettings.of(recorded.record()), notes=notes) == recorded
     assert notes == []
     monkeypatch.setattr(build, "_engine", Attempts(1))
     assert built(config, installed, prefer=recorded, notes=notes) == choices(config)[5]
@@ -221,7 +221,7 @@ def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(
 
 @pytest.mark.parametrize("values", [None, "x", {"recompute": True}, {"other": 1}])
 def test_a_record_that_cannot_be_read_is_no_choice(values: Any) -> None:
-    assert Choice.of(values) is None
+    assert MemorySettings.of(values) is None
 
 
 def test_the_choice_leaves_other_keys(load: Load) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from surogate_core.config.schema import RunConfig
 from surogate_core.plugins import load_plugins
-from surogate_core.train.drive import Ready, drive
+from surogate_core.train.drive import ReadySteps, drive
 from surogate_core.train.lr import Schedule
 
 
@@ -70,5 +70,5 @@ def test_epochs_decide_where_no_steps_are_named() -> None:
 def test_ready_micro_batches_are_steps() -> None:
     engine = Engine()
     config = replace(CONFIG, max_steps=2)
-    assert [t.step for t in drive(config, engine, Ready([["a"], ["b"]]), None, RATES)] == [0, 1, 2]  # type: ignore[arg-type,list-item]
+    assert [t.step for t in drive(config, engine, ReadySteps([["a"], ["b"]]), None, RATES)] == [0, 1, 2]  # type: ignore[arg-type,list-item]
     assert [batches for _, batches, _ in engine.calls] == [["a"], ["b"]]

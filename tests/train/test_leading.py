@@ -21,7 +21,7 @@ from surogate_core.mesh.lifeline import Lifeline
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.train import follow, leading
 from surogate_core.train.checkpoint import CheckpointDir
-from surogate_core.train.flops import Work
+from surogate_core.train.flops import ModelFlops
 from surogate_core.train.follow import Follower
 from surogate_core.train.leading import Interrupted, Leader, Order, Ranks
 from surogate_core.train.signals import StopSignals
@@ -75,7 +75,9 @@ class Steps:
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has no model to count."""
-    monkeypatch.setattr(Work, "of", lambda model, frozen: Work(products_per_token=1.0, attention_per_pair=0.0))
+    monkeypatch.setattr(
+        ModelFlops, "of", lambda model, frozen: ModelFlops(products_per_token=1.0, attention_per_pair=0.0)
+    )
 
 
 def led(

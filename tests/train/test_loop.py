@@ -15,7 +15,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.data.sampler import StepLoader
 from surogate_core.events import CheckpointSaved, ExpertLoads, Notice, Samples
 from surogate_core.mesh.mesh import Mesh
-from surogate_core.train.flops import Work
+from surogate_core.train.flops import ModelFlops
 from surogate_core.train.leading import Interrupted, Leader
 from surogate_core.train.loop import Loop, LoopState, most_steps
 from surogate_core.train.measures import settled_objects
@@ -26,7 +26,7 @@ from surogate_core.train.signals import StopSignals
 from surogate_testing import tiny
 
 CPU = torch.device("cpu")
-WORK = Work(products_per_token=1.0, attention_per_pair=0.0)
+WORK = ModelFlops(products_per_token=1.0, attention_per_pair=0.0)
 
 
 class Batches:

@@ -16,7 +16,7 @@ from surogate_command_chat.command import Partner, _answers, _command
 from surogate_core.cli.main import main
 from surogate_core.errors import UserError
 from surogate_core.generate.native import NativeEngine
-from surogate_core.inference.generation import Prepared
+from surogate_core.inference.generation import PreparedModel
 from surogate_testing.pretrained import random_adapter
 
 SUROGATE_PLUGIN = "command-chat"
@@ -83,8 +83,8 @@ def test_adapters_side_by_side_share_their_base(
     one, two = (random_adapter(hf_dir, tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two")))
     alone = [call("Hello", "Why?", words=("--adapter", str(path)))[0].splitlines() for path in (one, two)]
     loads: list[str] = []
-    load = Prepared.load
-    monkeypatch.setattr(Prepared, "load", lambda *args, **values: loads.append("") or load(*args, **values))
+    load = PreparedModel.load
+    monkeypatch.setattr(PreparedModel, "load", lambda *args, **values: loads.append("") or load(*args, **values))
     out, _ = call("Hello", "Why?", words=("--adapter", str(one), "--adapter", str(two)))
     assert len(loads) == 1
     turns = [[f"[{one}]", alone[0][n], f"[{two}]", alone[1][n]] for n in range(2)]

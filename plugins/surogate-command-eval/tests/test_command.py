@@ -7,7 +7,7 @@ import math
 import pytest
 from surogate_command_eval import surogate_command
 from surogate_command_eval.command import USAGE, main, table
-from surogate_command_eval.evaluation import Evaluation
+from surogate_command_eval.evaluation import HeldOutFigures
 from surogate_command_eval.python import evaluate
 
 from surogate_core.errors import UserError
@@ -52,7 +52,7 @@ def test_python_names_each_model_once() -> None:
 
 
 def test_the_table_has_a_difference_where_there_are_several_models() -> None:
-    one = Evaluation(
+    one = HeldOutFigures(
         model="a",
         loss=2.0,
         stderr=0.25,
@@ -65,7 +65,7 @@ def test_the_table_has_a_difference_where_there_are_several_models() -> None:
     head, line = table([one]).splitlines()
     assert head.split() == ["model", "loss", "±", "stderr", "perplexity", "accuracy", "documents", "label", "tokens"]
     assert line.split() == ["a", "2.0000", "0.2500", "7.389", "50.00%", "1,000", "20"]
-    other = Evaluation(
+    other = HeldOutFigures(
         model="b", loss=math.pi, stderr=math.nan, perplexity=math.nan, accuracy=math.nan, documents=1, label_tokens=2,
         data="y", figures={"margin": 0.12345},
     )  # fmt: skip

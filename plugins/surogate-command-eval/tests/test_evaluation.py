@@ -7,11 +7,14 @@ import math
 import pytest
 from surogate_command_eval.evaluation import _figures
 
-from surogate_core.generate.losses import Document
+from surogate_core.generate.losses import DocumentSums
 
 
 def test_other_tokens_are_not_compared() -> None:
-    documents = [Document(loss=2.0, weight=2.0, tokens=2, hits=1), Document(loss=1.0, weight=1.0, tokens=1, hits=0)]
+    documents = [
+        DocumentSums(loss=2.0, weight=2.0, tokens=2, hits=1),
+        DocumentSums(loss=1.0, weight=1.0, tokens=1, hits=0),
+    ]
     first = _figures("a", documents, "x", None)
     assert _figures("b", documents, "y", (first, documents)).difference is None
     assert _figures("b", documents, "x", (first, documents)).difference == 0

@@ -15,7 +15,7 @@ from surogate_command_eval.tasks import TaskOptions, read_tasks
 
 from surogate_core.bundles import TaskResult
 from surogate_core.errors import UserError
-from surogate_core.inference.texts import Text, Wanted
+from surogate_core.inference.texts import PromptOptions, Text
 from surogate_core.measure.subject import Likelihood, Subject
 from surogate_testing.chat_templates import byte_tokenizer
 
@@ -56,7 +56,7 @@ class Parrot(Subject):
         self.texts, self.logprobs = texts, logprobs
         return self
 
-    def complete(self, prompts: Any, wanted: Wanted, **more: Any) -> list[Text]:
+    def complete(self, prompts: Any, wanted: PromptOptions, **more: Any) -> list[Text]:
         self.prompts, self.wanted = [self.tokenizer.decode(one.ids) for one in prompts], wanted
         found = []
         for number in range(len(prompts)):
@@ -79,7 +79,7 @@ def parrot() -> Parrot:
 
 
 def tasks_of(
-    place: Path, rows: list[dict[str, Any]], wanted: Wanted, *, chat: bool = False, **options: Any
+    place: Path, rows: list[dict[str, Any]], wanted: PromptOptions, *, chat: bool = False, **options: Any
 ) -> LocalTasks:
     file = place / "t.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -91,7 +91,7 @@ SUMS = [{"prompt": f"{n}+1 =", "answer": n + 1, "match": "number"} for n in rang
 
 def test_completions_are_scored(tmp_path: Path, parrot: Parrot) -> None:
     lines: list[Any] = []
-    tasks = tasks_of(tmp_path, SUMS, Wanted())
+    tasks = tasks_of(tmp_path, SUMS, PromptOptions())
     (found,) = tasks.run(parrot.answer("1", "so 2.", "none", "5…"), lines.append)
     assert (found.value, found.rows, found.scores) == (0.5, 4, (1.0, 1.0, 0.0, 0.0))
     assert (found.unanswered, found.truncated) == (0.25, 0.25)
@@ -115,18 +115,18 @@ def test_completions_are_scored(tmp_path: Path, parrot: Parrot) -> None:
 
 
 def test_samples_have_a_mean_and_pass_at_their_number(tmp_path: Path, parrot: Parrot) -> None:
-    tasks = tasks_of(tmp_path, SUMS[:2], Wanted(samples=2))
+    tasks = tasks_of(tmp_path, SUMS[:2], PromptOptions(samples=2))
     mean, best = tasks.run(parrot.answer("1", "7", "7", "8"), lambda line: None)
     assert (mean.metric, mean.scores, mean.value) == ("accuracy", (0.5, 0.0), 0.25)
     assert (best.metric, best.scores, best.value) == ("pass@2", (1.0, 0.0), 0.5)
 
 
 def test_examples_are_before_a_text_and_end_with_a_blank_line(tmp_path: Path, parrot: Parrot) -> None:
-    tasks = tasks_of(tmp_path, SUMS[:3], Wanted(), shots=2)
+    tasks = tasks_of(tmp_path, SUMS[:3], PromptOptions(), shots=2)
     tasks.run(parrot.answer("3"), lambda line: None)
     assert parrot.prompts == ["0+1 = 1\n\n1+1 = 2\n\n2+1 ="]
     assert parrot.wanted.stop == ("\n\n",)
-    tasks_of(tmp_path, SUMS[:3], Wanted(stop=("#",)), shots=2).run(parrot.answer("3"), lambda line: None)
+    tasks_of(tmp_path, SUMS[:3], PromptOptions(stop=("#",)), shots=2).run(parrot.answer("3"), lambda line: None)
     assert parrot.wanted.stop == ("#",)
 
 
@@ -135,7 +135,7 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
     rows = [
         {"messages": [system, {"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in SUMS[:2]
     ]
-    tasks_of(tmp_path, rows, Wanted(), shots=1).run(parrot.answer("2"), lambda line: None)
+    tasks_of(tmp_path, rows, PromptOptions(), shots=1).run(parrot.answer("2"), lambda line: None)
     tokenizer = parrot.tokenizer
     turns = [system, {"role": "user", "content": "0+1 ="}, {"role": "assistant", "content": "1"}]
     expected = tokenizer.apply_chat_template(
@@ -144,7 +144,10 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
     assert parrot.prompts == [expected]
     assert parrot.wanted.stop == ()
     told = LocalTasks(
-        tasks=tasks_of(tmp_path, SUMS[:2], Wanted(), shots=1).tasks, wanted=Wanted(), chat=True, system="Add."
+        tasks=tasks_of(tmp_path, SUMS[:2], PromptOptions(), shots=1).tasks,
+        wanted=PromptOptions(),
+        chat=True,
+        system="Add.",
     )
     told.run(parrot.answer("2"), lambda line: None)
     assert parrot.prompts == [expected]
@@ -153,15 +156,15 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
 def test_examples_of_a_text_are_texts(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "0+1 ="}], "answer": 1}, SUMS[0]]
     with pytest.raises(UserError, match=r"t.jsonl:1: this example is a chat, and .*t.jsonl:2 is a text. Fix: --chat"):
-        tasks_of(tmp_path, rows, Wanted(), shots=1)
-    tasks_of(tmp_path, rows, Wanted(), shots=1, chat=True)
+        tasks_of(tmp_path, rows, PromptOptions(), shots=1)
+    tasks_of(tmp_path, rows, PromptOptions(), shots=1, chat=True)
 
 
 CHOICE = [{"prompt": "A car has", "choices": ["two", "four wheels"], "answer": 1}]
 
 
 def test_choices_are_scored_by_likelihood_and_by_character(tmp_path: Path, parrot: Parrot) -> None:
-    tasks = tasks_of(tmp_path, CHOICE, Wanted())
+    tasks = tasks_of(tmp_path, CHOICE, PromptOptions())
     plain, norm = tasks.run(parrot.answer(logprobs=(-3.0, -6.0)), lambda line: None)
     assert (plain.metric, plain.value) == ("accuracy", 0.0)
     assert (norm.metric, norm.value) == ("accuracy_norm", 1.0), "-6/11 is more than -3/3"
@@ -171,7 +174,7 @@ def test_choices_are_scored_by_likelihood_and_by_character(tmp_path: Path, parro
 
 
 def test_the_choices_of_a_chat_follow_its_template(tmp_path: Path, parrot: Parrot) -> None:
-    tasks_of(tmp_path, CHOICE, Wanted(), chat=True).run(parrot.answer(logprobs=(-1.0, -1.0)), lambda line: None)
+    tasks_of(tmp_path, CHOICE, PromptOptions(), chat=True).run(parrot.answer(logprobs=(-1.0, -1.0)), lambda line: None)
     context = parrot.tokenizer.apply_chat_template(
         [{"role": "user", "content": "A car has"}], tokenize=False, add_generation_prompt=True
     )

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surogate_command_eval.tasks import Row, TaskOptions, judged, read_tasks
+from surogate_command_eval.tasks import Question, TaskOptions, judged, read_tasks
 
 from surogate_core.errors import UserError
 
 
-def row(match: str, *answers: str, pattern: str | None = None) -> Row:
+def row(match: str, *answers: str, pattern: str | None = None) -> Question:
     values: dict[str, Any] = {"name": "a:1", "prompt": "?", "messages": (), "choices": (), "right": -1}
-    return Row(**values, answers=answers, match=match, pattern=pattern)  # type: ignore[arg-type]
+    return Question(**values, answers=answers, match=match, pattern=pattern)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from surogate_command_numerics.command import USAGE, main
 from surogate_command_numerics.numerics import Numerics, Training
 from surogate_command_numerics.page import markdown, picture
-from surogate_command_numerics.rounding import DENSE, ROLES, Rounded, Roundings, rounding_of
+from surogate_command_numerics.rounding import DENSE, ROLES, OperandRounding, Roundings, rounding_of
 from torch import Tensor
 
 from surogate_core.errors import UserError
@@ -64,7 +64,9 @@ def test_the_page_compares_with_the_first_run() -> None:
     found = Numerics(
         model="tiny", parameters=1000, device="cpu", torch="2", steps=2, tokens_per_step=256, seed=1,
         trainings=[training("wide", 3.0, 2.0), training("eight", 3.0, 2.5)],
-        rounding=[Rounded(recipe="eight", layer=0, part=DENSE, role="weight", error=0.03, to_zero=0.0, saturated=0.0)],
+        rounding=[
+            OperandRounding(recipe="eight", layer=0, part=DENSE, role="weight", error=0.03, to_zero=0.0, saturated=0.0)
+        ],
     )  # fmt: skip
     text = markdown(found)
     assert "| wide | 2.0000 | +0.00% | weight 25.00% | – |" in text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from surogate_command_plan.cluster import Cluster, parse
-from surogate_command_plan.cluster_cost import BASE, Cost, Work, cost, flat, hierarchical
+from surogate_command_plan.cluster_cost import BASE, Cost, GpuWork, cost, flat, hierarchical
 from surogate_command_plan.speed import CALL, HIDDEN, HIDDEN_NCCL, WAIT
 
 from surogate_core.cli.main import main
@@ -110,7 +110,7 @@ def test_replicas_of_one_node_add_first() -> None:
 def test_a_step_is_what_one_gpu_computes_and_what_is_not_hidden() -> None:
     spread = cluster(2, 1, "nvlink4,8GB/s", speed=1000)
     one = sent(16e9, 2, beside="backward")
-    work = Work(tokens=4000, micro_steps=1, update=1.0, shared=0.5)
+    work = GpuWork(tokens=4000, micro_steps=1, update=1.0, shared=0.5)
     found = cost(spread, [one], work)
     assert found.wire is not None
     assert found.alone == 4
@@ -125,7 +125,7 @@ def test_a_step_is_what_one_gpu_computes_and_what_is_not_hidden() -> None:
 
 def test_the_stage_inside_a_node_is_hidden_as_on_one_machine() -> None:
     both = cluster(2, 4, "nvlink4,8GB/s", speed=1000)
-    work = Work(tokens=40_000, micro_steps=1, update=0.0, shared=0.0)
+    work = GpuWork(tokens=40_000, micro_steps=1, update=0.0, shared=0.0)
     one = sent(16e9, 8, beside="backward")
     traffic = hierarchical(both, one)
     assert traffic.copied == pytest.approx(hierarchical(cluster(1, 4), sent(16e9, 4)).seconds, rel=1e-3)
@@ -141,7 +141,7 @@ def test_the_stage_inside_a_node_is_hidden_as_on_one_machine() -> None:
 def test_each_transfer_is_hidden_by_what_moves_it() -> None:
     """Sums of replicas have nothing beside them, and change nothing of what copy engines move inside a machine."""
     both = cluster(2, 4, "nvlink4,8GB/s", speed=1000)
-    work = Work(tokens=40_000, micro_steps=1, update=0.0, shared=0.0)
+    work = GpuWork(tokens=40_000, micro_steps=1, update=0.0, shared=0.0)
     shards, replicas = sent(16e9, 4, ranks=4, beside="both"), sent(8e9, 2, ranks=2, stride=4)
     found = cost(both, [shards, replicas], work, hierarchical)
     assert found.wire is not None
@@ -152,7 +152,7 @@ def test_each_transfer_is_hidden_by_what_moves_it() -> None:
 
 
 def test_what_is_not_given_is_not_invented() -> None:
-    work = Work(tokens=4000, micro_steps=1, update=0.0, shared=0.0)
+    work = GpuWork(tokens=4000, micro_steps=1, update=0.0, shared=0.0)
     one = sent(16e9, 2, beside="backward")
     no_speed = cost(cluster(2, 1), [one], work)
     assert no_speed.wire is not None

@@ -21,7 +21,7 @@ import pytest
 from surogate_command_report.card import card_of
 from surogate_command_report.data import figures, texts
 from surogate_command_report.document import live_page
-from surogate_command_report.serve import Follower, PageServer
+from surogate_command_report.serve import MetricsFollower, PageServer
 from surogate_command_report.write import write_report
 
 from surogate_core.cli.main import main
@@ -279,7 +279,7 @@ def step(at: int, loss: float = 1.0) -> str:
 def test_a_growing_file_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surogate_command_report.serve.POLL_SECONDS", 0.02)
     metrics = tmp_path / "metrics.jsonl"
-    with closing(Follower(tmp_path)) as follower:
+    with closing(MetricsFollower(tmp_path)) as follower:
         assert follower.caught_up.wait(10)
         assert len(follower.record.steps) == 0
         metrics.write_text(line(event="run_start", steps=9) + step(1) + step(2)[:-10])
@@ -304,17 +304,17 @@ def test_a_growing_file_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_run_that_holds_its_lock_is_shown_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surogate_command_report.serve.POLL_SECONDS", 0.01)
     (tmp_path / "metrics.jsonl").write_text(line(event="run_start", steps=9, notes=[]) + step(1) + step(2))
-    with locked(tmp_path, key="output_dir"), closing(Follower(tmp_path)) as follower:
+    with locked(tmp_path, key="output_dir"), closing(MetricsFollower(tmp_path)) as follower:
         until(lambda: follower.caught_up.is_set())
         shown = card_of([follower.record])
         assert shown.verdict.startswith("Running: step 2 of 9")
         assert (shown.commands, shown.tone) == ([], "busy")
         write_report([tmp_path])
         assert "Running: step 2 of 9" in (tmp_path / "report.md").read_text()
-    with closing(Follower(tmp_path)) as follower:
+    with closing(MetricsFollower(tmp_path)) as follower:
         until(lambda: follower.caught_up.is_set())
         assert "No end is recorded: killed" in card_of([follower.record]).verdict
-    with closing(Follower(tmp_path)) as follower, locked(tmp_path, key="output_dir"):
+    with closing(MetricsFollower(tmp_path)) as follower, locked(tmp_path, key="output_dir"):
         until(lambda: follower.record.live)  # a run that goes on after the page was opened
 
 

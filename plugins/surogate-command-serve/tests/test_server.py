@@ -17,7 +17,7 @@ import psutil
 import pytest
 from surogate_command_serve.application import MOST_BYTES
 from surogate_command_serve.asks import RequestError
-from surogate_command_serve.models import Served
+from surogate_command_serve.models import ServedModel
 from surogate_command_serve.server import Server
 from surogate_command_serve.worker import Worker
 
@@ -28,7 +28,7 @@ from surogate_core.generate.native import NativeEngine
 from surogate_core.inference.generation import named, prepare
 from surogate_core.inference.texts import (
     Prompt,
-    Wanted,
+    PromptOptions,
     generate_texts,
     prompt_of_messages,
     prompt_of_text,
@@ -47,7 +47,7 @@ class Live:
 
     server: Server
     engine: NativeEngine
-    served: Served
+    served: ServedModel
 
     def ask(self, path: str, body: Any = None, *, method: str = "", **headers: str) -> tuple[int, Any]:
         """(status, JSON) of a request with the token."""
@@ -80,7 +80,7 @@ class Live:
         assert end == "data: [DONE]"
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
-    def expected(self, prompt: Prompt, wanted: Wanted) -> list[Any]:
+    def expected(self, prompt: Prompt, wanted: PromptOptions) -> list[Any]:
         """The texts that `generate` gives."""
         requests, _ = requests_of(self.served.prepared, [prompt], wanted)
         engine = NativeEngine(self.engine.weights, RolloutSettings(slots=4, context=CONTEXT))
@@ -92,7 +92,7 @@ def live(hf_dir: Path) -> Iterator[Live]:
     registry, found = load_plugins(), named(str(hf_dir))
     prepared = prepare(found, load_run_config([*found.overrides, "device=cpu"], registry=registry), registry)
     engine = NativeEngine(prepared.load(registry), RolloutSettings(slots=4, context=CONTEXT, frozen=True))
-    served = Served(name="tiny", prepared=prepared, sampling=prepared.sampling, context=CONTEXT)
+    served = ServedModel(name="tiny", prepared=prepared, sampling=prepared.sampling, context=CONTEXT)
     server = Server({"tiny": served}, Worker(engine, slots=4), token=TOKEN)
     yield Live(server=server, engine=engine, served=served)
     server.close()
@@ -100,7 +100,7 @@ def live(hf_dir: Path) -> Iterator[Live]:
 
 def test_a_completion_is_that_of_generate(live: Live) -> None:
     prompt = prompt_of_text(live.served.tokenizer, "The chain", name="prompt")
-    (text,) = live.expected(prompt, Wanted(max_new_tokens=12, sampling=Sampling(temperature=0)))
+    (text,) = live.expected(prompt, PromptOptions(max_new_tokens=12, sampling=Sampling(temperature=0)))
     found = live.complete(model="tiny", prompt="The chain", max_tokens=12, temperature=0, logprobs=0)
     (choice,) = found["choices"]
     assert choice["text"] == text.text
@@ -121,7 +121,7 @@ def test_a_completion_is_that_of_generate(live: Live) -> None:
 
 def test_a_chat_with_samples_and_a_seed(live: Live) -> None:
     prompt = prompt_of_messages(live.served.tokenizer, HELLO, name="messages")
-    wanted = Wanted(max_new_tokens=10, samples=3, sampling=Sampling(temperature=1.5, top_p=0.9, seed=5))
+    wanted = PromptOptions(max_new_tokens=10, samples=3, sampling=Sampling(temperature=1.5, top_p=0.9, seed=5))
     texts = live.expected(prompt, wanted)
     body = {"messages": HELLO, "n": 3, "max_tokens": 10, "temperature": 1.5, "top_p": 0.9}
     found = live.complete(**body, seed=5)
@@ -358,7 +358,7 @@ def test_a_panic_of_a_library_is_an_error_of_one_request(
     def fail(*arguments: Any) -> Any:
         raise Panic("secret")
 
-    monkeypatch.setattr(Served if place == "ticket" else NativeEngine, place, fail)
+    monkeypatch.setattr(ServedModel if place == "ticket" else NativeEngine, place, fail)
     status, answer = live.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert (status, answer["error"]["type"]) == (500, "server_error")
     assert "secret" not in answer["error"]["message"]

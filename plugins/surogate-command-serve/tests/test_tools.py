@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from jsonschema import validate
-from surogate_command_serve.models import Served
+from surogate_command_serve.models import ServedModel
 from surogate_command_serve.server import Server
 from surogate_command_serve.worker import Worker
 
@@ -77,17 +77,17 @@ class Live:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, NativeEngine]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[ServedModel, NativeEngine]:
     directory = write_model(tmp_path_factory.mktemp("tools") / "model", max_position_embeddings=CONTEXT)
     (directory / "chat_template.jinja").write_text(template_text("qwen3"))
     registry, found = load_plugins(), named(str(directory))
     prepared = prepare(found, load_run_config([*found.overrides, "device=cpu"], registry=registry), registry)
     engine = NativeEngine(prepared.load(registry), RolloutSettings(slots=4, context=CONTEXT, frozen=True))
-    return Served(name="tiny", prepared=prepared, sampling=prepared.sampling, context=CONTEXT), engine
+    return ServedModel(name="tiny", prepared=prepared, sampling=prepared.sampling, context=CONTEXT), engine
 
 
 @pytest.fixture(scope="module")
-def live(served: tuple[Served, NativeEngine]) -> Iterator[Live]:
+def live(served: tuple[ServedModel, NativeEngine]) -> Iterator[Live]:
     server = Server({"tiny": served[0]}, Worker(served[1], slots=4), token=TOKEN)
     yield Live(server)
     server.close()

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("websockets")
 
 from surogate_environment_openenv.options import OpenEnvOptions
-from surogate_environment_openenv.sessions import Served
+from surogate_environment_openenv.sessions import ServerProblems
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
@@ -88,7 +88,7 @@ def server() -> Iterator[Guessing]:
     made.close()
 
 
-def made(server: Guessing, **changes: Any) -> Served:
+def made(server: Guessing, **changes: Any) -> ServerProblems:
     options = {
         "url": server.url,
         "action": {"guess": "{reply}"},
@@ -96,7 +96,7 @@ def made(server: Guessing, **changes: Any) -> Served:
         "observation": "text",
         "timeout": 5.0,
     }
-    return Served(OpenEnvOptions(**{**options, **changes}))
+    return ServerProblems(OpenEnvOptions(**{**options, **changes}))
 
 
 def secret_of(task: EnvironmentTask) -> int:
@@ -178,7 +178,7 @@ def test_no_server() -> None:
     with pytest.raises(
         MachineError, match=r"/ws does not answer: .* Fix: start the server, or correct environment.url"
     ):
-        Served(OpenEnvOptions(url=url))
+        ServerProblems(OpenEnvOptions(url=url))
 
 
 @pytest.mark.parametrize(

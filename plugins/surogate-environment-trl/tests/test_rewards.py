@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 from surogate_environment_trl import surogate_environment
-from surogate_environment_trl.options import RewardOptions
+from surogate_environment_trl.options import RewardFunctionOptions
 from surogate_environment_trl.tasks import build
 
 from surogate_core.bundles import EnvironmentSpec
@@ -57,7 +57,9 @@ def written(path: Path, rows: list[Any]) -> None:
 
 
 def made(*functions: str, **changes: Any) -> Any:
-    return build(RewardOptions(path="rows.jsonl", reward_funcs=[f"rewards.py:{f}" for f in functions], **changes))
+    return build(
+        RewardFunctionOptions(path="rows.jsonl", reward_funcs=[f"rewards.py:{f}" for f in functions], **changes)
+    )
 
 
 def rewards(environment: Any, number: int, text: str) -> dict[str, float | None]:
@@ -68,8 +70,8 @@ def rewards(environment: Any, number: int, text: str) -> dict[str, float | None]
 
 @pytest.mark.parametrize("call", ["completion", "group"])
 def test_it_conforms(place: Path, call: Any) -> None:
-    options = RewardOptions(path="rows.jsonl", reward_funcs=["rewards.py:right"], call=call)
-    spec = EnvironmentSpec(name="trl", build=lambda _: build(options), options=RewardOptions)
+    options = RewardFunctionOptions(path="rows.jsonl", reward_funcs=["rewards.py:right"], call=call)
+    spec = EnvironmentSpec(name="trl", build=lambda _: build(options), options=RewardFunctionOptions)
     for check in environments.CHECKS:
         with suppress(NotApplicable):
             check(spec)
@@ -112,7 +114,7 @@ def test_held_out_prompts_follow(place: Path) -> None:
 
 def test_a_module_of_the_working_directory(place: Path) -> None:
     (place / "my_own_rewards.py").write_text(FUNCTIONS)
-    options = RewardOptions(path="rows.jsonl", reward_funcs=["my_own_rewards:right"])
+    options = RewardFunctionOptions(path="rows.jsonl", reward_funcs=["my_own_rewards:right"])
     assert rewards(build(options), 0, "2") == {"right": 1.0}
 
 
@@ -152,7 +154,7 @@ def test_a_function_that_cannot_be_called_is_one_clear_message(place: Path, func
 def test_wrong_options_are_one_clear_message(place: Path, changes: dict[str, Any], message: str) -> None:
     (place / "broken.py").write_text("1 / 0\n")
     with pytest.raises(UserError, match=message):
-        build(RewardOptions(**{"path": "rows.jsonl", "reward_funcs": ["rewards.py:right"], **changes}))
+        build(RewardFunctionOptions(**{"path": "rows.jsonl", "reward_funcs": ["rewards.py:right"], **changes}))
 
 
 def test_the_environments_policy_forbids_code_that_is_no_plugins(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +165,7 @@ def test_the_environments_policy_forbids_code_that_is_no_plugins(place: Path, mo
 
 @pytest.mark.parametrize("call", ["completion", "group"])
 def test_without_functions_there_are_prompts_and_no_rewards(place: Path, call: Literal["completion", "group"]) -> None:
-    environment = build(RewardOptions(path="rows.jsonl", reward_funcs=[], call=call))
+    environment = build(RewardFunctionOptions(path="rows.jsonl", reward_funcs=[], call=call))
     episode = environment.start(environment.task(0, 0))
     assert episode.reply("?").done
     assert episode.rewards() == {}

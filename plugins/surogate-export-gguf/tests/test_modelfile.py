@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surogate_export_gguf.modelfile import Frame, modelfile
+from surogate_export_gguf.modelfile import MessageTexts, modelfile
 from surogate_export_gguf.vocabulary import Vocabulary, _unmarked
 
 from surogate_core.bundles import ExportJob, Sampling
@@ -104,7 +104,7 @@ def test_the_template_renders_as_the_chat_template(template: str) -> None:
     tokenizer = with_template(template)
     chat = chat_of(tokenizer)
     for bos in ("", "<|endoftext|>"):
-        frame = Frame.of(chat, bos)
+        frame = MessageTexts.of(chat, bos)
         assert frame is not None
         for system in (False, True) if frame.before_system is not None else (False,):
             for turns in (1, 3):
@@ -124,7 +124,7 @@ def test_the_template_renders_as_the_chat_template(template: str) -> None:
 )
 def test_templates_without_an_equal(template: str) -> None:
     tokenizer = with_template(template)
-    assert Frame.of(chat_of(tokenizer)) is None
+    assert MessageTexts.of(chat_of(tokenizer)) is None
 
 
 def job_of(tokenizer: Any, place: Path) -> ExportJob:

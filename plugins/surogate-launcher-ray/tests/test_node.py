@@ -17,7 +17,7 @@ import surogate_launcher_ray
 from surogate_launcher_ray import node as node_module
 from surogate_launcher_ray.facts import Facts, compare, installed_in
 from surogate_launcher_ray.launcher import forwarded
-from surogate_launcher_ray.node import Node, Report, Start, Verdict, plan
+from surogate_launcher_ray.node import FailuresElsewhere, MachineReport, Node, Start, plan
 from surogate_launcher_ray.output import Output
 from surogate_launcher_ray.sockets import interface_of
 
@@ -58,7 +58,7 @@ def begin(directory: Path, *, first: int = 0, here: int = 1, world: int = 1, **p
     )
 
 
-def result_of(machine: Node) -> Report:
+def result_of(machine: Node) -> MachineReport:
     until = time.monotonic() + 60
     while (report := machine.look()).result is None:
         assert time.monotonic() < until
@@ -94,7 +94,7 @@ def test_a_failure_elsewhere_ends_the_ranks_here(
 ) -> None:
     monkeypatch.setattr(node_module, "plan", lambda *arguments: _sleeping(plan(*arguments)))
     machine.start(begin(tmp_path / "run", first=1, here=1, world=2))
-    assert machine.look() == Report(output=[], failures=[])
+    assert machine.look() == MachineReport(output=[], failures=[])
     other = Failure(rank=0, message="rank 0 was first.", code=9, at=0.0)
     machine.end(other)
     assert result_of(machine).result is other
@@ -123,7 +123,7 @@ def test_an_error_of_the_supervisor_is_a_failure(
 def test_the_verdict_is_the_own_first_failure_if_the_driver_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "VERDICT_SECONDS", 0.05)
     found = [Failure(rank=rank, message=f"a bug {rank}", code=1, at=9.0 - rank) for rank in (1, 2)]
-    assert Verdict().first(found).message == "rank 2: a bug 2"
+    assert FailuresElsewhere().first(found).message == "rank 2: a bug 2"
 
 
 def test_each_rank_has_the_environment_of_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

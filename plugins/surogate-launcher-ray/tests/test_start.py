@@ -16,9 +16,9 @@ import surogate_launcher_ray
 from structlog.testing import capture_logs
 from surogate_launcher_ray import cluster, head, launcher
 from surogate_launcher_ray.facts import Facts, installed_in
-from surogate_launcher_ray.head import Head
-from surogate_launcher_ray.layout import Layout
-from surogate_launcher_ray.node import Prepared
+from surogate_launcher_ray.head import HeadProbe
+from surogate_launcher_ray.layout import RankLayout
+from surogate_launcher_ray.node import PreparedMachine
 from surogate_launcher_ray.options import RayOptions
 
 from surogate_core.errors import MachineError, SurogateError, UserError
@@ -110,7 +110,7 @@ class FakeRay:
 
     def _actor(self, node: str, address: str) -> Any:
         facts = Facts(node=node, address=address, host=f"h{node}", installed=installed_in(plugins()), gpus=())
-        prepared = Prepared(port=29500, shares=node in self.sharing)
+        prepared = PreparedMachine(port=29500, shares=node in self.sharing)
         gives = {"facts": facts, "prepare": prepared, "start": "started"}
         return SimpleNamespace(
             **{name: SimpleNamespace(remote=self._question(name, node, answer)) for name, answer in gives.items()}
@@ -197,8 +197,8 @@ def run(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, place: Path, *, restarts:
         def run(self) -> int | Failure:
             return Failure(rank=1, message="found by the watch.", code=1, at=0.0) if self.lost else 0
 
-    monkeypatch.setattr(launcher, "Watch", Watch)
-    monkeypatch.setattr(Head, "of", lambda ray, environment: QuietHead())
+    monkeypatch.setattr(launcher, "RanksWatch", Watch)
+    monkeypatch.setattr(HeadProbe, "of", lambda ray, environment: QuietHead())
     job: Any = Steps(directory=str(place), gpus=2)
     (place / "logs").mkdir(parents=True, exist_ok=True)
     signals = Forwarding()
@@ -227,10 +227,10 @@ def test_a_machine_that_is_lost_before_the_ranks_start(
 
 def test_the_number_of_micro_batches_may_vary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in reinforcement learning, whose record has none."""
-    monkeypatch.setattr(Head, "of", lambda ray, environment: QuietHead())
+    monkeypatch.setattr(HeadProbe, "of", lambda ray, environment: QuietHead())
     job: Any = Steps(directory=str(tmp_path), gpus=2)
     one = launcher._Run(FakeRay(), job, RayOptions(num_nodes=2), plugins(), Forwarding())
-    one._layout = Layout(nodes=2, per_node=1, on_gpus=False)
+    one._layout = RankLayout(nodes=2, per_node=1, on_gpus=False)
     assert one._micro_batches() == 2
     one._facts.write_text('{"micro_batches": null}')
     assert one._micro_batches() is None
@@ -345,7 +345,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_head_that_takes_no_connections_is_lost() -> None:
     server = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{server.getsockname()[1]}"
-    found = Head(address, 0.05)
+    found = HeadProbe(address, 0.05)
     assert found.answers()
     assert found.look() is None
     assert found.wait() is None
@@ -365,23 +365,23 @@ def test_a_head_that_takes_no_connections_is_lost() -> None:
 
 @pytest.mark.usefixtures("_hasty")
 def test_a_process_that_was_stopped_does_not_blame_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Head("127.0.0.1:1", 0.0)
+    found = HeadProbe("127.0.0.1:1", 0.0)
     assert not found.answers()
     assert found.look() is None
 
 
 def test_the_wait_for_the_head_ends_by_a_signal() -> None:
     def stop() -> None:
-        raise cluster.Stopped
+        raise cluster.StoppedEarly
 
-    with pytest.raises(cluster.Stopped):
-        Head("127.0.0.1:1", 60.0).wait(stop)
+    with pytest.raises(cluster.StoppedEarly):
+        HeadProbe("127.0.0.1:1", 60.0).wait(stop)
 
 
 @pytest.mark.parametrize(("given", "limit"), [("", 30.0), ("600", 300.0), ("soon", 30.0)])
 def test_the_head_has_half_of_the_time_that_ray_gives_it(given: str, limit: float) -> None:
     ray = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(gcs_address="[::1]:6379"))
-    found = Head.of(ray, {"RAY_gcs_rpc_server_reconnect_timeout_s": given})
+    found = HeadProbe.of(ray, {"RAY_gcs_rpc_server_reconnect_timeout_s": given})
     assert (found._limit, found._place) == (limit, ("::1", 6379))
 
 

@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from surogate_launcher_ray import watch
 from surogate_launcher_ray.cluster import Member, death
 from surogate_launcher_ray.facts import Facts
-from surogate_launcher_ray.node import Report
-from surogate_launcher_ray.watch import Watch
+from surogate_launcher_ray.node import MachineReport
+from surogate_launcher_ray.watch import RanksWatch
 
 from surogate_core.errors import UserError
 from surogate_core.launch.child import Failure
@@ -50,9 +50,9 @@ class Actor:
 
     def __init__(self, *script: Any):
         self.script: Iterator[Any] = iter(script)
-        self.last: Any = Report(output=())
+        self.last: Any = MachineReport(output=())
         self.calls: list[Any] = []
-        self.ends: Report | None = Report(output=(), result=0)
+        self.ends: MachineReport | None = MachineReport(output=(), result=0)
         """The report after the driver ended it."""
         self.stopped = False
         names = ("receive", "end", "stop")
@@ -103,23 +103,23 @@ def run(
         members.append(member)
     shown = show or (lambda stream, text: None)
     looked_at: Any = head or Head()
-    return Watch(FakeRay(), members, signals or Forwarding(), head=looked_at, silence=silence, show=shown).run()
+    return RanksWatch(FakeRay(), members, signals or Forwarding(), head=looked_at, silence=silence, show=shown).run()
 
 
 def failed(rank: int, message: str, ago: float, **values: Any) -> Failure:
     return Failure(rank=rank, message=message, code=1, at=ago, host=f"h{rank // 2} (10.0.0.{rank // 2})", **values)
 
 
-def over(code: int) -> Report:
-    return Report(output=(), result=code)
+def over(code: int) -> MachineReport:
+    return MachineReport(output=(), result=code)
 
 
-NEVER = Report(output=())
+NEVER = MachineReport(output=())
 
 
 def test_the_run_is_over_when_it_is_over_on_all_machines() -> None:
     shown: list[Any] = []
-    first = Actor(Report(output=[(1, b"step 1\n"), (2, b"warned\n")]), over(0))
+    first = Actor(MachineReport(output=[(1, b"step 1\n"), (2, b"warned\n")]), over(0))
     assert run(first, Actor(NEVER, NEVER, over(0)), show=lambda *part: shown.append(part)) == 0
     assert shown == [(1, b"step 1\n"), (2, b"warned\n")]
     assert run(Actor(over(0)), Actor(over(3))) == 3
@@ -135,8 +135,8 @@ def test_machines_that_do_not_follow_rank_0_are_ended() -> None:
 
 def test_the_first_failure_of_all_machines_is_named() -> None:
     """Rank 0 only sees that its collective fails, and reports that sooner than the other machine does the cause."""
-    late = Report(output=(), failures=[failed(0, "a bug: RuntimeError: connection closed", 0.1)])
-    cause = Report(output=(), failures=[failed(3, "a bug: ValueError: no such luck", 0.5)])
+    late = MachineReport(output=(), failures=[failed(0, "a bug: RuntimeError: connection closed", 0.1)])
+    cause = MachineReport(output=(), failures=[failed(3, "a bug: ValueError: no such luck", 0.5)])
     first, other = Actor(late), Actor(NEVER, NEVER, cause)
     found = run(first, other)
     assert found.message == "rank 3 on h1 (10.0.0.1): a bug: ValueError: no such luck"
@@ -147,7 +147,7 @@ def test_the_first_failure_of_all_machines_is_named() -> None:
 
 def test_what_all_ranks_refuse_is_the_fault_of_none() -> None:
     refused = [
-        Report(output=(), failures=[failed(rank, "model: no such thing.", 0.1, kind=UserError, may_pass=False)])
+        MachineReport(output=(), failures=[failed(rank, "model: no such thing.", 0.1, kind=UserError, may_pass=False)])
         for rank in (0, 2)
     ]
     assert run(Actor(refused[0]), Actor(refused[1])).message == "model: no such thing."
@@ -156,7 +156,7 @@ def test_what_all_ranks_refuse_is_the_fault_of_none() -> None:
 def test_a_machine_that_does_not_answer_is_lost() -> None:
     silent = Actor(None)
     silent.ends = None
-    failure = Report(output=(), failures=[failed(1, "a bug: RuntimeError: connection closed", 0.0)])
+    failure = MachineReport(output=(), failures=[failed(1, "a bug: RuntimeError: connection closed", 0.0)])
     found = run(Actor(NEVER, NEVER, failure), silent, silence=0.2)
     assert found.message.startswith("rank 2 to 3 on h1 (10.0.0.1): the machine is lost: no answer for 0 seconds.")
     assert (found.code, found.may_pass) == (1, True)
@@ -200,7 +200,7 @@ def test_a_driver_that_was_stopped_blames_no_machine(monkeypatch: pytest.MonkeyP
     def show(stream: int, text: bytes) -> None:
         time.sleep(0.5)  # Ctrl-Z, and later fg
 
-    assert run(Actor(Report(output=[(1, b"x")]), over(0)), other, silence=0.2, show=show) == 0
+    assert run(Actor(MachineReport(output=[(1, b"x")]), over(0)), other, silence=0.2, show=show) == 0
 
 
 def test_a_signal_reaches_the_machine_of_rank_0_once() -> None:
@@ -214,7 +214,7 @@ def test_a_signal_reaches_the_machine_of_rank_0_once() -> None:
 def test_a_signal_before_rank_0_handles_it_is_no_failure_of_the_others() -> None:
     signals = Forwarding()
     signals.receive(signal.SIGINT)
-    lost = Report(output=(), failures=[failed(2, "a bug: DistError: the store is gone", 0.0)])
+    lost = MachineReport(output=(), failures=[failed(2, "a bug: DistError: the store is gone", 0.0)])
     assert run(Actor(over(130)), Actor(NEVER, NEVER, lost), signals=signals) == 130
 
 

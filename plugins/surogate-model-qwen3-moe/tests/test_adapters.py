@@ -11,10 +11,10 @@ from surogate_model_qwen3_moe.model import build
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from surogate_testing import tiny
-from surogate_testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing.parity import TINY, TOLERANCE, ModelPair
 
 
-def pair(**changes: Any) -> Pair:
+def pair(**changes: Any) -> ModelPair:
     settings = {
         **TINY,
         "num_hidden_layers": 2,
@@ -25,7 +25,7 @@ def pair(**changes: Any) -> Pair:
         "norm_topk_prob": True,
         "architectures": ["Qwen3MoeForCausalLM"],
     }
-    return Pair.of(Qwen3MoeForCausalLM, Qwen3MoeConfig(**{**settings, **changes}), build)
+    return ModelPair.of(Qwen3MoeForCausalLM, Qwen3MoeConfig(**{**settings, **changes}), build)
 
 
 @pytest.mark.slow_cases("sparse-experts", "mixed-attention", "sparse-attention", "mixed-down", "sparse-down")

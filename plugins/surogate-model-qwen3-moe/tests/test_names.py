@@ -10,7 +10,7 @@ from surogate_model_qwen3_moe.presets import PRESETS
 
 from surogate_core.engine.engine import Engine
 from surogate_core.files.tensorfile import TensorFile
-from surogate_core.hf.export import Card, export_adapter, export_full
+from surogate_core.hf.export import CardFacts, export_adapter, export_full
 from surogate_core.hf.weights import ModelDir
 from surogate_testing import tiny
 
@@ -54,7 +54,7 @@ def shapes(file: TensorFile) -> Mapping[str, tuple[int, ...]]:
 def test_a_model_has_the_names_of_the_published_files(tmp_path: Path) -> None:
     tensors = engine().parameters.base_tensors()
     out = export_full(
-        tmp_path / "m", tensors, config=CONFIG, tokenizer=None, card=Card(title="names"), max_shard_bytes=40_000
+        tmp_path / "m", tensors, config=CONFIG, tokenizer=None, card=CardFacts(title="names"), max_shard_bytes=40_000
     )
     opened = ModelDir.open(out)
     assert len(opened.files) > 3
@@ -72,7 +72,7 @@ def test_an_adapter_has_two_matrices_for_each_expert(tmp_path: Path) -> None:
         alpha=8,
         dropout=0.1,
         base_model=None,
-        card=Card(title="names"),
+        card=CardFacts(title="names"),
     )
     expected: dict[str, tuple[int, ...]] = {f"base_model.model.{ROUTER}": (3, D)}
     for name, (outputs, inputs) in PROJECTIONS.items():

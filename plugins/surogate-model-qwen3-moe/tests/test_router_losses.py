@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from surogate_core.batch import MicroBatch
 from surogate_core.dsl.sides import Form, RouterLosses
 from surogate_testing import tiny
-from surogate_testing.parity import TINY, TOLERANCE, Pair
+from surogate_testing.parity import TINY, TOLERANCE, ModelPair
 
 EXPERTS, CHOICES = 6, 2
 SETTINGS: dict[str, Any] = {
@@ -36,8 +36,8 @@ TOKENS = 32
 AUX, Z = 0.5, 0.1
 
 
-def pair() -> Pair:
-    return Pair.of(Qwen3MoeForCausalLM, Qwen3MoeConfig(**{**TINY, **SETTINGS}), build)
+def pair() -> ModelPair:
+    return ModelPair.of(Qwen3MoeForCausalLM, Qwen3MoeConfig(**{**TINY, **SETTINGS}), build)
 
 
 def micro_batches(count: int) -> list[list[list[int]]]:
@@ -76,7 +76,9 @@ def router_losses(routers: Sequence[Tensor], form: Form) -> Tensor:
     return AUX * aux + Z * squares.mean()
 
 
-def expected(found: Pair, batches: Sequence[Sequence[Sequence[int]]], form: Form) -> tuple[dict[str, Tensor], Tensor]:
+def expected(
+    found: ModelPair, batches: Sequence[Sequence[Sequence[int]]], form: Form
+) -> tuple[dict[str, Tensor], Tensor]:
     """(gradients by name, the router's losses) of a step in transformers."""
     parts = [forward(found.reference, documents) for documents in batches]
     loss = torch.cat([torch.cat(losses) for losses, _ in parts]).mean()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.engine.engine import Engine
-from surogate_core.hf.export import Card, export_adapter, export_full
+from surogate_core.hf.export import CardFacts, export_adapter, export_full
 from surogate_testing import tiny
 
 TOLERANCE = 1e-5
@@ -157,7 +157,7 @@ def test_twenty_lora_steps_and_the_exported_adapter(
         alpha=ALPHA,
         dropout=0.0,
         base_model=None,
-        card=Card(title="tiny"),
+        card=CardFacts(title="tiny"),
     )
     base = reference(tied=True, bias=bias)
     assert all(torch.equal(t, state[name]) for name, t in state_of(base).items())
@@ -187,7 +187,7 @@ def test_twenty_full_steps_and_the_exported_model(tmp_path: Path, record_testsui
         engine.parameters.base_tensors(),
         config=config,
         tokenizer=None,
-        card=Card(title="tiny"),
+        card=CardFacts(title="tiny"),
         max_shard_bytes=20_000,
     )
     loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)

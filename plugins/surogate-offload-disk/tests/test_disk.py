@@ -14,7 +14,7 @@ import pytest
 import torch
 from surogate_offload_disk import surogate_offloader
 from surogate_offload_disk.files import mapped
-from surogate_offload_disk.store import BUFFER, GradientStore, WeightStore
+from surogate_offload_disk.store import BUFFER, DiskGradientStore, DiskWeightStore
 from torch import Tensor
 
 from surogate_core.bundles import OffloaderSpec
@@ -100,7 +100,7 @@ def test_sums_are_added_to_and_begin_anew_in_a_first_micro_step(device: str, tmp
     """More than two buffers' bytes in a tensor; the last key has the first one's tensor too, as a tied head."""
     count = (2 * BUFFER + 4096) // 4 if device == "cuda" else 1000
     tensors = homes((count,), (3, 5), ())
-    store = GradientStore(torch.device(device), str(tmp_path))
+    store = DiskGradientStore(torch.device(device), str(tmp_path))
     keys = {"head": [tensors[0]], "layer 0": [tensors[1], tensors[2]], "embed": [tensors[0]]}
     for key, given in keys.items():
         store.put(key, given)
@@ -120,7 +120,7 @@ def test_sums_are_added_to_and_begin_anew_in_a_first_micro_step(device: str, tmp
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_come_back_and_live_ones_are_live(device: str, tmp_path: Path) -> None:
-    store = WeightStore(torch.device(device), str(tmp_path))
+    store = DiskWeightStore(torch.device(device), str(tmp_path))
     live, frozen = homes((40,), (17, 3))
     store.put("a", [live, frozen.to(device), frozen.t().to(device)])
     for value in (1.0, 2.0):
@@ -137,7 +137,7 @@ def test_weights_come_back_and_live_ones_are_live(device: str, tmp_path: Path) -
 
 @pytest.mark.gpu
 def test_large_tensors_pass_the_lane_whole() -> None:
-    store = WeightStore(torch.device("cuda"), None)
+    store = DiskWeightStore(torch.device("cuda"), None)
     given = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (5 * BUFFER + 3, 1, BUFFER)]
     store.put("a", given)
     store.put("b", given[::-1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from surogate_offload_host import surogate_offloader
 from surogate_offload_host.memory import HostBlock
-from surogate_offload_host.store import ResidualStore, WeightStore
+from surogate_offload_host.store import HostWeightStore, ResidualStore
 from torch import Tensor
 
 from surogate_testing import offloaders
@@ -68,7 +68,7 @@ def test_residuals_come_back_and_are_forgotten(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_come_back_as_often_as_they_are_asked_for(device: str) -> None:
-    store = WeightStore(torch.device(device))
+    store = HostWeightStore(torch.device(device))
     given = tensors(device)
     store.put("embed", given)
     expected = [g.clone() for g in given]
@@ -88,7 +88,7 @@ def test_a_tensor_in_locked_memory_stays_there_and_is_live(device: str) -> None:
     assert block.on_host.nbytes == block.on_device.nbytes == 64
     assert block.on_device.device.type == device
     assert not block.on_host.any()
-    store = WeightStore(torch.device(device))
+    store = HostWeightStore(torch.device(device))
     weight = block.on_host.view(torch.float32)
     store.put("layer 0", [weight])
     assert store.nbytes()["host"] == 0
@@ -103,7 +103,7 @@ def test_a_tensor_in_locked_memory_stays_there_and_is_live(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_tied_weight_is_on_the_host_once() -> None:
-    store = WeightStore(torch.device("cuda"))
+    store = HostWeightStore(torch.device("cuda"))
     tied = torch.randn(16, 16, device="cuda")
     store.put("embed", [tied])
     store.put("head", [torch.ones(16, device="cuda"), tied])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from surogate_quant_fp8 import FP8Options, surogate_weight_format
+from surogate_quant_fp8 import FP8FormatOptions, surogate_weight_format
 from surogate_quant_fp8.fp8 import CHUNK, E4M3, FP8, UNPACKER
 from torch import Tensor
 
@@ -24,7 +24,7 @@ def values_of_e4m3() -> Tensor:
 def test_each_weight_gets_a_nearest_code(shape: tuple[int, int], block: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape[0], 1, generator=generator))
-    fp8 = FP8(FP8Options(block_size=block))
+    fp8 = FP8(FP8FormatOptions(block_size=block))
     codes, scales = fp8.parts(fp8.pack(x), *shape)
     table = values_of_e4m3()
     for p in range(scales.shape[0]):
@@ -44,14 +44,14 @@ def test_each_weight_gets_a_nearest_code(shape: tuple[int, int], block: int) -> 
 
 
 def test_bytes_of_a_large_weight() -> None:
-    assert FP8(FP8Options()).nbytes(4096, 4096) * 8 / 4096**2 == pytest.approx(8.002, abs=1e-3)
-    assert surogate_weight_format().build(FP8Options(block_size=32)).nbytes(32, 32) == 32 * 32 + 4
+    assert FP8(FP8FormatOptions()).nbytes(4096, 4096) * 8 / 4096**2 == pytest.approx(8.002, abs=1e-3)
+    assert surogate_weight_format().build(FP8FormatOptions(block_size=32)).nbytes(32, 32) == 32 * 32 + 4
     assert not UNPACKER.takes(torch.empty(8, 8, dtype=torch.bfloat16))
 
 
 def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(200, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    fp8 = FP8(FP8Options(block_size=32))
+    fp8 = FP8(FP8FormatOptions(block_size=32))
     kept, room, again = fp8.pack(x), torch.empty_like(x), torch.empty_like(x)
     fp8.unpack(kept, room)
     monkeypatch.setitem(CHUNK, "cpu", 1)
@@ -66,7 +66,7 @@ def test_the_kernel_on_a_host_has_the_bits_of_the_reference(
 ) -> None:
     host_cuda.unpacks_on_host(UNPACKER, monkeypatch)
     for block in (32, 128):
-        fp8 = FP8(FP8Options(block_size=block))
+        fp8 = FP8(FP8FormatOptions(block_size=block))
         host_cuda.ensure_kernel_unpacks(fp8, shape, fp8.unpack_reference)
 
 
@@ -74,7 +74,7 @@ def test_the_kernel_on_a_host_has_the_bits_of_the_reference(
 @pytest.mark.parametrize("block", [32, 128, 256])
 @pytest.mark.parametrize("shape", [(1, 8), (3, 72), (257, 4096), (96, 12288), (130, 2056)], ids=str)
 def test_the_kernel_has_the_bits_of_the_reference(shape: tuple[int, int], block: int) -> None:
-    fp8 = FP8(FP8Options(block_size=block))
+    fp8 = FP8(FP8FormatOptions(block_size=block))
     every = torch.arange(shape[0] * shape[1]).to(torch.uint8).view(E4M3).float().view(shape)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for name, weight in {"codes": every, "random": x, "huge": x * 1e38, "tiny": x * 1e-39, "zero": x * 0}.items():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from surogate_quant_nvfp4 import NVFP4Options, surogate_weight_format
-from surogate_quant_nvfp4.nvfp4 import CHUNK, NVFP4, UNPACKER, parts_of
+from surogate_quant_nvfp4 import NVFP4FormatOptions, surogate_weight_format
+from surogate_quant_nvfp4.nvfp4 import CHUNK, UNPACKER, NVFP4Format, parts_of
 from torch import Tensor
 
 from surogate_core.formats import fp4
 from surogate_testing import host_cuda
 
-SIX = NVFP4(NVFP4Options(four_over_six=False))
-FOUR = NVFP4(NVFP4Options())
+SIX = NVFP4Format(NVFP4FormatOptions(four_over_six=False))
+FOUR = NVFP4Format(NVFP4FormatOptions())
 
 
 def weight(outputs: int, inputs: int) -> Tensor:
@@ -58,7 +58,7 @@ def test_four_over_six_never_has_the_larger_error() -> None:
 
 def test_searched_scales_have_the_smallest_error_of_all_near_ones() -> None:
     x = weight(24, 64)
-    kept = NVFP4(NVFP4Options(search_scales=True)).pack(x)
+    kept = NVFP4Format(NVFP4FormatOptions(search_scales=True)).pack(x)
     codes, scales, decode = parts_of(kept, 24, 64)
     tiles = x.view(24, 4, 16)
     wide = (scales.float() * decode)[..., None]
@@ -82,14 +82,14 @@ def test_searched_scales_have_the_smallest_error_of_all_near_ones() -> None:
 
 def test_bytes_of_a_large_weight() -> None:
     assert FOUR.nbytes(4096, 4096) * 8 / 4096**2 == pytest.approx(4.5, abs=1e-4)
-    assert not surogate_weight_format().build(NVFP4Options(four_over_six=False)).four_over_six
+    assert not surogate_weight_format().build(NVFP4FormatOptions(four_over_six=False)).four_over_six
     assert not UNPACKER.takes(torch.empty(8, 8, dtype=torch.bfloat16))
 
 
 def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x = weight(40, 72).bfloat16()
     kept, room, again = FOUR.pack(x), torch.empty_like(x), torch.empty_like(x)
-    search = NVFP4(NVFP4Options(search_scales=True))
+    search = NVFP4Format(NVFP4FormatOptions(search_scales=True))
     kept_by_search = search.pack(x)
     FOUR.unpack(kept, room)
     monkeypatch.setitem(CHUNK, "cpu", 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from surogate_recipe_fp8 import FP8Options, without_experts
-from surogate_recipe_fp8.experts import Experts
+from surogate_recipe_fp8.experts import ExpertProducts
 from surogate_recipe_fp8.gemm import FP8Hybrid
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def test_products_are_of_the_rounded_operands(packed: bool, how: str) -> None:
     """y and dx of both projections; dW of operands that are not rounded. A native product's result is bf16."""
     native = how == "native"
     dtype, near = (torch.bfloat16, 2**-7) if native else (torch.float32, 1e-6)
-    recipe = FP8Hybrid(native=native, margin=0, history=1, note="", experts=Experts(native))
+    recipe = FP8Hybrid(native=native, margin=0, history=1, note="", experts=ExpertProducts(native))
     slots = [replace(slot, packed=packed) for slot in EXPERTS]
     x = normal(ROWS, 64, seed=0).to(dtype).requires_grad_()
     ws = [normal(4, s.outputs, 64, seed=1).to(dtype) for s in slots]

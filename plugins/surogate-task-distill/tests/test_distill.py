@@ -14,14 +14,14 @@ import pytest
 import torch
 from surogate_task_distill import store as stores
 from surogate_task_distill.loss import id_columns, logprob_columns
-from surogate_task_distill.store import Store, Wanted, computed
+from surogate_task_distill.store import TeacherStore, Wanted, computed
 from surogate_task_distill.task import teacher_columns
 from surogate_task_distill.teacher import check_context, check_tokenizer
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, MicroBatch
 from surogate_core.bundles import TaskSpec
-from surogate_core.data.cache import Cache
+from surogate_core.data.cache import DataCache
 from surogate_core.data.sampler import collate
 from surogate_core.data.shards import PackedRows
 from surogate_core.errors import ConfigError
@@ -57,12 +57,14 @@ class Teacher:
             yield part, logits_of(batch.input_ids[part])
 
 
-def run(rows: PackedRows, cache: Path, teacher: Callable[..., Any], indices: list[int], seen: Any = None) -> Store:
+def run(
+    rows: PackedRows, cache: Path, teacher: Callable[..., Any], indices: list[int], seen: Any = None
+) -> TeacherStore:
     return computed(
         rows,
         indices,
         WANTED,
-        Cache(cache, "teachers"),
+        DataCache(cache, "teachers"),
         load=lambda: teacher,
         rows_per_pass=2,
         progress=seen or (lambda done, total: None),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from surogate_task_grpo.play import Limits, Player
+from surogate_task_grpo.play import EpisodeLimits, Player
 
 from surogate_core.bundles import Completion, EnvironmentTask, Fault, Request, Sampling, Turn
 from surogate_core.errors import UserError
@@ -84,7 +84,7 @@ def play(renderer, arena, reply, *, completion=60, sequence=200, turns=8, prompt
         engine=engine,
         arena=arena,
         renderer=renderer,
-        limits=Limits(completion=completion, sequence=sequence, turns=turns),
+        limits=EpisodeLimits(completion=completion, sequence=sequence, turns=turns),
         weights={},
         lap=lambda phase: None,
         judge=judge,

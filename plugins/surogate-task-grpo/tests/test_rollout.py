@@ -4,8 +4,8 @@ import re
 import numpy as np
 import pytest
 from surogate_task_grpo.options import GRPOOptions
-from surogate_task_grpo.play import Played, Sample
-from surogate_task_grpo.record import Record
+from surogate_task_grpo.play import Played, TrainedSequence
+from surogate_task_grpo.record import CompletionLog
 from surogate_task_grpo.rollout import Collector, Generation, rollouts_event, samples_event, unused_weights
 
 from surogate_core.bundles import AdvantageSpec, EnvironmentTask, part_of
@@ -21,7 +21,7 @@ TASK = EnvironmentTask(messages=({"role": "user", "content": "?"},))
 
 
 def episode(number, place, reward, *, length=4, reason="stop", detail=""):
-    sample = Sample.of((1, 2))
+    sample = TrainedSequence.of((1, 2))
     sample.add([3] * length, [-1.0] * length)
     rewards = {} if reward is None else {"exact": reward}
     fault = reason not in ("stop", "length")
@@ -167,7 +167,7 @@ def test_truncated_completions():
 
 def test_the_record_is_cut_back_to_the_checkpoint(tmp_path):
     found, _ = collect(lambda number: (0.0, 1.0))
-    whole = Record(tmp_path)
+    whole = CompletionLog(tmp_path)
     for step in (1, 2, 3):
         whole.append(step, found)
         if step == 1:
@@ -180,13 +180,13 @@ def test_the_record_is_cut_back_to_the_checkpoint(tmp_path):
     assert lines[1]["rewards"] == {"exact": 1.0}
     # A killed run's last line may be a part of one.
     whole.path.write_bytes(expected + b'{"step": 4, "pro')
-    resumed = Record(tmp_path)
+    resumed = CompletionLog(tmp_path)
     resumed.sync()  # a run that has not written yet has nothing to wait for
     resumed.bytes = after_first
     resumed.append(2, found)
     resumed.append(3, found)
     assert whole.path.read_bytes() == expected
-    anew = Record(tmp_path)
+    anew = CompletionLog(tmp_path)
     anew.append(1, found)
     assert whole.path.stat().st_size == after_first
 

@@ -11,10 +11,10 @@ from surogate_core.config.yamlfile import YamlFile
 from surogate_core.errors import Problem
 
 if TYPE_CHECKING:
-    from surogate_core.config.composing.overrides import Settings
+    from surogate_core.config.composing.overrides import UserSettings
 
 
-def choose_defaults(settings: Settings, entries: Any, file: YamlFile) -> None:
+def choose_defaults(settings: UserSettings, entries: Any, file: YamlFile) -> None:
     """Choose by a `defaults` list, as a config of Hydra has it: ``- recipe: bf16``, ``- override /recipe: bf16``."""
 
     def problem(index: int | None, message: str, fix: str = "") -> None:

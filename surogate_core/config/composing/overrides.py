@@ -1,7 +1,7 @@
 """From a flat YAML file and command-line arguments to Hydra overrides, with the place of each.
 
-Both sources end in one `Settings`: a choice per config group and a list of values; the command line overrides the file.
-Mistakes are collected, not raised.
+Both sources end in one `UserSettings`: a choice per config group and a list of values. The command line overrides
+the file. Mistakes are collected, not raised.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _QUOTE_HINT = "write KEY=VALUE, and put text with brackets, commas or quotes in 
 
 
 @dataclass(slots=True)
-class Choice:
+class GroupChoice:
     """The option(s) chosen in a group."""
 
     options: list[str]
@@ -78,13 +78,13 @@ class Value:
 
 
 @dataclass(slots=True)
-class Settings:
+class UserSettings:
     """The settings of the user."""
 
     registry: Registry
     multirun: bool = False
     """Whether values with commas between them are a sweep also where a list is meant."""
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, GroupChoice] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
     deletions: list[Value] = field(default_factory=list)
     hydra: list[str] = field(default_factory=list)
@@ -204,9 +204,9 @@ class Settings:
         group = override.key_or_group
         if override.is_delete():
             if group in LIST_GROUPS | OPTIONAL_GROUPS:
-                self.choices[group] = Choice([], COMMAND_LINE)
+                self.choices[group] = GroupChoice([], COMMAND_LINE)
             elif group == "dataset":
-                self.choices[group] = Choice(["none"], COMMAND_LINE)
+                self.choices[group] = GroupChoice(["none"], COMMAND_LINE)
             else:
                 message = "a run needs one; choose another option instead of removing it."
                 self.problems.append(Problem(key=f"~{group}", message=message, where=COMMAND_LINE))
@@ -233,7 +233,7 @@ class Settings:
             names = [Override._convert_value(v) for v in override.sweep_iterator()]
         flat = [str(n) for item in names for n in (item if isinstance(item, list) else [item])]
         if group == "model" and flat and all(self._is_model_path(n) for n in flat):
-            self.choices["model"] = Choice([HUB_OPTION], COMMAND_LINE)
+            self.choices["model"] = GroupChoice([HUB_OPTION], COMMAND_LINE)
             self.values.append(Value("model.path", text, COMMAND_LINE, sweep=True))
             return
         wrong = [name for name in dict.fromkeys(flat) if name not in self._options(group)]
@@ -242,7 +242,7 @@ class Settings:
         # What cannot be swept over is reported above; the rest is checked with one of the options.
         valid = [name for name in flat if name not in wrong]
         sweep = "" if wrong or (names and len(names) == 1) else text
-        self.choices[group] = Choice(valid[:1] if not sweep else valid, COMMAND_LINE, sweep=sweep)
+        self.choices[group] = GroupChoice(valid[:1] if not sweep else valid, COMMAND_LINE, sweep=sweep)
         if not valid:
             self.choices.pop(group)
 
@@ -284,23 +284,23 @@ class Settings:
         elif isinstance(value, Mapping) and group != "dataset":
             self._choose_mapping(group, dict(value), where)
         elif value is None and group == "dataset":
-            self.choices[group] = Choice(["none"], where)
+            self.choices[group] = GroupChoice(["none"], where)
         elif value is None and group in OPTIONAL_GROUPS:
-            self.choices[group] = Choice([], where)
+            self.choices[group] = GroupChoice([], where)
         else:
             message = f"must be the name of an option; got {value!r}."
             self.problems.append(Problem(key=group, message=message, where=where, fix=f"{group}: NAME"))
 
     def _choose_name(self, group: str, name: str, where: str) -> None:
         if name in self._options(group):
-            self.choices[group] = Choice([name], where)
+            self.choices[group] = GroupChoice([name], where)
             self.places[group] = where
         elif group == "model" and self._is_model_path(name):
-            self.choices["model"] = Choice([HUB_OPTION], where)
+            self.choices["model"] = GroupChoice([HUB_OPTION], where)
             self.places["model"] = where
             self.put("model.path", expanded(name), where)
         elif self._has_bundle(group, name):
-            self.choices[group] = Choice([], where)
+            self.choices[group] = GroupChoice([], where)
             self.put(f"{group}.name", name, where)
         else:
             self._no_option(group, name, where)
@@ -309,7 +309,7 @@ class Settings:
         name = value.get("name")
         if group == "model":
             if value.get("path") is not None:
-                self.choices["model"] = Choice([HUB_OPTION], where)
+                self.choices["model"] = GroupChoice([HUB_OPTION], where)
             elif isinstance(name, str):
                 preset = f"{name}-{value.get('preset')}"
                 self._choose_name("model", preset if preset in self._options("model") else name, where)
@@ -349,7 +349,7 @@ class Settings:
             for key, sub in entry.items():
                 if key != "name":
                     self.put(f"{group}.{name}.{key}", sub, self.places.get(f"{group}.{index}.{key}", place))
-        self.choices[group] = Choice(chosen, where)
+        self.choices[group] = GroupChoice(chosen, where)
         self.places[group] = where
 
     def _named(self, group: str, name: str, options: Any, where: str) -> dict[str, Any]:
@@ -396,12 +396,12 @@ class Settings:
         own = [v for v in self.values if v.key == "datasets"]
         chosen = self.choices.get("dataset")
         if own and (chosen is None or (chosen.where != COMMAND_LINE and own[-1].where == COMMAND_LINE)):
-            self.choices["dataset"] = Choice(["none"], own[-1].where, implied=True)
+            self.choices["dataset"] = GroupChoice(["none"], own[-1].where, implied=True)
         path = [v for v in self.values if v.key == "model.path" and v.text != "null"]
         if path:
-            model = self.choices.setdefault("model", Choice([HUB_OPTION], path[-1].where, implied=True))
+            model = self.choices.setdefault("model", GroupChoice([HUB_OPTION], path[-1].where, implied=True))
             if model.where != COMMAND_LINE and path[-1].where == COMMAND_LINE:
-                self.choices["model"] = Choice([HUB_OPTION], COMMAND_LINE, implied=True)
+                self.choices["model"] = GroupChoice([HUB_OPTION], COMMAND_LINE, implied=True)
             elif model.options != [HUB_OPTION]:
                 message = f"the preset model={','.join(model.options)} and model.path are both given."
                 self.problems.append(Problem(key="model", message=message, where=model.where, fix="model=PATH"))
@@ -428,7 +428,7 @@ class Settings:
             elif name not in options:
                 options.append(name)
         where = chosen.where if chosen else given[-1].where
-        self.choices["monitor"] = Choice(options, where, implied=chosen is None)
+        self.choices["monitor"] = GroupChoice(options, where, implied=chosen is None)
 
     def _check_defaults(self) -> None:
         """The default options may be missing too, when their plugin is not installed, blocked or broken."""
@@ -442,7 +442,7 @@ class Settings:
                 for name in missing:
                     self._no_option(group, name, "the default")
             if missing:
-                self.choices[group] = Choice([n for n in names if n not in missing], "the default", implied=True)
+                self.choices[group] = GroupChoice([n for n in names if n not in missing], "the default", implied=True)
 
     def overrides(self) -> list[str]:
         """Everything as Hydra overrides, groups first."""
@@ -551,8 +551,8 @@ def _right_hand_side(override: Override) -> str:
 
 __all__ = [
     "COMMAND_LINE",
-    "Choice",
-    "Settings",
+    "GroupChoice",
+    "UserSettings",
     "Value",
     "unknown_key",
     "unknown_name",

@@ -40,7 +40,7 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 _OTHER_BOMS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """The kind of a data file, as its name states it."""
 
     suffix: str
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
         return READERS[self.suffix]
 
 
-def kind_of(name: str) -> Kind | str:
+def kind_of(name: str) -> FileKind | str:
     """The kind of a file by its name, or the reason why it is not read."""
     path = Path(name)
     suffix = path.suffix.lower()
@@ -63,7 +63,7 @@ def kind_of(name: str) -> Kind | str:
         return f"files ending in {path.suffix or 'nothing'!r} cannot be read"
     if compression and READERS[inner] not in ("json", "csv"):
         return f"a compressed {inner} file cannot be read"
-    return Kind(inner, compression)
+    return FileKind(inner, compression)
 
 
 def readable_suffixes() -> str:
@@ -190,7 +190,7 @@ def _files_below(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def _why_not(path: Path, kind: Kind) -> str:
+def _why_not(path: Path, kind: FileKind) -> str:
     """The reason why a file with the name of a data file is not read; empty if it is read."""
     if not path.is_file():
         return "a broken link" if path.is_symlink() else "neither a file nor a directory"
@@ -199,7 +199,7 @@ def _why_not(path: Path, kind: Kind) -> str:
     return ""
 
 
-def _split_of(path: Path, kind: Kind) -> str:
+def _split_of(path: Path, kind: FileKind) -> str:
     stem = path.with_suffix("") if kind.compression is None else path.with_suffix("").with_suffix("")
     words = set(re.split(r"[^a-z]+", str(stem).lower()))
     return next((split for split, names in SPLIT_WORDS.items() if words & set(names)), "train")

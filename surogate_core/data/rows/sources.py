@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from surogate_core.data.rows.arrow_rows import arrow_rows, parquet_rows, unpadded
 from surogate_core.data.rows.chunks import START, Chunk, Place, SourceRow, chunked
 from surogate_core.data.rows.csv_rows import csv_rows
-from surogate_core.data.rows.files import Kind, decompressed, kind_of, list_directory, readable, readable_suffixes
+from surogate_core.data.rows.files import FileKind, decompressed, kind_of, list_directory, readable, readable_suffixes
 from surogate_core.data.rows.json_rows import json_chunks
 from surogate_core.errors import UserError, printable
 from surogate_core.files.paths import is_hub_id, is_url, resolve_package_path
@@ -63,7 +63,7 @@ class SourceSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RowSource:
     """Rows that can be read any number of times."""
 
     name: str
@@ -89,7 +89,7 @@ class Source:
             yield from chunk.rows()
 
 
-def open_source(spec: SourceSpec) -> Source:
+def open_source(spec: SourceSpec) -> RowSource:
     """The rows of an entry. Raises `UserError` when there is nothing at its path."""
     if is_url(spec.path):
         _refuse_fields(spec, "a URL", "subset", "revision")
@@ -131,7 +131,7 @@ def _refuse_fields(spec: SourceSpec, what: str, *fields: str) -> None:
         )
 
 
-def _limited(source: Source, spec: SourceSpec) -> Source:
+def _limited(source: RowSource, spec: SourceSpec) -> RowSource:
     if spec.samples is None:
         return source
     return dataclasses.replace(
@@ -145,7 +145,7 @@ def _limited(source: Source, spec: SourceSpec) -> Source:
 # ------------------------------------------------------------------------------ local files
 
 
-def _directory_source(directory: Path, spec: SourceSpec) -> Source:
+def _directory_source(directory: Path, spec: SourceSpec) -> RowSource:
     """The directory's data files of the wanted split."""
     found = list_directory(directory)
     if not found.splits:
@@ -170,7 +170,7 @@ def _directory_source(directory: Path, spec: SourceSpec) -> Source:
     return dataclasses.replace(source, left_out=found.left_out, other_splits=others)
 
 
-def _files_source(files: list[Path], spec: SourceSpec) -> Source:
+def _files_source(files: list[Path], spec: SourceSpec) -> RowSource:
     kinds = []
     for file in files:
         kind = kind_of(file.name)
@@ -189,10 +189,10 @@ def _files_source(files: list[Path], spec: SourceSpec) -> Source:
             yield from _file_chunks(file, kinds[number], start if number == start[0] else (number, 0, 0), done)
             done += file.stat().st_size
 
-    return Source(name=Path(spec.path).name, digest=digest.hexdigest(), read=read, size=size)
+    return RowSource(name=Path(spec.path).name, digest=digest.hexdigest(), read=read, size=size)
 
 
-def _file_chunks(file: Path, kind: Kind, start: Place, done: int) -> Iterator[Chunk]:
+def _file_chunks(file: Path, kind: FileKind, start: Place, done: int) -> Iterator[Chunk]:
     name, opened = str(file), lambda: decompressed(file.open("rb"), kind.compression)
     match kind.reader:
         case "json":
@@ -220,7 +220,7 @@ def _nearest_name(path: Path) -> str | None:
 # --------------------------------------------------------------------- the datasets library
 
 
-def _table_rows(name: str, opened: Callable[[], AbstractContextManager[IO[bytes]]], kind: Kind, skip: int) -> _Rows:
+def _table_rows(name: str, opened: Callable[[], AbstractContextManager[IO[bytes]]], kind: FileKind, skip: int) -> _Rows:
     """The rows of a Parquet or Arrow file."""
     if not is_url(name) and "::" in name:
         raise UserError(f"data set {name}: a name with '::' cannot be read. Fix: rename the file.")
@@ -250,7 +250,7 @@ def _numbered(name: str, rows: Callable[[], Iterator[Any]], skip: int = 0) -> _R
         ) from error
 
 
-def _url_source(spec: SourceSpec) -> Source:
+def _url_source(spec: SourceSpec) -> RowSource:
     name = urlsplit(spec.path).path
     kind = kind_of(name)
     if isinstance(kind, str):
@@ -271,10 +271,10 @@ def _url_source(spec: SourceSpec) -> Source:
     except Exception as error:  # each file system has its own errors
         raise UserError(f"data set {spec.path}: cannot be reached: {_reason(error)} Fix: check `path`.") from error
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
-    return Source(name=Path(name).name, digest=digest, read=partial(_url_chunks, spec.path, kind))
+    return RowSource(name=Path(name).name, digest=digest, read=partial(_url_chunks, spec.path, kind))
 
 
-def _url_chunks(url: str, kind: Kind, start: Place) -> Iterator[Chunk]:
+def _url_chunks(url: str, kind: FileKind, start: Place) -> Iterator[Chunk]:
     def opened() -> AbstractContextManager[IO[bytes]]:
         import fsspec
 
@@ -299,7 +299,7 @@ def _url_chunks(url: str, kind: Kind, start: Place) -> Iterator[Chunk]:
 _URL_IDENTITY = ("size", "ETag", "etag", "mtime", "LastModified", "updated", "md5Hash", "crc32c")
 
 
-def _saved_source(directory: Path, spec: SourceSpec) -> Source:
+def _saved_source(directory: Path, spec: SourceSpec) -> RowSource:
     """A directory written by `datasets`' `save_to_disk`."""
     import datasets
 
@@ -318,7 +318,7 @@ def _saved_source(directory: Path, spec: SourceSpec) -> Source:
         with readable(str(file)), file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
     read = _reader(spec.path, data)
-    return Source(name=directory.name, digest=digest.hexdigest(), read=read, other_splits=others)
+    return RowSource(name=directory.name, digest=digest.hexdigest(), read=read, other_splits=others)
 
 
 def _reader(name: str, data: Any) -> Callable[[Place], Iterator[Chunk]]:
@@ -332,7 +332,7 @@ def _reader(name: str, data: Any) -> Callable[[Place], Iterator[Chunk]]:
     return lambda start: chunked(_numbered(name, lambda: rows(start[2]), start[2]), start, skipped=start[2])
 
 
-def _hub_source(spec: SourceSpec) -> Source:
+def _hub_source(spec: SourceSpec) -> RowSource:
     import datasets
 
     try:
@@ -347,7 +347,7 @@ def _hub_source(spec: SourceSpec) -> Source:
             f"data set {spec.path}: neither a file here nor a data set that the hub gives: {_reason(error)} "
             f"Fix: {offline}."
         ) from error
-    return Source(
+    return RowSource(
         name=spec.path,
         digest=hashlib.sha256(f"{spec.path} {data._fingerprint}".encode()).hexdigest(),
         read=_reader(spec.path, data),

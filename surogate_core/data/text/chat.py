@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from surogate_core.data.encoded import EncodeContext
-    from surogate_core.data.text.shown import Verdict
+    from surogate_core.data.text.shown import TemplateVerdict
 
 Span = tuple[int, int]
 """Characters [start, end) of a rendered conversation, or tokens of an encoded one."""
@@ -272,7 +272,7 @@ class Chat:
         """Whether the template has generation blocks."""
         self._frame: Frame | None = None
         self._takes_system: bool | None = None
-        self.verdicts: dict[Hashable, Verdict] = {}
+        self.verdicts: dict[Hashable, TemplateVerdict] = {}
         """What the template does with conversations of a shape: see `shown`."""
 
     def render(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False) -> str:

@@ -45,7 +45,7 @@ def thought_in(content: Any) -> tuple[tuple[str, str], str, str] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class TemplateVerdict:
     """What a template does with the conversations of a shape."""
 
     reason: str = ""
@@ -214,7 +214,7 @@ def _has_text(value: Any) -> bool:
 # --------------------------------------------------------------------------------- verdicts
 
 
-def _verdict(chat: Chat, messages: Messages, tools: Tools) -> Verdict:
+def _verdict(chat: Chat, messages: Messages, tools: Tools) -> TemplateVerdict:
     probe = _probe(messages, tools)
     try:
         rendered = chat.render(probe.messages, probe.tools)
@@ -224,7 +224,7 @@ def _verdict(chat: Chat, messages: Messages, tools: Tools) -> Verdict:
     kept = {text.name for text in _first_of_each_name(missing) if _is_shown_last(chat, probe, text)}
     left_out = frozenset((text.turn, text.name) for text in missing if text.turn >= 0 and text.name in kept)
     missing = [text for text in missing if (text.turn, text.name) not in left_out]
-    return Verdict(reason=_reason(messages, missing) if missing else "", left_out=left_out)
+    return TemplateVerdict(reason=_reason(messages, missing) if missing else "", left_out=left_out)
 
 
 def _is_shown_alone(chat: Chat, messages: Messages, tools: Tools, probe: _Probe, text: _Text) -> bool:

@@ -48,7 +48,7 @@ one, on one of several ranks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedWeight:
     """How a recipe or a weight format keeps a frozen weight."""
 
     pack: Callable[[Tensor], Tensor]

@@ -73,7 +73,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class TensorBytes:
     """The bytes of a run's tensors, found by tracing; they do not depend on the placement."""
 
     assembly: Assembly
@@ -136,7 +136,7 @@ class Counts:
         return self.assembly.settings
 
     @classmethod
-    def of(cls, assembly: Assembly) -> Counts:
+    def of(cls, assembly: Assembly) -> TensorBytes:
         """Trace the layers. The only relevant property of the offloader is whether it moves weights."""
         settings, model, recipe = assembly.settings, assembly.model, assembly.recipe
         builder = programs_on_meta(assembly)
@@ -426,7 +426,7 @@ def _by_piece(plan: EnginePlan, parameters: Parameters) -> tuple[int, ...]:
 
 def predict(assembly: Assembly) -> Prediction:
     """Count the tensors of a run. The layers are traced, not compiled."""
-    return Counts.of(assembly).placed(assembly)
+    return TensorBytes.of(assembly).placed(assembly)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

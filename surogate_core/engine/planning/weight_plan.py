@@ -20,7 +20,7 @@ from surogate_core.dsl.experts import ExpertSlot
 from surogate_core.dsl.slots import Join, LinearSlot, Panel
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.engine.planning.pieces import Packed, Piece
+from surogate_core.engine.planning.pieces import PackedWeight, Piece
 from surogate_core.engine.planning.weight_formats import plan_format
 
 S = TypeVar("S", LinearSlot, ExpertSlot)
@@ -32,7 +32,7 @@ class WeightPlan:
 
     panels: Mapping[str, tuple[Panel, ...]]
     joins: Mapping[str, tuple[Join, ...]]
-    packed: Mapping[str, Packed]
+    packed: Mapping[str, PackedWeight]
 
     @classmethod
     def of(
@@ -50,14 +50,16 @@ class WeightPlan:
 
 def _into_panels(
     found: Sequence[Piece], panels: Mapping[str, Sequence[Panel]], dtype: torch.dtype
-) -> dict[str, Packed]:
+) -> dict[str, PackedWeight]:
     """Weights of panels that are streamed: stored unchanged, and copied into one panel that the layers share."""
-    packed: dict[str, Packed] = {}
+    packed: dict[str, PackedWeight] = {}
     for piece in found:
         frozen = {s.name: s for s in piece.specs if not s.trainable}
         slots = [slot for panel in panels.get(piece.key, ()) if panel.shape.frozen for slot in panel.slots]
         for spec in (frozen[f"{slot.name}.weight"] for slot in slots):
-            packed[spec.hf_name] = Packed(pack=_kept, shape=spec.shape, dtype=dtype, unpack=_copied, rounded=False)
+            packed[spec.hf_name] = PackedWeight(
+                pack=_kept, shape=spec.shape, dtype=dtype, unpack=_copied, rounded=False
+            )
     return packed
 
 
@@ -149,14 +151,14 @@ def plain_layers(found: Sequence[Piece], *, first: int, last: int) -> frozenset[
 
 def plan_packing(
     assembly: Assembly, found: Sequence[Piece], *, plain: frozenset[str], panels: Mapping[str, Sequence[Panel]]
-) -> dict[str, Packed]:
+) -> dict[str, PackedWeight]:
     """How each frozen weight of a slot is stored, by HF name: as the recipe packs it, or as its panel needs it."""
     recipe, dtype = assembly.recipe, assembly.settings.dtype
     pack, pack_experts = recipe.pack, recipe.pack_experts
     if pack is None and pack_experts is None and recipe.panel_op is None:
         return {}
-    planned: dict[tuple[LinearSlot | ExpertSlot, bool], Packed] = {}
-    packed: dict[str, Packed] = {}
+    planned: dict[tuple[LinearSlot | ExpertSlot, bool], PackedWeight] = {}
+    packed: dict[str, PackedWeight] = {}
     for piece in found:
         frozen = {s.name: s.hf_name for s in piece.specs if not s.trainable}
         ops = {slot: panel.op for panel in panels.get(piece.key, ()) for slot in panel.slots}
@@ -187,8 +189,8 @@ def _of_slot(pack: Callable[[Tensor, S], Tensor], slot: S) -> Callable[[Tensor],
     return lambda weight: pack(weight, slot)
 
 
-def _packed_by(pack: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Packed:
+def _packed_by(pack: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype) -> PackedWeight:
     """The result of a function for a weight, traced for its shape and dtype."""
     with FakeTensorMode(), torch.no_grad():
         value = pack(torch.empty(shape, dtype=dtype))
-    return Packed(pack=pack, shape=tuple(value.shape), dtype=value.dtype)
+    return PackedWeight(pack=pack, shape=tuple(value.shape), dtype=value.dtype)

@@ -135,7 +135,7 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankPart:
     """A rank's part of a piece."""
 
     key: str
@@ -213,7 +213,7 @@ class ShardedGroup:
         parts, at = [], 0
         for key, span in piece_ranges(pieces, whole.shapes).items():
             by_part = owners(span, stages.parts)
-            part = Part(key=key, owners=tuple(by_part), own=by_part[stages.own], at=at)
+            part = RankPart(key=key, owners=tuple(by_part), own=by_part[stages.own], at=at)
             parts.append(part)
             at += part.count
         self.parts = {part.key: part for part in parts}
@@ -245,7 +245,7 @@ class ShardedGroup:
             self._copies |= zip(cut, copies.split([*cut.values()]), strict=True)
             self._resting |= zip(cut, resting.split([*cut.values()]), strict=True)
 
-    def _add_groups(self, part: Part, whole: ParamGroup) -> None:
+    def _add_groups(self, part: RankPart, whole: ParamGroup) -> None:
         """Add a part as groups of the optimizer, cut where rounding begins to draw other numbers."""
         start, stop = part.own
         cuts = [start, *range((start // PERIOD + 1) * PERIOD, stop, PERIOD), stop]
@@ -349,7 +349,7 @@ class ShardedGroup:
 
     # ------------------------------------------------------------------------- by name
 
-    def _overlaps(self, name: str) -> list[tuple[Part, Range]]:
+    def _overlaps(self, name: str) -> list[tuple[RankPart, Range]]:
         """(part, elements) of this rank's parts that have some of a tensor."""
         offset, shape = self.shapes[name]
         stop = offset + math.prod(shape)
@@ -381,7 +381,7 @@ class ShardedGroup:
             at = part.at + a - part.own[0]
             read(a - offset, self.master[at : at + b - a])
 
-    def _range(self, part: Part, start: int, stop: int) -> Tensor:
+    def _range(self, part: RankPart, start: int, stop: int) -> Tensor:
         """Masters of a piece, whoever owns them; all ranks take part."""
         return gathered_range(
             self._stages,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from surogate_core.bundles import RolloutEngine, Sampling
     from surogate_core.generate.weights import Weights
     from surogate_core.inference.adapters import Adapters
-    from surogate_core.inference.generation import Prepared
+    from surogate_core.inference.generation import PreparedModel
     from surogate_core.inference.tool_calls import Calling
     from surogate_core.plugins.registry import Registry
 
@@ -75,7 +75,7 @@ class Partner:
     """A model with its conversation."""
 
     name: str
-    prepared: Prepared
+    prepared: PreparedModel
     engine: RolloutEngine
     sampling: Sampling
     context: int
@@ -207,7 +207,7 @@ def _partners(words: Words) -> list[Partner]:
     partners = []
     with shown_progress() as progress:
 
-        def opened(word: str, prepared: Prepared) -> tuple[Weights, RolloutEngine]:
+        def opened(word: str, prepared: PreparedModel) -> tuple[Weights, RolloutEngine]:
             def told(task: str, done: int, total: int) -> None:
                 progress(Progress(task=f"{word}: {task}", done=done, total=total))
 
@@ -243,13 +243,13 @@ def _partners(words: Words) -> list[Partner]:
     return partners
 
 
-def _check_tools(ready: Mapping[str, Prepared] | Sequence[Partner], tools: Sequence[Mapping[str, Any]]) -> None:
+def _check_tools(ready: Mapping[str, PreparedModel] | Sequence[Partner], tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises `UserError` for tools beside several partners, whose calls would need different results."""
     if tools and len(ready) > 1:
         raise UserError("surogate chat --tools: tools are for one model. Fix: name one MODEL")
 
 
-def _context(words: Words, prepared: Prepared) -> int:
+def _context(words: Words, prepared: PreparedModel) -> int:
     return int(min(words.counts.get("--context", CONTEXT), prepared.context))
 
 
@@ -258,7 +258,7 @@ def _activate(adapters: Adapters, engine: RolloutEngine, word: str) -> None:
         engine.forget()
 
 
-def _ready(words: Words, registry: Registry) -> tuple[dict[str, Prepared], Prepared | None]:
+def _ready(words: Words, registry: Registry) -> tuple[dict[str, PreparedModel], PreparedModel | None]:
     """(the partners' models, the base that all of them share); notes about them are printed."""
     from surogate_core.config.resolve import load_run_config
     from surogate_core.data.text.chat import chat_of
@@ -274,7 +274,7 @@ def _ready(words: Words, registry: Registry) -> tuple[dict[str, Prepared], Prepa
     configs = {
         word: load_run_config([*found.overrides, *words.overrides], registry=registry) for word, found in chosen.items()
     }
-    ready: dict[str, Prepared] = {}
+    ready: dict[str, PreparedModel] = {}
     base = None
     if len(chosen) > 1 and adapters:
         with suppress(NotSharedError):

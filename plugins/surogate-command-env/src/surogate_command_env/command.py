@@ -343,10 +343,10 @@ def _eval(words: Words) -> int:
 
 
 def _measured(model: str, name: str, words: Words, taken: Callable[[Mapping[str, Any]], None]) -> Scores:
-    from surogate_command_env.scores import Plan, measure
+    from surogate_command_env.scores import ScorePlan, measure
     from surogate_core.app.progress import shown_progress
     from surogate_core.inference.generation import named, prepare, rollout_of, with_adapter
-    from surogate_core.inference.texts import Wanted
+    from surogate_core.inference.texts import PromptOptions
     from surogate_core.measure.subject import Subject
 
     found = with_adapter(model, words.texts["--adapter"]) if "--adapter" in words.texts else named(model)
@@ -357,14 +357,14 @@ def _measured(model: str, name: str, words: Words, taken: Callable[[Mapping[str,
     for note in prepared.notes:
         print(f"note: {note}", file=sys.stderr)
     greedy = replace(prepared.sampling, temperature=0.0, seed=SEED)
-    wanted = Wanted(
+    wanted = PromptOptions(
         max_new_tokens=words.counts.get("--max-new-tokens", 512),
         samples=samples,
         sampling=sampling_of(words.sampling, greedy, sampled=samples > 1),
     )
     with chosen.pool(words) as pool, shown_progress() as progress:
         numbers = _numbers(pool, words.counts.get("--limit", 100), seed, held_out="--train" not in words.switches)
-        plan = Plan(
+        plan = ScorePlan(
             numbers=numbers,
             seed=seed,
             wanted=wanted,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surogate_core.bundles import EnvironmentTask, Fault, Turn, total_reward
-from surogate_core.inference.texts import Prompt, Wanted, prompt_of_messages, prompt_of_text
+from surogate_core.inference.texts import Prompt, PromptOptions, prompt_of_messages, prompt_of_text
 from surogate_core.measure.stderr import mean_stderr
 from surogate_core.measure.subject import Subject
 from surogate_reinforcement.pool import EnvironmentPool
@@ -86,13 +86,13 @@ class _Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ScorePlan:
     """How a model is measured in an environment."""
 
     numbers: Sequence[int]
     """The numbers of the tasks."""
     seed: int
-    wanted: Wanted
+    wanted: PromptOptions
     """Tokens of a reply, attempts at a task, and how tokens are chosen."""
     turns: int
     """Replies of an attempt at most."""
@@ -101,7 +101,9 @@ class Plan:
     """The reward from which an attempt counts as solved."""
 
 
-def measure(subject: Subject, pool: EnvironmentPool, plan: Plan, taken: Callable[[Mapping[str, Any]], None]) -> Scores:
+def measure(
+    subject: Subject, pool: EnvironmentPool, plan: ScorePlan, taken: Callable[[Mapping[str, Any]], None]
+) -> Scores:
     """Play the tasks. `taken` receives each attempt."""
     faults: Counter[str] = Counter()
     attempts = []
@@ -126,7 +128,9 @@ def measure(subject: Subject, pool: EnvironmentPool, plan: Plan, taken: Callable
     return _scores(subject.name, pool.name, plan, attempts, faults)
 
 
-def _turn(subject: Subject, pool: EnvironmentPool, plan: Plan, going: Sequence[_Attempt], turn: int) -> list[_Attempt]:
+def _turn(
+    subject: Subject, pool: EnvironmentPool, plan: ScorePlan, going: Sequence[_Attempt], turn: int
+) -> list[_Attempt]:
     """One reply of each attempt and the environment's answer; the attempts that go on."""
     prompts = [(a, _prompt(subject, a)) for a in going]
     room = subject.prepared.context
@@ -159,7 +163,7 @@ def _prompt(subject: Subject, attempt: _Attempt) -> Prompt:
 
 
 def _scores(
-    model: str, environment: str, plan: Plan, attempts: Sequence[_Attempt], faults: Mapping[str, int]
+    model: str, environment: str, plan: ScorePlan, attempts: Sequence[_Attempt], faults: Mapping[str, int]
 ) -> Scores:
     found: dict[int, list[float]] = {}
     named: dict[str, list[float]] = {}

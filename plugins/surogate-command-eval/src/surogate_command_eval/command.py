@@ -18,9 +18,9 @@ from surogate_core.errors import UserError
 from surogate_core.numbers import significant
 
 if TYPE_CHECKING:
-    from surogate_command_eval.evaluation import Evaluation
+    from surogate_command_eval.evaluation import HeldOutFigures
     from surogate_core.config.schema import RunConfig
-    from surogate_core.inference.generation import Named, Prepared
+    from surogate_core.inference.generation import Named, PreparedModel
     from surogate_core.plugins.registry import Registry
 
 OF_MODELS = (
@@ -177,7 +177,7 @@ def _given(words: Words) -> Path | None:
     return Path(words.texts["--config"]).expanduser() if "--config" in words.texts else None
 
 
-def _note(prepared: Mapping[str, Prepared]) -> None:
+def _note(prepared: Mapping[str, PreparedModel]) -> None:
     for model, one in prepared.items():
         for note in one.notes:
             print(f"note: {model}: {note}", file=sys.stderr)
@@ -208,7 +208,7 @@ class Loader:
         overrides = [*own, *self.found[model].overrides, *self.words, *more]
         return load_run_config(overrides, config_file=self.files[model], registry=self.registry)
 
-    def for_rows(self) -> dict[str, Prepared]:
+    def for_rows(self) -> dict[str, PreparedModel]:
         """The models by name, all with the same rows."""
         from surogate_command_eval.evaluation import held_out, shared
         from surogate_core.inference.generation import prepare
@@ -237,7 +237,7 @@ class Loader:
             prepared[model] = prepare(one, held_out(config, named=keys), self.registry, generates=False)
         return prepared
 
-    def for_tasks(self) -> dict[str, Prepared]:
+    def for_tasks(self) -> dict[str, PreparedModel]:
         """The models by name. A model that is no run has the first run's place and precision."""
         from surogate_core.inference.generation import placed, prepare
 
@@ -275,13 +275,13 @@ def loader(models: Sequence[str], words: Sequence[str], given: Path | None) -> L
 
 def prepared_models(
     models: Sequence[str], words: Sequence[str], given: Path | None
-) -> tuple[dict[str, Prepared], Registry]:
+) -> tuple[dict[str, PreparedModel], Registry]:
     """The models by name, all with the same rows."""
     load = loader(models, words, given)
     return load.for_rows(), load.registry
 
 
-def table(found: Sequence[Evaluation]) -> str:
+def table(found: Sequence[HeldOutFigures]) -> str:
     """The figures as text."""
     several = len(found) > 1
     head = ["model", "loss", "± stderr", "perplexity", "accuracy", "documents", "label tokens"]

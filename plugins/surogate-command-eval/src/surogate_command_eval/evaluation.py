@@ -16,8 +16,8 @@ from surogate_core.data import pipeline
 from surogate_core.data.sampler import EvalBatches
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
-from surogate_core.generate.losses import Document, documents_of
-from surogate_core.inference.generation import Prepared, placed
+from surogate_core.generate.losses import DocumentSums, documents_of
+from surogate_core.inference.generation import PreparedModel, placed
 from surogate_core.measure.stderr import ratio_stderr
 from surogate_core.measure.subject import refuse_nan
 from surogate_core.setup.task_spec import objective_of, task_spec
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class HeldOutFigures:
     """A model's figures on the held-out rows."""
 
     model: str
@@ -55,12 +55,12 @@ class Evaluation:
 
 def evaluate(
     name: str,
-    prepared: Prepared,
+    prepared: PreparedModel,
     registry: Registry,
     *,
     progress: Callable[[Progress], None],
-    first: tuple[Evaluation, Sequence[Document]] | None = None,
-) -> tuple[Evaluation, list[Document]]:
+    first: tuple[HeldOutFigures, Sequence[DocumentSums]] | None = None,
+) -> tuple[HeldOutFigures, list[DocumentSums]]:
     """The model's figures and its documents. `first`: those of the model to compare with."""
     config = prepared.config
     spec = task_spec(config, registry)
@@ -83,7 +83,7 @@ def evaluate(
     if task is not None and not isinstance(task, PreparingTask):
         return _by_objective(name, task, objective_of(config, registry), weights, data.eval.digest, progress), []
     batches = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
-    documents: list[Document] = []
+    documents: list[DocumentSums] = []
     for done, found in enumerate(documents_of(weights, batches), start=1):
         refuse_nan(name, weights, found)
         documents += found
@@ -98,7 +98,7 @@ def _by_objective(
     weights: Weights,
     digest: str,
     progress: Callable[[Progress], None],
-) -> Evaluation:
+) -> HeldOutFigures:
     """The figures under the objective of a task."""
     found = measured(
         task,
@@ -108,7 +108,7 @@ def _by_objective(
             Progress(task=f"{name}: evaluating", done=done, total=total, unit="micro-batches")
         ),
     )
-    return Evaluation(
+    return HeldOutFigures(
         model=name,
         loss=found.loss,
         stderr=math.nan,
@@ -122,10 +122,13 @@ def _by_objective(
 
 
 def evaluate_all(
-    prepared: Mapping[str, Prepared], registry: Registry, *, progress: Callable[[Progress], None] = lambda event: None
-) -> list[Evaluation]:
+    prepared: Mapping[str, PreparedModel],
+    registry: Registry,
+    *,
+    progress: Callable[[Progress], None] = lambda event: None,
+) -> list[HeldOutFigures]:
     """The figures of several models, each compared with the first."""
-    found: list[Evaluation] = []
+    found: list[HeldOutFigures] = []
     first = None
     for name, one in prepared.items():
         figures, documents = evaluate(name, one, registry, progress=progress, first=first)
@@ -172,8 +175,11 @@ def held_out(config: RunConfig, *, named: AbstractSet[str]) -> RunConfig:
 
 
 def _figures(
-    name: str, documents: Sequence[Document], digest: str, first: tuple[Evaluation, Sequence[Document]] | None
-) -> Evaluation:
+    name: str,
+    documents: Sequence[DocumentSums],
+    digest: str,
+    first: tuple[HeldOutFigures, Sequence[DocumentSums]] | None,
+) -> HeldOutFigures:
     weight = math.fsum(d.weight for d in documents)
     tokens = sum(d.tokens for d in documents)
     if not weight:
@@ -184,7 +190,7 @@ def _figures(
         pairs = zip(documents, first[1], strict=True)
         difference = loss - first[0].loss
         difference_stderr = ratio_stderr([(a.loss - b.loss, a.weight) for a, b in pairs], difference)
-    return Evaluation(
+    return HeldOutFigures(
         model=name,
         loss=loss,
         stderr=ratio_stderr([(d.loss, d.weight) for d in documents], loss),

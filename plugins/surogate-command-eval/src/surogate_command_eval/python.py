@@ -10,14 +10,14 @@ from surogate_core.api.process import contained, plain
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
-    from surogate_command_eval.evaluation import Evaluation
+    from surogate_command_eval.evaluation import HeldOutFigures
     from surogate_core.bundles import TaskResult
 
 Name = str | os.PathLike[str]
 
 
 @overload
-def evaluate(models: Name | Sequence[Name], *, tasks: None = None, **keys: Any) -> list[Evaluation]: ...
+def evaluate(models: Name | Sequence[Name], *, tasks: None = None, **keys: Any) -> list[HeldOutFigures]: ...
 
 
 @overload
@@ -32,7 +32,7 @@ def evaluate(
     tasks: Sequence[Name] | None = None,
     task_options: Mapping[str, Any] | None = None,
     **keys: Any,
-) -> list[Evaluation] | list[TaskResult]:
+) -> list[HeldOutFigures] | list[TaskResult]:
     """Measure models on held-out rows: ``surogate.evaluate([run.path, "a/base"])``, or on tasks:
     ``surogate.evaluate(run.path, tasks=["words.jsonl"], task_options={"match": "number"})``.
 

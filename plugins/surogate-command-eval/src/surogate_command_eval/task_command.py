@@ -14,7 +14,7 @@ from surogate_core.errors import UserError
 if TYPE_CHECKING:
     from surogate_core.bundles import Evaluator, TaskResult
     from surogate_core.events import Progress
-    from surogate_core.inference.generation import Prepared
+    from surogate_core.inference.generation import PreparedModel
     from surogate_core.plugins.registry import Registry
 
 
@@ -78,7 +78,7 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
     from surogate_command_eval.tasks import TaskOptions, read_tasks
     from surogate_core.bundles import EvalSettings, Sampling
     from surogate_core.inference.generation import rollout_of
-    from surogate_core.inference.texts import Wanted
+    from surogate_core.inference.texts import PromptOptions
 
     if not asked.tasks:
         raise UserError("tasks: none is named. Fix: name a file of JSON lines")
@@ -94,7 +94,7 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
         options = TaskOptions(
             match=asked.match, pattern=asked.pattern, prompt=asked.prompt, shots=asked.shots or 0, limit=asked.limit
         )
-        wanted = Wanted(
+        wanted = PromptOptions(
             max_new_tokens=256 if asked.max_new_tokens is None else asked.max_new_tokens,
             samples=asked.samples,
             sampling=sampling,
@@ -139,7 +139,7 @@ def _sorted(tasks: Sequence[str], registry: Registry) -> tuple[list[str], dict[s
 
 
 def measured(
-    prepared: Mapping[str, Prepared],
+    prepared: Mapping[str, PreparedModel],
     registry: Registry,
     evaluators: Sequence[Evaluator],
     asked: Asked,

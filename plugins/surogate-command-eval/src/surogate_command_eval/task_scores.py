@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from surogate_command_eval.tasks import BETWEEN, LocalTask, Row, Verdict, judged
+from surogate_command_eval.tasks import BETWEEN, LocalTask, Question, Verdict, judged
 from surogate_core.bundles import Evaluator, RolloutEngineSpec, TaskResult
 from surogate_core.data.text.chat import encode_text
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
-from surogate_core.inference.generation import Prepared
-from surogate_core.inference.texts import Prompt, Text, Wanted, prompt_of_messages, prompt_of_text
+from surogate_core.inference.generation import PreparedModel
+from surogate_core.inference.texts import Prompt, PromptOptions, Text, prompt_of_messages, prompt_of_text
 from surogate_core.measure.stderr import mean_stderr
-from surogate_core.measure.subject import Pair, Subject
+from surogate_core.measure.subject import JudgedText, Subject
 from surogate_core.plugins.registry import Registry
 
 Taken = Callable[[Mapping[str, Any]], None]
@@ -27,7 +27,7 @@ class LocalTasks:
     """The evaluator of task files."""
 
     tasks: Sequence[LocalTask]
-    wanted: Wanted
+    wanted: PromptOptions
     chat: bool = False
     """Whether a text prompt is a user's message."""
     system: str | None = None
@@ -48,7 +48,7 @@ class LocalTasks:
             found += _OneTask(self, task, subject, taken).results()
         return found
 
-    def context(self, task: LocalTask, row: Row, subject: Subject) -> Prompt:
+    def context(self, task: LocalTask, row: Question, subject: Subject) -> Prompt:
         """The tokens before the answer, the examples included."""
         if row.prompt is None or self.chat:
             turns = [turn for shot in task.shots for turn in (*self._turns(shot), _answered(shot))]
@@ -57,33 +57,33 @@ class LocalTasks:
             return prompt_of_messages(subject.tokenizer, [*system, *messages], name=row.name)
         return prompt_of_text(subject.tokenizer, self.text(task, row), name=row.name)
 
-    def text(self, task: LocalTask, row: Row) -> str:
+    def text(self, task: LocalTask, row: Question) -> str:
         """A text prompt with its examples."""
         assert row.prompt is not None
         return "".join(f"{continued(shot.prompt or '', shot.shown)}{BETWEEN}" for shot in task.shots) + row.prompt
 
-    def _all(self, row: Row) -> Sequence[Mapping[str, Any]]:
+    def _all(self, row: Question) -> Sequence[Mapping[str, Any]]:
         if row.prompt is None:
             return row.messages
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
         return [*system, {"role": "user", "content": row.prompt}]
 
-    def _turns(self, row: Row) -> list[Mapping[str, Any]]:
+    def _turns(self, row: Question) -> list[Mapping[str, Any]]:
         return [message for message in self._all(row) if message.get("role") != "system"]
 
-    def pairs(self, task: LocalTask, row: Row, subject: Subject) -> list[Pair]:
+    def pairs(self, task: LocalTask, row: Question, subject: Subject) -> list[JudgedText]:
         """The context with each of the row's choices."""
         context = self.context(task, row, subject).ids
         found = []
         for choice in row.choices:
             if row.prompt is None or self.chat:
                 ids = tuple(encode_text(subject.tokenizer, choice, add_special_tokens=False))
-                found.append(Pair(name=row.name, context=context, continuation=ids))
+                found.append(JudgedText(name=row.name, context=context, continuation=ids))
                 continue
             whole = prompt_of_text(subject.tokenizer, continued(self.text(task, row), choice), name=row.name).ids
             same = next((i for i, (a, b) in enumerate(zip(context, whole, strict=False)) if a != b), len(context))
             border = max(1, min(same, len(whole) - 1))
-            found.append(Pair(name=row.name, context=whole[:border], continuation=whole[border:]))
+            found.append(JudgedText(name=row.name, context=whole[:border], continuation=whole[border:]))
         return found
 
 
@@ -93,7 +93,7 @@ def continued(prompt: str, answer: str) -> str:
     return f"{prompt}{'' if spaced else ' '}{answer}"
 
 
-def _answered(row: Row) -> Mapping[str, Any]:
+def _answered(row: Question) -> Mapping[str, Any]:
     return {"role": "assistant", "content": row.shown}
 
 
@@ -134,7 +134,7 @@ class _OneTask:
             samples=tuple(self.samples),
         )
 
-    def _take(self, row: Row, **values: Any) -> None:
+    def _take(self, row: Question, **values: Any) -> None:
         sample = {"model": self.subject.name, "task": self.task.name, "row": row.name, **values}
         self.samples.append(sample)
         self.taken(sample)
@@ -197,7 +197,7 @@ class _OneTask:
         unanswered = sum(patterns) / len(patterns) if patterns else None
         return unanswered, sum(text.reason == "length" for text in texts) / len(texts)
 
-    def _wanted(self) -> Wanted:
+    def _wanted(self) -> PromptOptions:
         """A completion of a text prompt with examples ends where the next example would begin."""
         wanted, texts = self.plan.wanted, all(row.prompt is not None for row in self.task.rows)
         if self.task.shots and texts and not self.plan.chat and not wanted.stop:
@@ -237,7 +237,7 @@ def compared(first: TaskResult, other: TaskResult) -> TaskResult:
 
 
 def measure_all(
-    prepared: Mapping[str, Prepared],
+    prepared: Mapping[str, PreparedModel],
     registry: Registry,
     evaluators: Sequence[Evaluator],
     engine: RolloutEngineSpec,

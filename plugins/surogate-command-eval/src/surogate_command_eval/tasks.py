@@ -56,7 +56,7 @@ class TaskOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Question:
     """One question."""
 
     name: str
@@ -83,8 +83,8 @@ class LocalTask:
     """The rows of a file."""
 
     name: str
-    shots: tuple[Row, ...]
-    rows: tuple[Row, ...]
+    shots: tuple[Question, ...]
+    rows: tuple[Question, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def pattern_of(pattern: str, name: str) -> re.Pattern[str]:
         raise UserError(f"{name}: {pattern!r} is not a regular expression: {error}. Fix: correct it.") from error
 
 
-def judged(row: Row, text: str) -> Verdict:
+def judged(row: Question, text: str) -> Verdict:
     """Compare a completion with the row's answers."""
     extracted = _extracted(row, text)
     if extracted is None:
@@ -116,7 +116,7 @@ def judged(row: Row, text: str) -> Verdict:
     return Verdict(right=extracted in accepted, extracted=extracted)
 
 
-def _extracted(row: Row, text: str) -> str | None:
+def _extracted(row: Question, text: str) -> str | None:
     if row.match == "exact":
         return _compared(row, text)
     if row.match == "number":
@@ -126,7 +126,7 @@ def _extracted(row: Row, text: str) -> str | None:
     return None if found is None else _compared(row, found)
 
 
-def _compared(row: Row, text: str) -> str:
+def _compared(row: Question, text: str) -> str:
     """The text as it is compared; a pattern that ignores case makes the comparison ignore it."""
     folds = row.pattern is not None and re.compile(row.pattern).flags & re.IGNORECASE
     return plain_text(text).casefold() if folds else plain_text(text)
@@ -187,7 +187,7 @@ def _task(file: str, name: str, options: TaskOptions) -> LocalTask:
     return LocalTask(name=name, shots=tuple(rows[: options.shots]), rows=tuple(rows[options.shots : end]))
 
 
-def _row(name: str, line: str, options: TaskOptions) -> Row:
+def _row(name: str, line: str, options: TaskOptions) -> Question:
     row = parsed_line(line, name)
     if not isinstance(row, dict):
         raise UserError(f'{name}: is no object. Fix: {{"prompt": "…", "answer": "…"}}')
@@ -206,7 +206,7 @@ def _row(name: str, line: str, options: TaskOptions) -> Row:
     elif "pattern" in row:
         raise UserError(f'{name}: `pattern` is for match regex, not for {match}. Fix: "match": "regex"')
     choices, right = _choices(name, row, match)
-    return Row(
+    return Question(
         name=name,
         prompt=prompt,
         messages=messages,

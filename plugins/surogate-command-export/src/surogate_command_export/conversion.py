@@ -21,7 +21,7 @@ from surogate_core.errors import ConfigError, Problem, UserError
 from surogate_core.files import atomic
 from surogate_core.files.runs import run_directory
 from surogate_core.hf.lora_files import fold
-from surogate_core.inference.generation import Named, Prepared, named, on_its_base, prepare, with_adapter
+from surogate_core.inference.generation import Named, PreparedModel, named, on_its_base, prepare, with_adapter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +137,7 @@ def convert(
 
 
 def _job(
-    prepared: Prepared,
+    prepared: PreparedModel,
     spec: ExportFormat,
     *,
     name: str,
@@ -172,7 +172,7 @@ def _job(
     )
 
 
-def _warnings(prepared: Prepared, found: Named, word: str) -> tuple[str, ...]:
+def _warnings(prepared: PreparedModel, found: Named, word: str) -> tuple[str, ...]:
     if not found.stack or found.files is None or prepared.resolved.weights is None:
         return ()
     base = str(prepared.config.model.path)

@@ -13,7 +13,7 @@ from surogate_core.errors import MachineError, UserError
 from surogate_core.files import atomic
 from surogate_core.files.hub import split_revision
 from surogate_core.hf import lora_files
-from surogate_core.hf.card import Card, config_overrides
+from surogate_core.hf.card import CardFacts, config_overrides
 from surogate_core.hf.contents import contents_of, digest_cache
 from surogate_core.hf.export import check_place, export_full, exported_facts, generation_of
 from surogate_core.hf.lora_files import LoraAdapter
@@ -85,7 +85,7 @@ def merge(
         _read(model, stack, total, progress),
         config=config,
         tokenizer=tokenizer or TokenizerFiles.first(used, model.path),
-        card=Card(
+        card=CardFacts(
             title=output.resolve().name,
             base_model=repo,
             base_commit=model.commit,

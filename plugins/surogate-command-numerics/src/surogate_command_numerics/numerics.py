@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from surogate_command_numerics.rounding import Rounded, Roundings, rounding_of
+from surogate_command_numerics.rounding import OperandRounding, Roundings, rounding_of
 from surogate_core.config.schema import RunConfig
 from surogate_core.data.pipeline import PreparedData, prepare
 from surogate_core.data.referenced import ReferencedTask
@@ -26,7 +26,7 @@ from surogate_core.numbers import significant
 from surogate_core.run.identity import identity_of
 from surogate_core.run.reference import add_references, policy_of
 from surogate_core.setup.assemble import resolve_device, resolve_model, resolve_recipe, resolve_weight_format
-from surogate_core.setup.build import Choice, build_engine
+from surogate_core.setup.build import MemorySettings, build_engine
 from surogate_core.setup.ranks import on_one_gpu
 from surogate_core.setup.task_spec import task_spec
 from surogate_core.setup.tokenizer_of_run import tokenizer_of_run
@@ -81,7 +81,7 @@ class Numerics:
     seed: int
     trainings: list[Training]
     """The runs; the others are compared with the first."""
-    rounding: list[Rounded]
+    rounding: list[OperandRounding]
 
 
 def measure(
@@ -116,13 +116,13 @@ def measure(
     device = resolve_device(first)
     roundings = _roundings([config for _, config in runs], registry, resolved.model, device)
     trainings: list[Training] = []
-    prefer: Choice | None = None
-    found: list[Rounded] = []
+    prefer: MemorySettings | None = None
+    found: list[OperandRounding] = []
     parameters = 0
     for name, config in runs:
         engine, training = _train(name, config, registry, data, progress, prefer=prefer)
         # All of them compute the same values again, if memory allows it.
-        prefer = prefer or Choice.taken(engine.settings)
+        prefer = prefer or MemorySettings.taken(engine.settings)
         trainings.append(training)
         if len(trainings) == 1:
             parameters = engine.parameters.counts()[0]
@@ -164,7 +164,7 @@ def _train(
     data: PreparedData,
     progress: Callable[[Progress], None],
     *,
-    prefer: Choice | None,
+    prefer: MemorySettings | None,
 ) -> tuple[Engine, Training]:
     task, resolved = task_spec(config, registry).task_of(config, data), resolve_model(config, registry)
     engine = build_engine(

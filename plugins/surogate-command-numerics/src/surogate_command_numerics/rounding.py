@@ -65,7 +65,7 @@ class Roundings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounded:
+class OperandRounding:
     """How a recipe or a weight format rounds the operands of one role in one part of a layer."""
 
     layer: int
@@ -104,7 +104,7 @@ class _Sums:
         return math.sqrt(error / size) if size else 0.0, zeros / count, beyond / count
 
 
-class Record:
+class RoundingRecord:
     """What is recorded while the blocks run; `layer` is the one that runs."""
 
     def __init__(self, roundings: Mapping[str, Roundings]):
@@ -153,21 +153,23 @@ class Record:
             found[-1].register_hook(partial(self._grouped, self.layer, "gradient", quiet_R))
         return found
 
-    def results(self) -> Iterator[Rounded]:
+    def results(self) -> Iterator[OperandRounding]:
         """By layer, part, role and recipe."""
         for key in product(range(self.layer), (DENSE, EXPERTS, QUIET), ROLES, self._roundings):
             if (sums := self._sums.get(key)) is not None:
                 layer, part, role, name = key
                 error, zeros, cut = sums.figures()
-                yield Rounded(layer=layer, part=part, role=role, recipe=name, error=error, to_zero=zeros, saturated=cut)
+                yield OperandRounding(
+                    layer=layer, part=part, role=role, recipe=name, error=error, to_zero=zeros, saturated=cut
+                )
 
 
-def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Roundings]) -> list[Rounded]:
+def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Roundings]) -> list[OperandRounding]:
     """How each rounds the operands of the engine's projections, by layer, part and role, on one micro-batch.
 
     The blocks are run eagerly and multiply plainly, so operands are those of a model without rounding.
     """
-    record = Record(roundings)
+    record = RoundingRecord(roundings)
     engine.inputs.load(batch, engine.seeds(0, 0), 1.0)
     tables = {
         **engine.inputs.tables(engine.model, engine.settings.dtype),

@@ -28,7 +28,7 @@ BASE = 8.4e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class WireTraffic:
     """What transfers put on the wires in an optimizer step."""
 
     inside: float
@@ -41,7 +41,7 @@ class Traffic:
     """Part of it in which the data stays inside a node, where copy engines can move it."""
 
 
-Model = Callable[[Cluster, "Sent"], Traffic]
+Model = Callable[[Cluster, "Sent"], WireTraffic]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class _Spread:
         return self.members // self.here
 
 
-def flat(cluster: Cluster, sent: Sent) -> Traffic:
+def flat(cluster: Cluster, sent: Sent) -> WireTraffic:
     """To all ranks alike, wherever they are.
 
     An exchange is all-to-all, and both wires work at the same time. A gather is a ring through all members, which
@@ -88,10 +88,10 @@ def flat(cluster: Cluster, sent: Sent) -> Traffic:
         each = _latency(cluster, inner=of.members - of.nodes, outer=of.nodes - 1)
     inner, outer = _seconds(cluster, sent, inside, between)
     seconds = max(inner, outer) + sent.calls * each if cluster.timed else 0.0
-    return Traffic(inside=inside, between=between, seconds=seconds, copied=seconds if of.nodes == 1 else 0.0)
+    return WireTraffic(inside=inside, between=between, seconds=seconds, copied=seconds if of.nodes == 1 else 0.0)
 
 
-def hierarchical(cluster: Cluster, sent: Sent) -> Traffic:
+def hierarchical(cluster: Cluster, sent: Sent) -> WireTraffic:
     """In two stages: inside each node, and between the members of the same number of each node. Each byte leaves a node
     once. A gather has the stages in the other order, and each of them is a ring.
     """
@@ -105,7 +105,7 @@ def hierarchical(cluster: Cluster, sent: Sent) -> Traffic:
         latency += _latency(cluster, inner=0, outer=of.nodes - 1 if ring else 1)
     inner, outer = _seconds(cluster, sent, inside, between)
     seconds = inner + outer + sent.calls * latency if cluster.timed else 0.0
-    return Traffic(inside=inside, between=between, seconds=seconds, copied=seconds if of.nodes == 1 else inner)
+    return WireTraffic(inside=inside, between=between, seconds=seconds, copied=seconds if of.nodes == 1 else inner)
 
 
 def _latency(cluster: Cluster, *, inner: int, outer: int) -> float:
@@ -141,7 +141,7 @@ class _Timed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class GpuWork:
     """What one GPU of the cluster computes in an optimizer step."""
 
     tokens: int
@@ -162,7 +162,7 @@ class Work:
 class Cost:
     """An optimizer step of the cluster by one model."""
 
-    each: tuple[Traffic, ...]
+    each: tuple[WireTraffic, ...]
     """For each kind of tensor that is sent."""
     wire: Wire | None
     """None if the wires are not known."""
@@ -187,7 +187,7 @@ class Cost:
         return None if self.seconds is None or self.alone is None else self.alone / self.seconds
 
 
-def cost(cluster: Cluster, sent: Sequence[Sent], work: Work, model: Model = flat) -> Cost:
+def cost(cluster: Cluster, sent: Sequence[Sent], work: GpuWork, model: Model = flat) -> Cost:
     """An optimizer step in which each rank sends `sent`.
 
     What leaves a node is moved by NCCL, whose kernels slow the computation beside them, so that it hides less.
@@ -301,7 +301,7 @@ def _wires(cluster: Cluster) -> str:
     return f": {cluster.inside} inside" + (f", {cluster.between} between nodes" if cluster.between is not None else "")
 
 
-def _cells(cluster: Cluster, one: Traffic) -> list[str]:
+def _cells(cluster: Cluster, one: WireTraffic) -> list[str]:
     between = [human_bytes(round(one.between))] * (cluster.nodes > 1)
     return [human_bytes(round(one.inside)), *between, _time(one.seconds) if cluster.timed else "?"]
 

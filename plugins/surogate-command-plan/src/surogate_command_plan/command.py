@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from surogate_command_plan.fit import Predictor, Proposal
     from surogate_command_plan.gpus import Gpu
     from surogate_command_plan.speed import Speed
-    from surogate_command_plan.view import Plan
+    from surogate_command_plan.view import RunPlan
     from surogate_core.config.schema import RunConfig
     from surogate_core.dsl import Model
     from surogate_core.engine.planning.prediction import Prediction
@@ -121,7 +121,7 @@ def _plan(
     from surogate_command_plan import fit, view
     from surogate_command_plan.gpus import Room
     from surogate_command_plan.length import length_of
-    from surogate_core.engine.planning.prediction import Counts
+    from surogate_core.engine.planning.prediction import TensorBytes
     from surogate_core.setup.assemble import resolve_device, resolve_model
     from surogate_core.setup.fitting import assembly_of, placed, settled_for
 
@@ -136,14 +136,14 @@ def _plan(
     config = settled_for(config, registry, resolved, room=free)
 
     predicted = fit.Predictor(
-        lambda config: Counts.of(assembly_of(config, registry, resolved)),
+        lambda config: TensorBytes.of(assembly_of(config, registry, resolved)),
         lambda config, counts: placed(config, registry, counts),
     )
     prediction = predicted(config)
-    rates = fit.Rates.of(gpu)
+    rates = fit.GpuRates.of(gpu)
     experts = _of_experts(config, resolved.model, prediction.kernels, device)
     dense = gpu if not experts and cluster is None else None  # rates are measured with dense products
-    plan = view.Plan(
+    plan = view.RunPlan(
         config=config,
         title=resolved.title,
         settings=predicted.counts(config).settings,
@@ -187,7 +187,7 @@ def _checked(
     return config
 
 
-def _shared_out(plan: Plan, registry: Registry, predicted: Predictor) -> tuple[tuple[str, ...], int] | None:
+def _shared_out(plan: RunPlan, registry: Registry, predicted: Predictor) -> tuple[tuple[str, ...], int] | None:
     """How these GPUs, or more of one machine, can share out a run that does not fit; None if it fits, or in no way."""
     from surogate_command_plan import fit, view
 
@@ -203,7 +203,7 @@ def _estimate(config: RunConfig, registry: Registry, model: Model, prediction: P
     from surogate_command_plan import fit
     from surogate_command_plan.speed import speed
 
-    more = fit.seconds_of(config, registry, prediction, fit.Rates.of(gpu))
+    more = fit.seconds_of(config, registry, prediction, fit.GpuRates.of(gpu))
     return speed(config, registry, model, prediction, gpu, more=more)
 
 
@@ -217,7 +217,7 @@ def _of_cluster(
     from surogate_core.config import sharing
 
     axes = sharing.axes(config)
-    work = cluster_cost.Work(
+    work = cluster_cost.GpuWork(
         tokens=sharing.tokens_of_rank(config) * config.gradient_accumulation_steps,
         micro_steps=config.gradient_accumulation_steps,
         update=0.0 if gpu is None else update_seconds(config, registry, prediction, gpu),
@@ -307,7 +307,7 @@ def _number_here(device: torch.device) -> int | None:
     return None if device.type != "cuda" or assumed() is not None else torch.cuda.device_count()
 
 
-def _print(plan: Plan, fitting: list[Proposal] | None, budget: int | None, switches: set[str]) -> None:
+def _print(plan: RunPlan, fitting: list[Proposal] | None, budget: int | None, switches: set[str]) -> None:
     from surogate_command_plan import fit, view
 
     if "--json" in switches:
@@ -317,7 +317,7 @@ def _print(plan: Plan, fitting: list[Proposal] | None, budget: int | None, switc
     text = view.as_text(plan, config="--config" in switches, schedule="--schedule" in switches)
     print(text, end="")
     if fitting is not None and budget is not None:
-        print("\n" + fit.as_text(budget, fitting, room=plan.room, rates=fit.Rates.of(plan.gpu)), end="")
+        print("\n" + fit.as_text(budget, fitting, room=plan.room, rates=fit.GpuRates.of(plan.gpu)), end="")
 
 
 def _left_out(registry: Registry, device: torch.device) -> dict[str, str]:

@@ -22,7 +22,7 @@ from surogate_core.errors import ConfigError, UserError
 from surogate_core.files.atomic import human_bytes
 
 if TYPE_CHECKING:
-    from surogate_core.engine.planning.prediction import Counts, Prediction
+    from surogate_core.engine.planning.prediction import Prediction, TensorBytes
     from surogate_core.plugins.registry import Registry
 
 UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "G": 2**30, "M": 2**20}
@@ -68,12 +68,14 @@ class Proposal:
 class Predictor:
     """Predicts changes of one configuration, and traces those whose layers differ once."""
 
-    def __init__(self, count: Callable[[RunConfig], Counts], place: Callable[[RunConfig, Counts], Prediction]):
+    def __init__(
+        self, count: Callable[[RunConfig], TensorBytes], place: Callable[[RunConfig, TensorBytes], Prediction]
+    ):
         """`count` traces a configuration, `place` predicts it from such counts."""
         self._count, self._place = count, place
-        self._traced: dict[tuple[object, ...], Counts] = {}
+        self._traced: dict[tuple[object, ...], TensorBytes] = {}
 
-    def counts(self, config: RunConfig) -> Counts:
+    def counts(self, config: RunConfig) -> TensorBytes:
         """The counts of a configuration, or of an earlier one with the same layers."""
         gathered = config.lora and sharing.axes(config).shards_weights
         streams = config.cpu_training or config.offload_quants or gathered
@@ -111,7 +113,7 @@ def shared_out(
     return None
 
 
-def proposals(config: RunConfig, registry: Registry, predicted: Predictor, *, rates: Rates) -> list[Proposal]:
+def proposals(config: RunConfig, registry: Registry, predicted: Predictor, *, rates: GpuRates) -> list[Proposal]:
     """All sound combinations of changes, the cheapest first, then the one with fewer changes. Nothing that the
     configuration asks for is taken back.
     """
@@ -211,7 +213,7 @@ def _overrides(config: RunConfig, changed: RunConfig) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class GpuRates:
     """How fast a GPU computes again and copies."""
 
     flops: float
@@ -222,14 +224,14 @@ class Rates:
     """How fast it exchanges tensors with other GPUs."""
 
     @classmethod
-    def of(cls, gpu: Gpu | None) -> Rates:
+    def of(cls, gpu: Gpu | None) -> GpuRates:
         """The rates of a GPU of the table, or assumed ones."""
         if gpu is None:
             return cls(flops=ARITHMETIC, bus=BUS, wire=WireRates.of(None, bus=BUS))
         return cls(flops=again_rate(gpu), bus=BUS_SHARE * gpu.bus, wire=WireRates.of(gpu, bus=gpu.bus))
 
 
-def seconds_of(config: RunConfig, registry: Registry, prediction: Prediction, rates: Rates) -> float:
+def seconds_of(config: RunConfig, registry: Registry, prediction: Prediction, rates: GpuRates) -> float:
     """Time of an optimizer step that goes into offloading, computing again and the pieces of the head."""
     spec: OptimizerSpec = registry.get("optimizer", config.optimizer.name)
     cpu_cost, bus = spec.cpu_cost, rates.bus
@@ -260,7 +262,7 @@ def seconds_of(config: RunConfig, registry: Registry, prediction: Prediction, ra
     return seconds
 
 
-def as_text(budget: int, ordered: list[Proposal], *, room: Room, rates: Rates) -> str:
+def as_text(budget: int, ordered: list[Proposal], *, room: Room, rates: GpuRates) -> str:
     """For people: the cheapest that fit, or the smallest there is."""
     fitting = best(budget, ordered, room=room)
     if not fitting:

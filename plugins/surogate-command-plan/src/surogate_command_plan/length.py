@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.conf_paths import expanded
-from surogate_core.data.rows.files import Kind, kind_of, list_directory
+from surogate_core.data.rows.files import FileKind, kind_of, list_directory
 from surogate_core.errors import SurogateError
 from surogate_core.files.paths import PACKAGE_SCHEME
 
@@ -71,7 +71,7 @@ def _files(entry: Mapping[str, Any]) -> list[Path] | None:
 def _by_size(entry: Mapping[str, Any], files: Sequence[Path]) -> bool:
     """Whether the sizes of the files say how much text is trained on."""
     kinds = [kind_of(file.name) for file in files]
-    text = all(isinstance(kind, Kind) and kind.compression is None and kind.suffix != ".parquet" for kind in kinds)
+    text = all(isinstance(kind, FileKind) and kind.compression is None and kind.suffix != ".parquet" for kind in kinds)
     whole = entry.get("split") in (None, "train") and not any(entry.get(key) for key in ("samples", "subset"))
     return text and whole
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from surogate_command_plan.gpus import Gpu
 from surogate_core.bundles import OptimizerSpec, RecipeSpec
 from surogate_core.config import sharing
-from surogate_core.train.flops import Work
+from surogate_core.train.flops import ModelFlops
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
@@ -170,7 +170,7 @@ def speed(
     tokens = sharing.tokens_of_rank(config) * config.gradient_accumulation_steps
     # A packed row of several documents has fewer pairs: this is the longest time.
     pairs = (config.sequence_len + 1) / 2
-    work = Work.of(model, frozen=config.lora)
+    work = ModelFlops.of(model, frozen=config.lora)
     recipe: RecipeSpec = registry.get("recipe", config.recipe.name)
     head = model.vocab_size * model.width * (4 if config.lora else 6)
     body = work.products_per_token - head

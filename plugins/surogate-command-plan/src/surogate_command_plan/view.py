@@ -25,7 +25,7 @@ from surogate_core.engine.planning.prediction import Prediction
 from surogate_core.engine.schedule import render
 from surogate_core.files.atomic import human_bytes
 from surogate_core.masking import masked_values, masked_yaml
-from surogate_core.setup.build import MARGIN, Choice
+from surogate_core.setup.build import MARGIN, MemorySettings
 from surogate_core.setup.ranks import reduction_notes, tokens_per_step
 
 PLACES = ("device", "host", "disk")
@@ -42,11 +42,11 @@ def chosen(asked: RunConfig, settled: RunConfig) -> str:
     """What the run chooses by itself, as overrides; empty if the configuration leaves nothing open."""
     if asked == settled:
         return ""
-    return str(Choice(**{key: getattr(settled, key) for key in CHOSEN_KEYS}))
+    return str(MemorySettings(**{key: getattr(settled, key) for key in CHOSEN_KEYS}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """Everything that is said about a run."""
 
     config: RunConfig
@@ -112,7 +112,7 @@ class Plan:
         return None if self.speed is None else self.speed.seconds
 
 
-def as_json(plan: Plan, **extra: Any) -> str:
+def as_json(plan: RunPlan, **extra: Any) -> str:
     """The plan as one JSON object, with further keys at its end."""
     prediction, speed = plan.prediction, plan.speed
     of_cluster = {} if plan.cluster is None else cluster_cost.as_json(plan.cluster)
@@ -156,7 +156,7 @@ def as_json(plan: Plan, **extra: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def as_text(plan: Plan, *, config: bool = False, schedule: bool = False) -> str:
+def as_text(plan: RunPlan, *, config: bool = False, schedule: bool = False) -> str:
     """The plan for people: the answers, then the memory; the rest on request."""
     trained = f"{plan.prediction.parameters:,} parameters, {plan.prediction.trainable_parameters:,} trained"
     if plan.unused:
@@ -179,7 +179,7 @@ def as_text(plan: Plan, *, config: bool = False, schedule: bool = False) -> str:
     return "\n".join(parts)
 
 
-def _device(plan: Plan) -> str:
+def _device(plan: RunPlan) -> str:
     ranks = plan.prediction.ranks
     if plan.settings.device.type != "cuda":
         return "on the CPU of this machine" + (f", {ranks} processes" if ranks > 1 else "")
@@ -190,14 +190,14 @@ def _device(plan: Plan) -> str:
     return f"on {count}{plan.gpu.title if plan.gpu is not None else 'a GPU that is not in the table'}"
 
 
-def _of_each(what: str, plan: Plan) -> str:
+def _of_each(what: str, plan: RunPlan) -> str:
     """``Memory of each GPU`` if there are several."""
     if plan.prediction.ranks == 1:
         return what
     return f"{what} of each {'GPU' if plan.settings.device.type == 'cuda' else 'process'}"
 
 
-def _fit(plan: Plan) -> str:
+def _fit(plan: RunPlan) -> str:
     needed = human_bytes(plan.needed)
     if plan.room.device is None:
         return f"{needed} are needed; the memory of this GPU is not known"
@@ -211,7 +211,7 @@ def _fit(plan: Plan) -> str:
     return f"no: {sizes}; {changes}; {' '.join(overrides)} needs {human_bytes(each)} of each GPU"
 
 
-def _speed(plan: Plan) -> str:
+def _speed(plan: RunPlan) -> str:
     if plan.cluster is not None:
         return cluster_cost.speed(plan.cluster)
     if plan.speed is None:
@@ -223,7 +223,7 @@ def _speed(plan: Plan) -> str:
     return f"about {rate} tokens/s, {step} a step, MFU {plan.speed.mfu:.0%} (estimated; {ASSUMED})"
 
 
-def _sends(plan: Plan) -> str:
+def _sends(plan: RunPlan) -> str:
     """What the GPUs send each other."""
     sent = human_bytes(sum(s.nbytes for s in plan.prediction.sent))
     if plan.speed is None or plan.gpu is None:
@@ -239,7 +239,7 @@ def _sends(plan: Plan) -> str:
     )
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: RunPlan) -> str:
     steps, config = plan.length.steps, plan.config
     if steps is None:
         return f"not known: {plan.length.data}"
@@ -262,7 +262,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {rest} min" if hours < 48 else f"{minutes / 1440:.1f} days"
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: RunPlan) -> list[str]:
     notes = []
     if plan.gpu is not None and plan.gpu.note:
         notes.append(f"{plan.gpu.title}: {plan.gpu.note}")
@@ -292,7 +292,7 @@ def _on_top(settings: EngineSettings) -> str:
     return "fragmentation not included"
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: RunPlan) -> str:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("tensors")
     table.add_column("place")
@@ -307,7 +307,7 @@ def _memory(plan: Plan) -> str:
     return f"{buffer.getvalue()}{totals(plan.prediction)}{all_hosts}; {_on_top(plan.settings)}\n"
 
 
-def _schedule(plan: Plan) -> str:
+def _schedule(plan: RunPlan) -> str:
     settings, config = plan.settings, plan.config
     kernels = ", ".join(f"{op} {name}" for (op, _), name in sorted(plan.prediction.kernels.items()))
     gpus = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""

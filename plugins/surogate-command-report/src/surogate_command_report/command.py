@@ -78,11 +78,13 @@ def _port(text: str) -> int:
 def _serve(directories: Sequence[Path], port: int) -> int:
     from contextlib import ExitStack, closing
 
-    from surogate_command_report.serve import Follower, PageServer
+    from surogate_command_report.serve import MetricsFollower, PageServer
     from surogate_core.files.records import find_runs
 
     with ExitStack() as stack:
-        followers = [stack.enter_context(closing(Follower(run, group=group))) for run, group in find_runs(directories)]
+        followers = [
+            stack.enter_context(closing(MetricsFollower(run, group=group))) for run, group in find_runs(directories)
+        ]
         try:
             server = PageServer(lambda: [follower.record for follower in followers], port=port)
         except OSError as error:

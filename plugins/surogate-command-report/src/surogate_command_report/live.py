@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from surogate_command_report.serve import Follower, PageServer
+from surogate_command_report.serve import MetricsFollower, PageServer
 from surogate_core.errors import UserError
 from surogate_core.events import Control, Event, Notice, RunInfo, RunStart, event_fields
 from surogate_core.files.atomic import write_file
@@ -49,7 +49,7 @@ class WebMonitor:
         self._record = RunRecord(directory=self._output, name=info.run_name, live=True)
         self._waiting: deque[tuple[float, Event]] = deque()
         self._taking = threading.Lock()
-        self._others = [Follower(Path(directory).expanduser()) for directory in options.compare]
+        self._others = [MetricsFollower(Path(directory).expanduser()) for directory in options.compare]
         try:
             self._server = PageServer(self._runs, port=options.port)
         except OSError as error:

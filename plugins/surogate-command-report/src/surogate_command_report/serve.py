@@ -67,7 +67,7 @@ class PageServer:
         self._thread.join(timeout=5)
 
 
-class Follower:
+class MetricsFollower:
     """Reads a run's metrics in a thread, as far as they are written, until it is closed."""
 
     def __init__(self, directory: Path, *, group: str = ""):

@@ -22,7 +22,7 @@ from surogate_command_serve.access import LOOPBACK
 from surogate_command_serve.asks import RequestError
 from surogate_command_serve.limits import MOST_HEAD_BYTES
 from surogate_command_serve.models import find
-from surogate_command_serve.streaming import GoneError, answer, as_json, send_json, while_connected
+from surogate_command_serve.streaming import ClientGoneError, answer, as_json, send_json, while_connected
 from surogate_core.logs import record_traceback
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Application:
         except HTTPException as error:
             allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
             await request.refuse(_no_route(scope, allowed), {"Allow": allowed} if allowed else None)
-        except (GoneError, ClientDisconnect):
+        except (ClientGoneError, ClientDisconnect):
             return
         except asyncio.CancelledError:
             raise

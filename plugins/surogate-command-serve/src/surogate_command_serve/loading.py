@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surogate_command_serve.models import Served
+from surogate_command_serve.models import ServedModel
 from surogate_command_serve.server import Note, Server
 from surogate_command_serve.worker import Worker
 from surogate_core.bundles import RolloutSettings, Sampling
@@ -16,7 +16,7 @@ from surogate_core.config.schema import RunConfig
 from surogate_core.errors import UserError
 from surogate_core.inference.adapters import Adapters, prepare_beside
 from surogate_core.inference.generation import (
-    Prepared,
+    PreparedModel,
     named,
     on_its_base,
     prepare,
@@ -68,7 +68,7 @@ def load(
     *,
     progress: Callable[[str, int, int], None] = lambda task, done, total: None,
     note: Note = lambda line: None,
-) -> tuple[dict[str, Served], Worker]:
+) -> tuple[dict[str, ServedModel], Worker]:
     """(models by name, the thread that generates). `note` receives what is to be said about the models."""
     if serving.base in serving.adapters:
         directory = serving.adapters[serving.base]
@@ -83,7 +83,7 @@ def load(
     prepared, beside = _prepared(serving, registry, note)
     context = int(min(serving.context or CONTEXT, prepared.context))
     models = {
-        name: Served(
+        name: ServedModel(
             name=name,
             prepared=one,
             sampling=serving.sampling(one.sampling),
@@ -116,7 +116,7 @@ def load(
     return models, Worker(engine, slots=slots, activate=activate)
 
 
-def _prepared(serving: Serving, registry: Registry, note: Note) -> tuple[Prepared, dict[str, Prepared]]:
+def _prepared(serving: Serving, registry: Registry, note: Note) -> tuple[PreparedModel, dict[str, PreparedModel]]:
     """(the model, the adapters beside it by name)."""
     model = serving.model
     base = named(model, fix=on_its_base("surogate serve"))
@@ -124,7 +124,7 @@ def _prepared(serving: Serving, registry: Registry, note: Note) -> tuple[Prepare
     if not serving.adapters:
         prepared = prepare(base, config, registry)
         said = {model: (*prepared.notes, *quantised_note(model, base, prepared, registry))}
-        beside: dict[str, Prepared] = {}
+        beside: dict[str, PreparedModel] = {}
     else:
         found = {name: with_adapter(model, directory) for name, directory in serving.adapters.items()}
         prepared, beside = prepare_beside(base, found, config, registry)
@@ -157,7 +157,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
 
 
 def listen(
-    models: Mapping[str, Served], worker: Worker, *, host: str, port: int, token: str | None, note: Note
+    models: Mapping[str, ServedModel], worker: Worker, *, host: str, port: int, token: str | None, note: Note
 ) -> Server:
     """A server for these models; raises `UserError` if it cannot listen there."""
     try:

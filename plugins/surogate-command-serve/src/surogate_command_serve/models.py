@@ -14,8 +14,8 @@ from surogate_core.bundles import Grammar, Request, Sampling, ToolParserSpec
 from surogate_core.data.text.chat import chat_of
 from surogate_core.errors import UserError
 from surogate_core.generate.constraints import grammars_of
-from surogate_core.inference.completions import Watch, token_bytes
-from surogate_core.inference.generation import Prepared
+from surogate_core.inference.completions import GrowingText, token_bytes
+from surogate_core.inference.generation import PreparedModel
 from surogate_core.inference.texts import Prompt, prompt_of_messages, prompt_of_text
 from surogate_core.inference.tool_calls import OneCall, tag_ids
 from surogate_core.tools.choosing import core_parsers, parser_of
@@ -29,11 +29,11 @@ USUAL_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """A model that can be asked for."""
 
     name: str
-    prepared: Prepared
+    prepared: PreparedModel
     sampling: Sampling
     """Unless the request says otherwise."""
     context: int
@@ -79,13 +79,13 @@ class Served:
         watches = [self._ending(ask, request) for request in requests]
         return Ticket(model=self.name, requests=requests, watches=watches)
 
-    def watch(self, ask: Ask, request: Request) -> Watch:
+    def watch(self, ask: Ask, request: Request) -> GrowingText:
         """The text of a completion of a request while it grows."""
-        return Watch(
+        return GrowingText(
             self.tokenizer, request.prompt, ask.stop, shown=self._shown(ask) if ask.offer.tools else frozenset()
         )
 
-    def _ending(self, ask: Ask, request: Request) -> Watch:
+    def _ending(self, ask: Ask, request: Request) -> GrowingText:
         """Says when a completion ends: at a stop text, or behind the only call that it may have."""
         reader = None if ask.offer.several else self.reader(ask)
         if reader is None:
@@ -191,7 +191,7 @@ class Served:
         return replace(self.sampling, **given)
 
 
-def find(models: Mapping[str, Served], name: str | None) -> Served:
+def find(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
     """The model of a name; without one the only model. Raises `RequestError`."""
     known = ", ".join(models)
     if name is None:

@@ -8,15 +8,15 @@ from typing import Any
 
 from surogate_command_serve.answers import Choice, Token
 from surogate_command_serve.asks import Ask
-from surogate_command_serve.models import Served
+from surogate_command_serve.models import ServedModel
 from surogate_command_serve.worker import Chosen, Ticket
 from surogate_core.tools.reading import Delta
 
 
-class Parts:
+class TicketParts:
     """The completions of a ticket as they grow, for the thread that answers."""
 
-    def __init__(self, ask: Ask, model: Served, ticket: Ticket):
+    def __init__(self, ask: Ask, model: ServedModel, ticket: Ticket):
         self._ask, self._model, self._ticket = ask, model, ticket
         self._texts = [model.watch(ask, request) for request in ticket.requests]
         self._readers = [model.reader(ask) for _ in ticket.requests]

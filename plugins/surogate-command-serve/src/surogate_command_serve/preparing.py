@@ -19,7 +19,7 @@ from surogate_command_serve.asks import Ask, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_command_serve.models import Served
+    from surogate_command_serve.models import ServedModel
 
 T = TypeVar("T")
 FRAME = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "id", "type", "function", "arguments"))
@@ -61,7 +61,7 @@ class Preparer:
             del held, future
 
 
-def check_sizes(model: Served, ask: Ask) -> None:
+def check_sizes(model: ServedModel, ask: Ask) -> None:
     """Refuse what cannot fit before it is tokenised; raises `RequestError`.
 
     A text of more bytes than the context's tokens can have is too long; so are more messages than tokens.
@@ -105,7 +105,7 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _too_long(model: Served, name: str, what: str) -> RequestError:
+def _too_long(model: ServedModel, name: str, what: str) -> RequestError:
     more = ", or start the server with a larger --context" if model.context < model.prepared.context else ""
     return RequestError(
         f"{name}: {what}, and there is room for {model.context:,} tokens with the completion. Fix: shorten it{more}.",

@@ -13,7 +13,7 @@ import uvicorn
 
 from surogate_command_serve.application import Application
 from surogate_command_serve.limits import IDLE_SECONDS, MOST_HEAD_BYTES, Connections, protocol_with
-from surogate_command_serve.models import Served
+from surogate_command_serve.models import ServedModel
 from surogate_command_serve.preparing import Preparer
 from surogate_command_serve.worker import Worker
 
@@ -32,7 +32,7 @@ class Server:
 
     def __init__(
         self,
-        models: Mapping[str, Served],
+        models: Mapping[str, ServedModel],
         worker: Worker,
         *,
         host: str = "127.0.0.1",

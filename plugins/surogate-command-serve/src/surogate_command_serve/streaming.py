@@ -15,8 +15,8 @@ from starlette.types import Receive, Send
 
 from surogate_command_serve.answers import Answer, event
 from surogate_command_serve.asks import Ask, RequestError, read
-from surogate_command_serve.models import Served, find, usage_of
-from surogate_command_serve.parts import Parts
+from surogate_command_serve.models import ServedModel, find, usage_of
+from surogate_command_serve.parts import TicketParts
 from surogate_command_serve.preparing import check_sizes
 from surogate_command_serve.worker import Ticket
 
@@ -29,7 +29,7 @@ QUIET_SECONDS = 10.0
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
-class GoneError(Exception):
+class ClientGoneError(Exception):
     """The client has closed its connection."""
 
 
@@ -59,13 +59,13 @@ class Bell:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes; then raises `GoneError`."""
+    """The result of `work`, which is cancelled when the client goes; then raises `ClientGoneError`."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise GoneError
+        raise ClientGoneError
     finally:
         for task in (working, leaving):
             if not task.done():
@@ -79,7 +79,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def prepared(models: Mapping[str, Served], body: bytes, *, chat: bool) -> tuple[Ask, Served, Ticket]:
+def prepared(models: Mapping[str, ServedModel], body: bytes, *, chat: bool) -> tuple[Ask, ServedModel, Ticket]:
     """A body as completions to make; raises `RequestError`."""
     ask = read(body, chat=chat)
     model = find(models, ask.model)
@@ -93,7 +93,7 @@ async def answer(owner: Server, body: bytes, *, chat: bool, send: Send) -> None:
     del body
     bell = Bell()
     ticket.wake = bell.ring
-    parts = Parts(ask, model, ticket)
+    parts = TicketParts(ask, model, ticket)
     started = time.perf_counter()
     owner.worker.submit(ticket)
     state = "broken off by the client"
@@ -117,11 +117,11 @@ async def answer(owner: Server, body: bytes, *, chat: bool, send: Send) -> None:
         owner.note(f"{model.name}: {tokens} in {seconds:.1f} s, {state}")
 
 
-def _whole(made: Answer, parts: Parts, ticket: Ticket) -> bytes:
+def _whole(made: Answer, parts: TicketParts, ticket: Ticket) -> bytes:
     return as_json(made.whole(parts.whole(), usage_of(ticket.requests, parts.tokens)))
 
 
-async def _events(ticket: Ticket, parts: Parts, bell: Bell) -> AsyncIterator[None]:
+async def _events(ticket: Ticket, parts: TicketParts, bell: Bell) -> AsyncIterator[None]:
     """Takes what the worker has done, until all completions have ended; yields after each time."""
     while parts.open:
         await bell.wait(QUIET_SECONDS)
@@ -134,7 +134,7 @@ async def _events(ticket: Ticket, parts: Parts, bell: Bell) -> AsyncIterator[Non
         yield
 
 
-async def _stream(ask: Ask, made: Answer, ticket: Ticket, parts: Parts, bell: Bell, send: Send) -> None:
+async def _stream(ask: Ask, made: Answer, ticket: Ticket, parts: TicketParts, bell: Bell, send: Send) -> None:
     """Send the chunks of an answer as they are made; an error in the middle is the last one."""
 
     async def write(data: bytes) -> None:

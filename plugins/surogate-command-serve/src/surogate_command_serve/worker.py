@@ -19,7 +19,7 @@ import structlog
 from surogate_command_serve.asks import RequestError
 from surogate_core.bundles import Reason, Request, RolloutEngine
 from surogate_core.errors import SurogateError
-from surogate_core.inference.completions import Watch
+from surogate_core.inference.completions import GrowingText
 from surogate_core.logs import record_traceback
 
 log = structlog.get_logger(__name__)
@@ -46,7 +46,7 @@ class Ticket:
 
     model: str
     requests: Sequence[Request]
-    watches: Sequence[Watch]
+    watches: Sequence[GrowingText]
     """Finds the stop texts of each."""
     events: SimpleQueue[Chosen | RequestError] = field(default_factory=SimpleQueue)
     """What has happened, for the thread that answers."""

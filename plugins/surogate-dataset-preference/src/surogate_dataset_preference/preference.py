@@ -30,7 +30,7 @@ class PreferenceOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class PreferencePair:
     """A row: texts, or messages."""
 
     prompt: str | Messages
@@ -81,7 +81,7 @@ def _check_different(group: Group, names: Sequence[str], context: EncodeContext)
 # ---------------------------------------------------------------------------------------- rows
 
 
-def read_pair(row: Mapping[str, Any], options: PreferenceOptions) -> Pair:
+def read_pair(row: Mapping[str, Any], options: PreferenceOptions) -> PreferencePair:
     """The prompt and both answers. Answers that are whole conversations have the prompt in common."""
     names = (options.chosen_field, options.rejected_field)
     if options.prompt_field is not None and options.prompt_field not in row and not _is_messages(row, names[0]):
@@ -103,20 +103,20 @@ def read_pair(row: Mapping[str, Any], options: PreferenceOptions) -> Pair:
     prompt = text_or_messages(row, options.prompt_field)
     for answer, name in zip((chosen, rejected), names, strict=True):
         check_answer(answer, name)
-    return Pair(prompt=prompt, chosen=chosen, rejected=rejected)
+    return PreferencePair(prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 def _is_messages(row: Mapping[str, Any], field: str) -> bool:
     return row.get(field) is not None and not isinstance(text_or_messages(row, field), str)
 
 
-def _with_shared_messages(chosen: Messages, rejected: Messages, names: Sequence[str]) -> Pair:
+def _with_shared_messages(chosen: Messages, rejected: Messages, names: Sequence[str]) -> PreferencePair:
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
     if not shared:
         raise RowError(f"fields {names[0]!r} and {names[1]!r} begin with different messages: there is no common prompt")
-    pair = Pair(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
+    pair = PreferencePair(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
     for answer, name in zip((pair.chosen, pair.rejected), names, strict=True):
         if not answer:
             raise RowError(f"field {name!r} has no message after the common prompt")
@@ -124,7 +124,7 @@ def _with_shared_messages(chosen: Messages, rejected: Messages, names: Sequence[
     return pair
 
 
-def _with_shared_text(chosen: str, rejected: str, names: Sequence[str]) -> Pair:
+def _with_shared_text(chosen: str, rejected: str, names: Sequence[str]) -> PreferencePair:
     pairs = enumerate(zip(chosen, rejected, strict=False))
     prompt = chosen[: next((place for place, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))]
     # Not within a word.
@@ -135,7 +135,7 @@ def _with_shared_text(chosen: str, rejected: str, names: Sequence[str]) -> Pair:
     for answer, name in zip(answers, names, strict=True):
         if not answer.strip():
             raise RowError(f"field {name!r} has no text after the common prompt")
-    return Pair(prompt=prompt, chosen=answers[0], rejected=answers[1])
+    return PreferencePair(prompt=prompt, chosen=answers[0], rejected=answers[1])
 
 
 FORMAT = DatasetFormat(

@@ -8,7 +8,7 @@ from surogate_core import bundles, hookimpl
 from surogate_environment_openenv.options import OpenEnvOptions
 
 if TYPE_CHECKING:
-    from surogate_environment_openenv.sessions import Served
+    from surogate_environment_openenv.sessions import ServerProblems
 
 SUROGATE_API = ">=2,<3"
 
@@ -19,7 +19,7 @@ def surogate_environment() -> bundles.EnvironmentSpec:
     return bundles.EnvironmentSpec(name="openenv", build=_build, options=OpenEnvOptions, weights={"steps": 0.0})
 
 
-def _build(options: OpenEnvOptions) -> Served:
+def _build(options: OpenEnvOptions) -> ServerProblems:
     from surogate_core.errors import MachineError
 
     try:
@@ -29,6 +29,6 @@ def _build(options: OpenEnvOptions) -> Served:
             f"environment openenv: the package {error.name} is not installed. "
             "Fix: pip install 'surogate-environment-openenv[client]'"
         ) from error
-    from surogate_environment_openenv.sessions import Served
+    from surogate_environment_openenv.sessions import ServerProblems
 
-    return Served(options)
+    return ServerProblems(options)

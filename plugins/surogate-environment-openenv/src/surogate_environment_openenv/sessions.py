@@ -82,7 +82,7 @@ class Session:
             self._stack.close()
 
 
-class Served:
+class ServerProblems:
     """Tasks without an end: each has a seed of its own, which the server's environment is reset with."""
 
     size = None
@@ -105,8 +105,8 @@ class Served:
         messages = (*system, *user_says(options.prompt.replace("{observation}", shown)))
         return EnvironmentTask(messages=messages, data={"seed": own, "shown": shown})
 
-    def start(self, task: EnvironmentTask) -> Attempt:
-        return Attempt(self, task)
+    def start(self, task: EnvironmentTask) -> OpenEnvEpisode:
+        return OpenEnvEpisode(self, task)
 
     def reset(self, session: Session, seed: int) -> Mapping[str, Any]:
         """The first observation of a session."""
@@ -141,10 +141,10 @@ class Served:
         return _filled(self.options.action, value)
 
 
-class Attempt:
+class OpenEnvEpisode:
     """An episode on the server."""
 
-    def __init__(self, owner: Served, task: EnvironmentTask) -> None:
+    def __init__(self, owner: ServerProblems, task: EnvironmentTask) -> None:
         self._owner, self._rewards, self._done = owner, [0.0], False
         self._session = Session(owner.options)
         if owner.shown(owner.reset(self._session, int(task.data["seed"]))) != task.data["shown"]:

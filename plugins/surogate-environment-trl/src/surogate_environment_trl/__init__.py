@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from surogate_core import bundles, hookimpl
-from surogate_environment_trl.options import RewardOptions
+from surogate_environment_trl.options import RewardFunctionOptions
 
 if TYPE_CHECKING:
     from surogate_environment_trl.tasks import Rewarded
@@ -16,10 +16,10 @@ SUROGATE_API = ">=2,<3"
 @hookimpl
 def surogate_environment() -> bundles.EnvironmentSpec:
     """Prompts of a file, judged by functions that TRL's GRPOTrainer takes as `reward_funcs`."""
-    return bundles.EnvironmentSpec(name="trl", build=_build, options=RewardOptions)
+    return bundles.EnvironmentSpec(name="trl", build=_build, options=RewardFunctionOptions)
 
 
-def _build(options: RewardOptions) -> Rewarded:
+def _build(options: RewardFunctionOptions) -> Rewarded:
     from surogate_environment_trl.tasks import build
 
     return build(options)

@@ -11,7 +11,7 @@ from surogate_core.bundles import Code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardOptions:
+class RewardFunctionOptions:
     """Prompts of a file and the functions that reward completions."""
 
     path: str = ""

@@ -12,7 +12,7 @@ from surogate_core.errors import UserError
 from surogate_core.files.prompts import read_rows
 from surogate_core.plugins import import_policy
 from surogate_core.plugins.functions import load_function
-from surogate_environment_trl.options import RewardOptions
+from surogate_environment_trl.options import RewardFunctionOptions
 from surogate_reinforcement.episodes import user_says
 
 Function = Callable[..., Any]
@@ -20,10 +20,10 @@ NOT_HERE = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_m
 """Arguments that TRL passes and an environment does not have: it sees texts, not the trainer."""
 
 
-class Judged:
+class JudgedCompletion:
     """One completion, which functions judge when it is there."""
 
-    def __init__(self, task: EnvironmentTask, judge: Callable[[Judged], Mapping[str, float | None]]) -> None:
+    def __init__(self, task: EnvironmentTask, judge: Callable[[JudgedCompletion], Mapping[str, float | None]]) -> None:
         self.task, self.text = task, ""
         self._judge = judge
 
@@ -38,7 +38,7 @@ class Judged:
 class Rewarded:
     """One task for each line of the file; held-out ones follow."""
 
-    def __init__(self, options: RewardOptions, functions: Mapping[str, Function]) -> None:
+    def __init__(self, options: RewardFunctionOptions, functions: Mapping[str, Function]) -> None:
         self._options, self._functions = options, functions
         rows = _rows(options, "path", options.path)
         self.size = len(rows)
@@ -55,9 +55,9 @@ class Rewarded:
         return EnvironmentTask(messages=messages, data={"row": row})
 
     def start(self, task: EnvironmentTask) -> Episode:
-        return Judged(task, lambda episode: self._rewards([episode])[0])
+        return JudgedCompletion(task, lambda episode: self._rewards([episode])[0])
 
-    def _rewards(self, episodes: Sequence[Judged]) -> list[dict[str, float | None]]:
+    def _rewards(self, episodes: Sequence[JudgedCompletion]) -> list[dict[str, float | None]]:
         """By the name of their function, in the order of the episodes, which have the same columns."""
         columns = self._arguments(episodes)
         found: list[dict[str, float | None]] = [{} for _ in episodes]
@@ -72,7 +72,7 @@ class Rewarded:
                 rewards[name] = None if value is None else float(value)
         return found
 
-    def _arguments(self, episodes: Sequence[Judged]) -> dict[str, list[Any]]:
+    def _arguments(self, episodes: Sequence[JudgedCompletion]) -> dict[str, list[Any]]:
         """`prompts`, `completions` and the columns as lists; completions are conversations where prompts are."""
         rows = [episode.task.data["row"] for episode in episodes]
         own = self._options.prompt
@@ -88,14 +88,14 @@ class RewardedTogether(Rewarded):
     """The same, with functions that are called with all completions of a prompt."""
 
     def start(self, task: EnvironmentTask) -> Episode:
-        return Judged(task, lambda episode: {})
+        return JudgedCompletion(task, lambda episode: {})
 
-    def group_rewards(self, episodes: Sequence[Judged]) -> list[dict[str, float | None]]:
+    def group_rewards(self, episodes: Sequence[JudgedCompletion]) -> list[dict[str, float | None]]:
         """The rewards of all completions of one prompt."""
         return self._rewards(episodes)
 
 
-def build(options: RewardOptions) -> Rewarded:
+def build(options: RewardFunctionOptions) -> Rewarded:
     """The environment. Raises `UserError` for a file, a row or a function that is wrong."""
     if not options.path:
         raise UserError("environment.path is not set. Fix: environment.path=prompts.jsonl")
@@ -140,7 +140,7 @@ def _check_arguments(name: str, function: Function, columns: Any) -> None:
             )
 
 
-def _rows(options: RewardOptions, key: str, path: str) -> list[Mapping[str, Any]]:
+def _rows(options: RewardFunctionOptions, key: str, path: str) -> list[Mapping[str, Any]]:
     found = []
     for place, row in read_rows(path, key=f"environment.{key}"):
         prompt = row.get(options.prompt) if isinstance(row, Mapping) else None

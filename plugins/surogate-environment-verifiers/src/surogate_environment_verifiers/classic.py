@@ -77,7 +77,7 @@ class Waiting(vf.Client):
 Waiting.__abstractmethods__ = frozenset()
 
 
-class Attempt:
+class ClassicEpisode:
     """A rollout of the environment, which waits for replies."""
 
     def __init__(self, owner: Classic, task: EnvironmentTask) -> None:
@@ -163,10 +163,10 @@ class Classic:
             messages=tuple(row["prompt"]), data={"row": row}, tools=tuple(_function(tool) for tool in tools)
         )
 
-    def start(self, task: EnvironmentTask) -> Attempt:
-        return Attempt(self, task)
+    def start(self, task: EnvironmentTask) -> ClassicEpisode:
+        return ClassicEpisode(self, task)
 
-    def scored(self, attempts: Sequence[Attempt]) -> list[Mapping[str, float | None]]:
+    def scored(self, attempts: Sequence[ClassicEpisode]) -> list[Mapping[str, float | None]]:
         """The rewards of attempts at one task, multiplied by their weights."""
         states = [attempt.ended() for attempt in attempts]
         with _errors() as said:
@@ -181,12 +181,12 @@ class Classic:
         return [{name: weight * float(state["metrics"][name]) for name, weight in weights.items()} for state in states]
 
 
-class Together(Classic):
+class ComparedRollouts(Classic):
     """The same, with a rubric that compares the attempts at one task."""
 
     together = True
 
-    def group_rewards(self, episodes: Sequence[Attempt]) -> list[Mapping[str, float | None]]:
+    def group_rewards(self, episodes: Sequence[ClassicEpisode]) -> list[Mapping[str, float | None]]:
         """The rewards of all attempts at one task."""
         return self.scored(episodes)
 
@@ -207,7 +207,7 @@ def open_environment(make: Callable[..., Any], options: VerifiersOptions) -> Cla
             "not have. Fix: give it a rubric of functions"
         )
     together = any(r._is_group_func(f) for r in _rubrics(env.rubric) for f in r.funcs)
-    return Together(env) if together else Classic(env)
+    return ComparedRollouts(env) if together else Classic(env)
 
 
 def plain(message: Any) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from surogate_core.bundles import Sampling
 from surogate_core.data.text.whole_text import encode_whole
 from surogate_core.errors import UserError
-from surogate_core.inference.texts import Prompt, Wanted
-from surogate_core.measure.subject import Pair, Subject
+from surogate_core.inference.texts import Prompt, PromptOptions
+from surogate_core.measure.subject import JudgedText, Subject
 
 LENGTH = 2048
 """Tokens of a sequence, if the model has no end."""
@@ -85,7 +85,9 @@ class SurogateLM(TemplateLM):
         for number, (_, context, continuation) in enumerate(requests):
             whole = (*context, *continuation)[-(self.max_length + 1) :]
             border = max(1, len(whole) - len(continuation))
-            pairs.append(Pair(name=f"request {number}", context=whole[:border], continuation=tuple(whole[border:])))
+            pairs.append(
+                JudgedText(name=f"request {number}", context=whole[:border], continuation=tuple(whole[border:]))
+            )
         return [(one.logprob, one.greedy) for one in self.subject.likelihoods(pairs)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -137,7 +139,7 @@ class SurogateLM(TemplateLM):
             Prompt(name=f"prompt {number}", ids=tuple(self.tok_encode(text)[-room:]))
             for number, text in enumerate(contexts)
         ]
-        wanted = Wanted(
+        wanted = PromptOptions(
             max_new_tokens=most,
             sampling=Sampling(**{"temperature": 0.0, **sampling}, seed=self.seed),
             stop=tuple(until),

@@ -34,7 +34,7 @@ def modelfile(job: ExportJob, vocabulary: Vocabulary, path: Path) -> tuple[str, 
         lines.append("TEMPLATE {{ .Prompt }}\n")
     else:
         # llama.cpp puts a beginning of text in front by itself.
-        frame = Frame.of(chat_of(job.tokenizer), str(job.tokenizer.bos_token) if vocabulary.adds_bos else "")
+        frame = MessageTexts.of(chat_of(job.tokenizer), str(job.tokenizer.bos_token) if vocabulary.adds_bos else "")
         if frame is None:
             notes.append(f"{path}: the chat template has no equal in Ollama's templates, so Ollama chooses one.")
         else:
@@ -74,7 +74,7 @@ def _stops(job: ExportJob, vocabulary: Vocabulary) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class MessageTexts:
     """The texts around the messages of a conversation that ends with the user's."""
 
     alone: str
@@ -91,7 +91,7 @@ class Frame:
     """Before the answer to be generated, after `after_user`."""
 
     @classmethod
-    def of(cls, chat: Chat, bos: str = "") -> Frame | None:
+    def of(cls, chat: Chat, bos: str = "") -> MessageTexts | None:
         """The frame of a chat template; None if conversations cannot be put together from one.
 
         `bos`: a text at the beginning of every conversation that is left out.
@@ -109,7 +109,7 @@ class Frame:
         return found if is_equal and _WIDEST not in found.template() else None
 
     @classmethod
-    def _found(cls, render: Callable[[Messages], str], *, takes_system: bool) -> tuple[Frame, bool]:
+    def _found(cls, render: Callable[[Messages], str], *, takes_system: bool) -> tuple[MessageTexts, bool]:
         """The frame of two conversations, and whether the text behind a user's message is the same in both.
 
         Raises `ValueError` if a message is not there once, and `RowError`.

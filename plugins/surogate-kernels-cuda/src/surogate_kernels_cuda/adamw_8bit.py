@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Kernel
-from surogate_core.formats.adamw_8bit import DynamicCode, Range, Rates
+from surogate_core.formats.adamw_8bit import DynamicCode, Range, StepNumbers
 from surogate_core.kernels.building.native import Module, Sources
 from surogate_core.kernels.optimizing.rounding import place
 
@@ -47,7 +47,13 @@ def _resident(device: torch.device) -> int:
 
 
 def adamw_8bit_update(
-    grad_BK: Tensor, chunk: Range, rates: Rates, codes: tuple[DynamicCode, DynamicCode], *, beta1: float, beta2: float
+    grad_BK: Tensor,
+    chunk: Range,
+    rates: StepNumbers,
+    codes: tuple[DynamicCode, DynamicCode],
+    *,
+    beta1: float,
+    beta2: float,
 ) -> None:
     """`surogate_core.formats.adamw_8bit.adamw_8bit_update`."""
     group, eight = chunk.group, len(chunk.first) == 2

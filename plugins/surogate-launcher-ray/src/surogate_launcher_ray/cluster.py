@@ -15,8 +15,8 @@ from surogate_core.errors import MachineError, PluginError, SurogateError
 from surogate_core.launch.child import RESUME, Failure
 from surogate_launcher_ray.connection import SHOWN
 from surogate_launcher_ray.facts import Facts
-from surogate_launcher_ray.head import Head
-from surogate_launcher_ray.layout import Layout, Machine, order
+from surogate_launcher_ray.head import HeadProbe
+from surogate_launcher_ray.layout import Machine, RankLayout, order
 from surogate_launcher_ray.node import Node
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ LOOK = 1.0
 _ATTRIBUTE = re.compile(r"\s+(class_name|actor_id|pid|name|namespace|ip): ")
 
 
-class Stopped(Exception):  # noqa: N818
+class StoppedEarly(Exception):  # noqa: N818
     """A signal came while the run was not started yet."""
 
 
@@ -75,7 +75,7 @@ def machine_here(ray: Any) -> str:
 
 @contextmanager
 def reserved(
-    ray: Any, layout: Layout, head: Head, check: Callable[[], None], *, with_here: bool = False
+    ray: Any, layout: RankLayout, head: HeadProbe, check: Callable[[], None], *, with_here: bool = False
 ) -> Iterator[list[Member]]:
     """The machines of the run in the order of their ranks, each with an actor; all is given back afterwards.
 
@@ -124,7 +124,7 @@ def reserved(
 
 
 def describe(
-    ray: Any, members: Sequence[Member], policy: PluginPolicy | None, head: Head, check: Callable[[], None]
+    ray: Any, members: Sequence[Member], policy: PluginPolicy | None, head: HeadProbe, check: Callable[[], None]
 ) -> None:
     """Ask each machine for its facts. Raises its errors, with its name."""
     asked = [member.actor.facts.remote(policy) for member in members]
@@ -134,7 +134,7 @@ def describe(
 
 
 def answers(
-    ray: Any, members: Sequence[Member], asked: Sequence[Any], what: str, head: Head, check: Callable[[], None]
+    ray: Any, members: Sequence[Member], asked: Sequence[Any], what: str, head: HeadProbe, check: Callable[[], None]
 ) -> list[Any]:
     """What a method of each machine's actor has returned. `what` is waited for, `check` is called meanwhile.
 

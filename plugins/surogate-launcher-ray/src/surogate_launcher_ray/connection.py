@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from surogate_core.errors import ConfigError, MachineError, Problem
-from surogate_launcher_ray.head import Head
+from surogate_launcher_ray.head import HeadProbe
 
 ANSWER_SECONDS = 5.0
 """The time in which the head of a cluster takes a connection."""
@@ -67,7 +67,7 @@ def _check_answer(address: str) -> None:
         place = canonicalize_bootstrap_address(address)
     except (ImportError, OSError, ValueError):  # no such function in this version, or Ray's own error, which it repeats
         return
-    if place is not None and Head(place, ANSWER_SECONDS).wait() is not None:
+    if place is not None and HeadProbe(place, ANSWER_SECONDS).wait() is not None:
         raise _refused(address, ConnectionError(f"nothing at {place} takes a connection"))
 
 

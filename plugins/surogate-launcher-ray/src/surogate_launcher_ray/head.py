@@ -20,7 +20,7 @@ ANSWER_SECONDS = 1.0
 """The time that a look takes at most."""
 
 
-class Head:
+class HeadProbe:
     """Looks whether the head takes connections, which needs no call of Ray."""
 
     def __init__(self, address: str, limit: float):
@@ -33,7 +33,7 @@ class Head:
         self._in_vain = 0
 
     @classmethod
-    def of(cls, ray: Any, environment: Mapping[str, str]) -> Head:
+    def of(cls, ray: Any, environment: Mapping[str, str]) -> HeadProbe:
         """That of the cluster to which Ray is connected."""
         try:
             patience = float(environment.get(PATIENCE_NAME, ""))

@@ -25,7 +25,7 @@ from surogate_launcher_ray.cluster import (
     LOOK,
     Lost,
     Member,
-    Stopped,
+    StoppedEarly,
     answers,
     describe,
     lost_machines,
@@ -34,11 +34,11 @@ from surogate_launcher_ray.cluster import (
 )
 from surogate_launcher_ray.connection import connected, ray_module, refuse_client
 from surogate_launcher_ray.facts import compare, installed_in
-from surogate_launcher_ray.head import Head
-from surogate_launcher_ray.layout import Layout, Machine, layout
-from surogate_launcher_ray.node import Prepared, Start
+from surogate_launcher_ray.head import HeadProbe
+from surogate_launcher_ray.layout import Machine, RankLayout, layout
+from surogate_launcher_ray.node import PreparedMachine, Start
 from surogate_launcher_ray.options import RayOptions
-from surogate_launcher_ray.watch import Watch
+from surogate_launcher_ray.watch import RanksWatch
 
 if TYPE_CHECKING:
     from surogate_core.bundles.launchers import Job
@@ -79,9 +79,9 @@ class _Run:
 
     def __init__(self, ray: Any, job: Job, options: RayOptions, registry: Registry, signals: Forwarding):
         self._ray, self._job, self._options, self._signals = ray, job, options, signals
-        self._head = Head.of(ray, os.environ)
+        self._head = HeadProbe.of(ray, os.environ)
         self._here = installed_in(registry)
-        self._layout: Layout | None = None
+        self._layout: RankLayout | None = None
         """That of the first start, which a restart has too if no machine is missing."""
         self._machines: Sequence[Machine] = ()
         """Those of the cluster at the first start."""
@@ -99,7 +99,7 @@ class _Run:
             if isinstance(result, Failure) and (lost := self._head.wait(self._check_signals)) is not None:
                 return lost  # that is why the machine of the failure does not answer
             return result
-        except Stopped:
+        except StoppedEarly:
             return 128 + (self._signals.received or 0)
 
     def _start(self, resume: bool) -> int | Failure:
@@ -117,7 +117,7 @@ class _Run:
         except Lost as error:
             return error.failure
 
-    def _start_on(self, found: Layout, resume: bool) -> int | Failure:
+    def _start_on(self, found: RankLayout, resume: bool) -> int | Failure:
         """Start all ranks on machines of the cluster. Raises `Fewer` while it waits for more than there are, and `Lost`
         for a machine that is lost before the ranks start."""
         try:
@@ -126,15 +126,15 @@ class _Run:
             self._with_here = True
             return self._start_there(found, resume)
 
-    def _start_there(self, found: Layout, resume: bool) -> int | Failure:
+    def _start_there(self, found: RankLayout, resume: bool) -> int | Failure:
         ray, head, check = self._ray, self._head, partial(self._check_left, found)
         with reserved(ray, found, head, check, with_here=self._with_here) as members:
             describe(ray, members, self._policy, head, self._check)
             compare(self._here, [member.facts for member in members if member.facts is not None])
             self._start_ranks(members, found, resume)
-            return Watch(ray, members, self._signals, head=head, silence=self._options.node_silence).run()
+            return RanksWatch(ray, members, self._signals, head=head, silence=self._options.node_silence).run()
 
-    def _layout_left(self) -> Layout:
+    def _layout_left(self) -> RankLayout:
         """The layout for a restart, and a line about what has changed."""
         full = self._layout
         assert full is not None
@@ -155,7 +155,7 @@ class _Run:
             )
         return found or full
 
-    def _on_those_left(self) -> Layout | None:
+    def _on_those_left(self) -> RankLayout | None:
         assert self._layout is not None
         machines = Machine.of(self._ray.nodes())
         least, micro_batches = self._options.min_nodes, self._micro_batches()
@@ -185,7 +185,7 @@ class _Run:
                 return None if written is None else int(written)
         return int(self._job.config.get(ACCUMULATION, 0)) * (self._layout.world // self._context)
 
-    def _check_left(self, found: Layout) -> None:
+    def _check_left(self, found: RankLayout) -> None:
         """As `_check`, while machines are reserved.
 
         Raises `Lost` if the cluster no longer has enough machines for the first start, and `Fewer` once a restart can
@@ -214,9 +214,9 @@ class _Run:
 
     def _check_signals(self) -> None:
         if self._signals.received is not None:
-            raise Stopped
+            raise StoppedEarly
 
-    def _start_ranks(self, members: Sequence[Member], found: Layout, resume: bool) -> None:
+    def _start_ranks(self, members: Sequence[Member], found: RankLayout, resume: bool) -> None:
         assert self._layout is not None
         logs, here = _logs(self._job), _directory()
         with _shared(logs) as (file, content):
@@ -257,7 +257,9 @@ class _Run:
         with suppress(Lost):
             answers(self._ray, members, asked, "for the supervisors to start the ranks", self._head, self._check)
 
-    def _check_prepared(self, members: Sequence[Member], prepared: Sequence[Prepared], found: Layout) -> None:
+    def _check_prepared(
+        self, members: Sequence[Member], prepared: Sequence[PreparedMachine], found: RankLayout
+    ) -> None:
         """Raise `UserError` if a machine cannot start its ranks, or if rank 0 would write what this process cannot
         see. `Apart` if that could be otherwise."""
         wrong = [f"{m.name} {one.wrong}" for m, one in zip(members, prepared, strict=True) if one.wrong]

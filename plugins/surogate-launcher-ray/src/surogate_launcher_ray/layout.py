@@ -42,7 +42,7 @@ def order(address: str, node: str) -> tuple[int, int, str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RankLayout:
     """How many ranks run where: the same number on each machine."""
 
     nodes: int
@@ -79,7 +79,7 @@ class Layout:
 
     def on_those_left(
         self, machines: Sequence[Machine], micro_batches: int | None, *, least: int, shard: int = 0, context: int = 1
-    ) -> Layout | None:
+    ) -> RankLayout | None:
         """The layout for a restart: this one, or after a loss the largest whose ranks share a step equally.
 
         `micro_batches`: M, of a step of all ranks; None if their number varies, and any ranks share them. `least`:
@@ -98,7 +98,7 @@ class Layout:
         return None
 
 
-def layout(options: RayOptions, wanted: int, device: str, machines: Sequence[Machine]) -> Layout:
+def layout(options: RayOptions, wanted: int, device: str, machines: Sequence[Machine]) -> RankLayout:
     """The layout for the keys of a run. `wanted`: `gpus`. `machines`: those of the cluster.
 
     Raises `ConfigError` for numbers that contradict each other, and `MachineError` if the cluster has too little.
@@ -115,7 +115,7 @@ def layout(options: RayOptions, wanted: int, device: str, machines: Sequence[Mac
         raise ConfigError([Problem(key="gpus", message=message, fix=f"gpus={near}")])
     on_gpus = device != "cpu" and (device != "auto" or any(machine.gpus for machine in machines))
     per_node = given or (wanted // nodes if wanted > 1 else 0) or (_gpus_of_each(nodes, machines) if on_gpus else 1)
-    found = Layout(nodes=nodes, per_node=per_node, on_gpus=on_gpus)
+    found = RankLayout(nodes=nodes, per_node=per_node, on_gpus=on_gpus)
     found.check(machines)
     return found
 

@@ -22,7 +22,7 @@ from surogate_core.launch.child import Failure
 from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.gpus import visible
 from surogate_core.launch.local import THREADS, environment
-from surogate_core.launch.supervisor import Elsewhere, Plan, first_of, supervise
+from surogate_core.launch.supervisor import Elsewhere, LaunchPlan, first_of, supervise
 from surogate_launcher_ray.facts import Facts, installed_in
 from surogate_launcher_ray.output import Output
 from surogate_launcher_ray.sockets import free_port, interface_of
@@ -57,7 +57,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedMachine:
     """A machine that is about to start its ranks."""
 
     wrong: str = ""
@@ -69,7 +69,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class MachineReport:
     """What has happened on a machine since the last report."""
 
     output: Sequence[tuple[int, bytes]]
@@ -80,7 +80,7 @@ class Report:
     """How the share of this machine has ended; None while it runs."""
 
 
-class Verdict(Elsewhere):
+class FailuresElsewhere(Elsewhere):
     """Failures of other machines, as the driver reports them."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Node:
         # Ctrl-C is the driver's, and reaches ranks through `receive` only.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._node, self._address = node, address
-        self._signals, self._verdict, self._output = Forwarding(), Verdict(), Output()
+        self._signals, self._verdict, self._output = Forwarding(), FailuresElsewhere(), Output()
         self._result: int | Failure | None = None
         self._thread: threading.Thread | None = None
 
@@ -128,7 +128,7 @@ class Node:
             gpus=visible(os.environ),
         )
 
-    def prepare(self, directory: str, shared: str, content: str) -> Prepared:
+    def prepare(self, directory: str, shared: str, content: str) -> PreparedMachine:
         """Enter the directory of the run.
 
         `shared`: a file of the logs' directory, which has the content here too if this machine shares the disk.
@@ -138,7 +138,7 @@ class Node:
             os.chdir(directory)
         except OSError as error:
             fix = "Fix: start the run in a directory that all machines have."
-            return Prepared(wrong=f"cannot enter {directory} ({error.strerror}). {fix}")
+            return PreparedMachine(wrong=f"cannot enter {directory} ({error.strerror}). {fix}")
         try:
             found = Path(shared).read_text(encoding="utf-8")
         except OSError:
@@ -146,24 +146,26 @@ class Node:
         try:
             if found != content:
                 atomic.ensure_writable(Path(shared).parent, key="output_dir")
-            return Prepared(port=free_port(self._address), shares=found == content)
+            return PreparedMachine(port=free_port(self._address), shares=found == content)
         except SurogateError as error:
-            return Prepared(wrong=f"has no place for logs: {error}")
+            return PreparedMachine(wrong=f"has no place for logs: {error}")
         except OSError as error:
             fix = "Fix: `ray start --node-ip-address=` with one of its own."
-            return Prepared(wrong=f"cannot listen at {self._address}, its address in Ray ({error.strerror}). {fix}")
+            return PreparedMachine(
+                wrong=f"cannot listen at {self._address}, its address in Ray ({error.strerror}). {fix}"
+            )
 
     def start(self, start: Start) -> None:
         """Start the ranks."""
         self._thread = threading.Thread(target=self._run, args=(start,), name="supervisor")
         self._thread.start()
 
-    def look(self) -> Report:
+    def look(self) -> MachineReport:
         """What has happened."""
         result, now = self._result, time.monotonic()
         over = self._thread is not None and not self._thread.is_alive()
         failures = [replace(failure, at=now - failure.at) for failure in self._verdict.found]
-        return Report(output=self._output.take(), failures=failures, result=result if over else None)
+        return MachineReport(output=self._output.take(), failures=failures, result=result if over else None)
 
     def receive(self, number: int) -> None:
         """Pass a signal of the driver on to the first rank here."""
@@ -200,7 +202,7 @@ class Node:
         )
 
 
-def plan(start: Start, address: str, descriptors: tuple[int, int] | None) -> Plan:
+def plan(start: Start, address: str, descriptors: tuple[int, int] | None) -> LaunchPlan:
     """The supervisor's plan for this machine, which has the address. `descriptors`: take what rank 0 prints."""
     # Ray sets it to the CPUs of the actor, which only watches.
     before = {name: value for name, value in os.environ.items() if name != THREADS}
@@ -210,7 +212,7 @@ def plan(start: Start, address: str, descriptors: tuple[int, int] | None) -> Pla
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             before.setdefault(name, interface)
     gpus = visible(os.environ) if start.on_gpus else []
-    return Plan(
+    return LaunchPlan(
         job={**start.job, "path": sys.path},
         environments=[
             environment(before, start.first + number, start.world, gpus, first=start.first, here=start.here)

@@ -18,8 +18,8 @@ from surogate_core.launch.child import LEAVE, STOPPED, Failure
 from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.supervisor import GRACE, WINDOW, first_of
 from surogate_launcher_ray.cluster import LOST, Member, death, lost
-from surogate_launcher_ray.head import Head
-from surogate_launcher_ray.node import Report
+from surogate_launcher_ray.head import HeadProbe
+from surogate_launcher_ray.node import MachineReport
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ class Watched:
         return self.result is not None or self.lost is not None
 
 
-class Watch:
+class RanksWatch:
     """One start of all ranks."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Watch:
         members: Sequence[Member],
         signals: Forwarding,
         *,
-        head: Head,
+        head: HeadProbe,
         silence: float,
         show: Show | None = None,
     ):
@@ -153,7 +153,7 @@ class Watch:
         if machine.asked is None and not machine.over:
             machine.asked, machine.asked_at = machine.member.actor.look.remote(), now
 
-    def _take(self, machine: Watched, report: Report, now: float) -> None:
+    def _take(self, machine: Watched, report: MachineReport, now: float) -> None:
         machine.heard_at, machine.knows = now, machine.asked_at
         for stream, text in report.output:
             self._show(stream, text)

@@ -23,7 +23,7 @@ SETTLING = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RuleAdvice:
     """The advice of a rule."""
 
     key: str
@@ -31,148 +31,148 @@ class Rule:
     suggestion: str
 
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, RuleAdvice] = {
     # ----------------------------------------------------------- one detector each
-    "loss_spike": Rule(
+    "loss_spike": RuleAdvice(
         key="auto_lr_reduction",
         message="The loss or the gradient norm jumped far above its recent mean.",
         suggestion="auto_lr_reduction=true halves the rate itself; otherwise lower learning_rate or max_grad_norm",
     ),
-    "divergence": Rule(
+    "divergence": RuleAdvice(
         key="learning_rate",
         message="The loss is rising, by more than noise.",
         suggestion="lower learning_rate by a factor of 2 to 10 and resume from an earlier checkpoint",
     ),
-    "plateau": Rule(
+    "plateau": RuleAdvice(
         key="num_epochs",
         message="The loss no longer falls and the learning rate is low already.",
         suggestion="end here (early_stop=true does so), or train on more or other data",
     ),
-    "gradient_acceleration": Rule(
+    "gradient_acceleration": RuleAdvice(
         key="max_grad_norm",
         message="The gradient norm rises steeply.",
         suggestion="lower max_grad_norm or learning_rate before the loss follows",
     ),
-    "expert_imbalance": Rule(
+    "expert_imbalance": RuleAdvice(
         key="router_aux_loss_coef",
         message="The busiest experts get far more than their share of the tokens.",
         suggestion="raise router_aux_loss_coef",
     ),
-    "expert_collapse": Rule(
+    "expert_collapse": RuleAdvice(
         key="router_aux_loss_coef",
         message="Routing has collapsed: a few experts get most of the tokens.",
         suggestion="raise router_aux_loss_coef by a factor of 10, lower learning_rate, resume from before",
     ),
-    "layer_collapse": Rule(
+    "layer_collapse": RuleAdvice(
         key="router_aux_loss_coef",
         message="A layer sends most of its tokens to the same experts, far more than at the beginning of the run.",
         suggestion="raise router_aux_loss_coef; router_aux_loss_form=layer balances each layer by itself",
     ),
-    "expert_imbalance_rises": Rule(
+    "expert_imbalance_rises": RuleAdvice(
         key="router_aux_loss_coef",
         message="The busiest experts' share of the tokens has risen for 100 steps.",
         suggestion="raise router_aux_loss_coef before routing collapses",
     ),
-    "experts_underused": Rule(
+    "experts_underused": RuleAdvice(
         key="router_aux_loss_coef",
         message="Many experts get no token.",
         suggestion="raise router_aux_loss_coef, or use larger batches",
     ),
-    "experts_idle": Rule(
+    "experts_idle": RuleAdvice(
         key="router_aux_loss_coef",
         message="Most of the experts that should work get no token.",
         suggestion="raise router_aux_loss_coef by a factor of 10, resume from before",
     ),
-    "routing_narrows": Rule(
+    "routing_narrows": RuleAdvice(
         key="router_aux_loss_coef",
         message="Tokens go to fewer experts than at the beginning of the run: the entropy of their loads fell.",
         suggestion="raise router_aux_loss_coef, or lower learning_rate",
     ),
-    "aux_loss_spike": Rule(
+    "aux_loss_spike": RuleAdvice(
         key="router_z_loss_coef",
         message="The router's auxiliary loss jumped.",
         suggestion="raise router_z_loss_coef, or lower learning_rate",
     ),
-    "scales_overrun": Rule(
+    "scales_overrun": RuleAdvice(
         key="recipe.margin",
         message="Values grow faster than their delayed scales: more than a fifth of the scaled tensors were cut off.",
         suggestion="recipe.margin=1 leaves room for twice the values; or lower learning_rate, or lengthen the warm-up",
     ),
     # ----------------------------------------------------------- reinforcement learning
-    "entropy_collapse": Rule(
+    "entropy_collapse": RuleAdvice(
         key="learning_rate",
         message="Entropy has collapsed: the model samples nearly the same completion again, and the reward stays low.",
         suggestion="resume from before with a lower learning_rate, a larger epsilon_high, or beta above 0",
     ),
-    "length_explosion": Rule(
+    "length_explosion": RuleAdvice(
         key="truncated_completions",
         message="Completions are twice as long as at the beginning, and the reward has not risen.",
         suggestion="truncated_completions=penalty, a smaller max_completion_length, or a reward that counts tokens",
     ),
-    "no_signal": Rule(
+    "no_signal": RuleAdvice(
         key="environment",
         message="Most groups have equal rewards, so they teach nothing.",
         suggestion="easier tasks, a short fine-tuning on the format before, more num_generations, a finer reward",
     ),
-    "tasks_too_easy": Rule(
+    "tasks_too_easy": RuleAdvice(
         key="environment",
         message="Most groups have equal rewards because the model solves the tasks.",
         suggestion="end here, or take harder tasks",
     ),
-    "completions_truncated": Rule(
+    "completions_truncated": RuleAdvice(
         key="max_completion_length",
         message="Many completions reach max_completion_length before they end.",
         suggestion="raise max_completion_length, ask for short answers, or truncated_completions=penalty",
     ),
-    "environment_faults": Rule(
+    "environment_faults": RuleAdvice(
         key="environment_timeout",
         message="Many completions get no reward because the environment fails.",
         suggestion="see the reasons in `faults`; `surogate env check` finds the task; raise environment_timeout if it "
         "is slow",
     ),
-    "logprob_gap": Rule(
+    "logprob_gap": RuleAdvice(
         key="rollout",
         message="Rollout engine and trainer disagree about the probabilities of sampled tokens.",
         suggestion="make sure that the server has the trainer's weights and precision; rollout=native has both",
     ),
-    "clipped_tokens": Rule(
+    "clipped_tokens": RuleAdvice(
         key="learning_rate",
         message="Many tokens are clipped, so the policy moves too far in one step.",
         suggestion="lower learning_rate or num_iterations",
     ),
-    "reward_hacking": Rule(
+    "reward_hacking": RuleAdvice(
         key="environment",
         message="The reward rises while the held-out reward falls.",
         suggestion="read the completions in the report; go back to the checkpoint of the best held-out reward, take "
         "more tasks, or set beta above 0",
     ),
     # ----------------------------------------------------------- several together
-    "plateau_high_lr": Rule(
+    "plateau_high_lr": RuleAdvice(
         key="learning_rate",
         message="The loss no longer falls and the learning rate is still high.",
         suggestion="lower learning_rate, or let it decay sooner (lr_scheduler_type, fewer steps)",
     ),
-    "divergence_with_routing_collapse": Rule(
+    "divergence_with_routing_collapse": RuleAdvice(
         key="router_aux_loss_coef",
         message="The loss is rising and routing has collapsed.",
         suggestion="raise router_aux_loss_coef and lower learning_rate; resume from before the collapse",
     ),
-    "vanishing_gradients": Rule(
+    "vanishing_gradients": RuleAdvice(
         key="learning_rate",
         message="Gradients are below 1 % of what they were and the loss is still high.",
         suggestion="start anew with a lower learning_rate; torch_dtype=float32 shows whether they underflow",
     ),
-    "loss_spike_with_low_utilization": Rule(
+    "loss_spike_with_low_utilization": RuleAdvice(
         key="router_aux_loss_coef",
         message="The loss jumped while many experts got no token.",
         suggestion="raise router_aux_loss_coef before touching learning_rate",
     ),
-    "lr_reductions_not_helping": Rule(
+    "lr_reductions_not_helping": RuleAdvice(
         key="datasets",
         message="The learning rate was reduced repeatedly and the loss is no lower than before.",
         suggestion="look at the rows of these steps; if they are right, resume from before with a lower learning_rate",
     ),
-    "warmup_too_short": Rule(
+    "warmup_too_short": RuleAdvice(
         key="warmup_steps",
         message="The run became unstable right after its warm-up.",
         suggestion="raise warmup_steps",

@@ -60,7 +60,7 @@ def figures_of(event: RoutingStats) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RoutingLimits:
     """What a step's figures are compared with."""
 
     uneven: float
@@ -93,13 +93,13 @@ class RoutingMonitor(Detector):
             return None
         return {name: total / self.seen for name, total in zip(FIGURES, self.sums, strict=True)}
 
-    def limits(self, event: RoutingStats) -> Limits:
+    def limits(self, event: RoutingStats) -> RoutingLimits:
         """The limits for a step."""
         choices, first = event.moe_experts_per_token, self.beginning(event.step)
         most = event.moe_experts / choices if choices else math.inf
         if first is None:
             known = most < math.inf
-            return Limits(
+            return RoutingLimits(
                 uneven=max(UNEVEN, HIGH * most) if known else UNEVEN,
                 collapsed=max(UNEVEN, NEAR_MOST * most) if known else COLLAPSED,
                 layer=max(UNEVEN, NEAR_MOST * most),
@@ -109,7 +109,7 @@ class RoutingMonitor(Detector):
             )
         before, worst = first["imbalance"], first["worst_imbalance"]
         left = max(0.0, most - before)
-        return Limits(
+        return RoutingLimits(
             uneven=max(UNEVEN, min(TWICE * before, before + WAY_HIGH * left)),
             collapsed=max(UNEVEN, min(THRICE * before, before + WAY_SEVERE * left)),
             layer=max(UNEVEN, worst + WAY_SEVERE * max(0.0, most - worst)),

@@ -91,7 +91,7 @@ class _Here:
     filled: Future[torch.cuda.Event] | None
 
 
-class WeightStore(bundles.Store):
+class DiskWeightStore(bundles.Store):
     """Keeps tensors in files. A tensor that is already in host memory, such as a view of such a file, stays there,
     live.
     """
@@ -154,7 +154,7 @@ class WeightStore(bundles.Store):
         return {"device": on_device, "host": 2 * BUFFER if self._lane else 0, "disk": self._on_disk}
 
 
-class GradientStore(WeightStore, bundles.GradientStore):
+class DiskGradientStore(DiskWeightStore, bundles.GradientStore):
     """Gradient sums that are copied to the device for a piece's backward and back to their file after it.
 
     The first micro-step of an optimizer step reads none and starts from zeros.
@@ -216,9 +216,9 @@ class DiskStores(Stores):
     def __init__(self, directory: str, device: torch.device):
         self._directory, self._device = directory, device
 
-    def store(self, kind: TensorKind) -> WeightStore:
+    def store(self, kind: TensorKind) -> DiskWeightStore:
         """The store of weights or gradients."""
-        return (GradientStore if kind == "gradients" else WeightStore)(self._device, self._directory)
+        return (DiskGradientStore if kind == "gradients" else DiskWeightStore)(self._device, self._directory)
 
     def allocate(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """One file twice: no GPU can address it."""

@@ -76,7 +76,7 @@ class _Copies:
     mark: torch.cuda.Event | None
 
 
-class WeightStore(bundles.Store):
+class HostWeightStore(bundles.Store):
     """Keeps tensors in host memory, and copies them to the device for each use."""
 
     def __init__(self, device: torch.device):
@@ -154,7 +154,7 @@ class WeightStore(bundles.Store):
         return {"device": device, "host": sum(b.on_host.nbytes for b in self._blocks), "disk": 0}
 
 
-class ResidualStore(WeightStore):
+class ResidualStore(HostWeightStore):
     """Copies tensors out when they are put and back for the backward; at most two keys are being copied out.
 
     The last key that was put is still on the device when it is fetched, and is not copied back. Tensors that do not
@@ -223,7 +223,7 @@ class ResidualStore(WeightStore):
         return {**places, "device": places["device"] + leaving + staying}
 
 
-class GradientStore(WeightStore, bundles.GradientStore):
+class HostGradientStore(HostWeightStore, bundles.GradientStore):
     """Gradient sums that are copied to the device for a piece's backward and back after it; at most one key is being
     copied out.
 
@@ -301,10 +301,10 @@ class HostStores(Stores):
     def __init__(self, device: torch.device):
         self._device = device
 
-    def store(self, kind: TensorKind) -> WeightStore:
+    def store(self, kind: TensorKind) -> HostWeightStore:
         """The store of weights, residuals or gradients."""
-        stores = {"residuals": ResidualStore, "gradients": GradientStore}
-        return stores.get(kind, WeightStore)(self._device)
+        stores = {"residuals": ResidualStore, "gradients": HostGradientStore}
+        return stores.get(kind, HostWeightStore)(self._device)
 
     def allocate(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """One block of host memory, as the device and as the CPU address it."""

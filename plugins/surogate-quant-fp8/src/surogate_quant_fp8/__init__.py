@@ -15,7 +15,7 @@ SUROGATE_API = ">=2,<3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FP8Options:
+class FP8FormatOptions:
     """Options of the weight format fp8."""
 
     block_size: Annotated[Literal[32, 64, 128, 256], Flat("qlora_block_size", essential=True)] = 128
@@ -26,11 +26,11 @@ class FP8Options:
 def surogate_weight_format() -> bundles.WeightFormatSpec:
     """The format."""
     return bundles.WeightFormatSpec(
-        name="fp8", flag="qlora_fp8", build=build, options=FP8Options, adopts=("fine-grained FP8",)
+        name="fp8", flag="qlora_fp8", build=build, options=FP8FormatOptions, adopts=("fine-grained FP8",)
     )
 
 
-def build(options: FP8Options) -> FP8:
+def build(options: FP8FormatOptions) -> FP8:
     """The format with its options."""
     # torch is imported when the format is used, not when it is listed.
     from surogate_quant_fp8.fp8 import FP8

@@ -20,7 +20,7 @@ from surogate_core.kernels.building.native import Sources
 from surogate_core.kernels.building.unpacking import Unpacker
 
 if TYPE_CHECKING:
-    from surogate_quant_fp8 import FP8Options
+    from surogate_quant_fp8 import FP8FormatOptions
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -38,7 +38,7 @@ class FP8(WeightFormat):
 
     name = "fp8"
 
-    def __init__(self, options: FP8Options):
+    def __init__(self, options: FP8FormatOptions):
         self.block = options.block_size
 
     def _grid(self, outputs: int, inputs: int) -> tuple[int, int]:

@@ -9,13 +9,13 @@ from surogate_core import bundles, hookimpl
 from surogate_core.bundles import Flat
 
 if TYPE_CHECKING:
-    from surogate_quant_nvfp4.nvfp4 import NVFP4
+    from surogate_quant_nvfp4.nvfp4 import NVFP4Format
 
 SUROGATE_API = ">=2,<3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NVFP4Options:
+class NVFP4FormatOptions:
     """Options of the weight format nvfp4."""
 
     four_over_six: Annotated[bool, Flat("qlora_four_over_six", essential=True)] = True
@@ -31,14 +31,14 @@ def surogate_weight_format() -> bundles.WeightFormatSpec:
         name="nvfp4",
         flag="qlora_fp4",
         build=build,
-        options=NVFP4Options,
-        adopts=("ModelOpt NVFP4", "compressed-tensors NVFP4"),
+        options=NVFP4FormatOptions,
+        adopts=("ModelOpt NVFP4Format", "compressed-tensors NVFP4"),
     )
 
 
-def build(options: NVFP4Options) -> NVFP4:
+def build(options: NVFP4FormatOptions) -> NVFP4Format:
     """The format with its options."""
     # torch is imported when the format is used, not when it is listed.
-    from surogate_quant_nvfp4.nvfp4 import NVFP4
+    from surogate_quant_nvfp4.nvfp4 import NVFP4Format
 
-    return NVFP4(options)
+    return NVFP4Format(options)

@@ -27,7 +27,7 @@ from surogate_core.kernels.building.native import Sources
 from surogate_core.kernels.building.unpacking import Unpacker
 
 if TYPE_CHECKING:
-    from surogate_quant_nvfp4 import NVFP4Options
+    from surogate_quant_nvfp4 import NVFP4FormatOptions
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -35,7 +35,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 BLOCK = 16
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
 """Values that are processed at a time, or one row: they fit into a core's cache, or fill a GPU."""
-UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_nvfp4", title="NVFP4")
+UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_nvfp4", title="NVFP4Format")
 
 
 def _sizes(outputs: int, inputs: int) -> tuple[int, int, int]:
@@ -94,12 +94,12 @@ def _quantise(x_OBK: Tensor, s_enc: Tensor, four_over_six: bool) -> tuple[Tensor
     return torch.where(take_four[..., None], to_four, to_six), scales
 
 
-class NVFP4(WeightFormat):
+class NVFP4Format(WeightFormat):
     """The format with the block scales of its options."""
 
     name = "nvfp4"
 
-    def __init__(self, options: NVFP4Options):
+    def __init__(self, options: NVFP4FormatOptions):
         self.four_over_six, self.search = options.four_over_six, options.search_scales
 
     def nbytes(self, outputs: int, inputs: int) -> int:

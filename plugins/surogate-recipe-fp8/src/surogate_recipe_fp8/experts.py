@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertProducts:
     """How the products of experts are computed."""
 
     native: bool
@@ -66,11 +66,11 @@ FAST = True
 """Tensor cores accumulate with fewer bits than fp32, in both directions: the rounding of the operands is far larger
 (relative errors of a product are 3.8e-2 either way), and full sums run at less than half the speed of bf16.
 """
-EMULATED = Experts(False, "recipe.emulate=always")
+EMULATED = ExpertProducts(False, "recipe.emulate=always")
 
 
 def grouped(
-    x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts], *, how: Experts
+    x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts], *, how: ExpertProducts
 ) -> Sequence[Tensor]:
     """y_RO of each slot, like `Recipe.grouped`."""
     sides = {side for slot in slots for side in (slot.inputs, slot.outputs)}

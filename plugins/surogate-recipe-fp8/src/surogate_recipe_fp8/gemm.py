@@ -30,7 +30,7 @@ from surogate_core.formats.fp8 import (
     scale_in_use,
     scale_of,
 )
-from surogate_recipe_fp8.experts import EMULATED, Experts, expert_codes, grouped
+from surogate_recipe_fp8.experts import EMULATED, ExpertProducts, expert_codes, grouped
 from surogate_recipe_fp8.panels import ScaledPanels
 from surogate_recipe_fp8.rounding import rounded
 from surogate_recipe_fp8.scaling import DelayedScaling
@@ -51,7 +51,7 @@ class FP8Hybrid(Recipe):
 
     name = "fp8-hybrid"
 
-    def __init__(self, *, native: bool, margin: int, history: int, note: str, experts: Experts = EMULATED):
+    def __init__(self, *, native: bool, margin: int, history: int, note: str, experts: ExpertProducts = EMULATED):
         """`native`: whether products run on FP8 tensor cores. `history`: number of steps that determine a scale."""
         self.native, self.margin, self.history, self.note = native, margin, history, note
         self.experts, self.note_of_experts = experts, experts.note
@@ -74,7 +74,7 @@ class FP8Hybrid(Recipe):
         if not native:
             why = "recipe.emulate=always" if reason is None else reason.partition(";")[0].partition(",")[0]
             note = f"EMULATED FP8 ({why}): numbers as FP8 would give, and slower than bf16. {note}"
-        how = Experts(native and experts is None, experts or "recipe.emulate=always", options.emulate != "never")
+        how = ExpertProducts(native and experts is None, experts or "recipe.emulate=always", options.emulate != "never")
         return cls(native=native, margin=options.margin, history=options.amax_history, note=note, experts=how)
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:

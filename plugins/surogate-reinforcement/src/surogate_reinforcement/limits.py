@@ -22,7 +22,7 @@ _OWN_USERS = 1_879_048_192
 """First of the user ids that root's workers take as their real one, each for itself; far above those of people."""
 
 
-class Limits:
+class ProcessLimits:
     """The limits of this process and of those that it starts.
 
     Where the machine has none, the wall clock of the parent is the only limit.

@@ -34,7 +34,7 @@ from surogate_reinforcement.policy_terms import (
     BEHAVIOUR,
     OLD,
     REFERENCE,
-    Documents,
+    CompletionSums,
     PolicySettings,
     divergence,
     importance_weights,
@@ -110,7 +110,7 @@ class Policy:
         past_N, ones_N = leaf_N.detach() - moved, torch.ones(4)
         found = {ADVANTAGES: advantage * ones_N, BEHAVIOUR: past_N, OLD: past_N}
         columns = {name: found[name] for name in self.columns if name in found} | {WEIGHTS: ones_N}
-        documents = Documents.of(torch.arange(4), columns) if self.by_sequence else None
+        documents = CompletionSums.of(torch.arange(4), columns) if self.by_sequence else None
         loss_N = _Traced(self).policy_loss(leaf_N, columns, documents)
         where = f"for tokens whose log-probability has moved by {moved:g}, with an advantage of {advantage:g}"
         if not loss_N.isfinite().all():
@@ -224,9 +224,9 @@ class _Traced:
 
     def of_sequences(self, losses_N: Tensor, positions_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of the losses of a micro-batch; `losses_N` are `negative_logprobs`."""
-        return (self._loss(-losses_N, columns, Documents.of(positions_N, columns)) * columns[WEIGHTS]).sum()
+        return (self._loss(-losses_N, columns, CompletionSums.of(positions_N, columns)) * columns[WEIGHTS]).sum()
 
-    def _loss(self, logp_N: Tensor, columns: Mapping[str, Tensor], documents: Documents | None) -> Tensor:
+    def _loss(self, logp_N: Tensor, columns: Mapping[str, Tensor], documents: CompletionSums | None) -> Tensor:
         loss_N = self.policy_loss(logp_N, columns, documents)
         if self.policy.weighted:
             weights_N = importance_weights(self.settings, logp_N, columns, documents)
@@ -235,7 +235,7 @@ class _Traced:
             loss_N = loss_N + self.settings.beta * divergence(self.settings, logp_N, columns)
         return loss_N
 
-    def policy_loss(self, logp_N: Tensor, columns: Mapping[str, Tensor], documents: Documents | None) -> Tensor:
+    def policy_loss(self, logp_N: Tensor, columns: Mapping[str, Tensor], documents: CompletionSums | None) -> Tensor:
         """[N]: what `PolicyLoss.loss` returns. Raises `PluginError` where it fails or is no loss for each token."""
         part = self.policy.part
         try:

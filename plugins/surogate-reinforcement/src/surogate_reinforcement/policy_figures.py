@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from surogate_core.batch import IGNORE_LABEL
 from surogate_core.bundles.parts import fault
 from surogate_core.errors import PluginError
-from surogate_reinforcement.policy_terms import Documents, divergence, gap, importance_weights, terms
+from surogate_reinforcement.policy_terms import CompletionSums, divergence, gap, importance_weights, terms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ class Figures:
 
     def sequences(self, losses_N: Tensor, positions_N: Tensor, columns: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """0-d sums over completions for each of `of_sequences`; `losses_N` are negative log-probabilities."""
-        documents = Documents.of(positions_N, columns)
+        documents = CompletionSums.of(positions_N, columns)
         share_N = documents.trained_N / documents.count_N
         values = self._chosen(self.of_sequences[1:], {}, -losses_N, columns, documents)
         return [share_N.sum().round(), *((value_N * share_N).sum() for value_N in values)]
@@ -73,7 +73,7 @@ class Figures:
         found: dict[str, Tensor],
         logp_N: Tensor,
         columns: Mapping[str, Tensor],
-        documents: Documents | None,
+        documents: CompletionSums | None,
     ) -> list[Tensor]:
         settings = self.policy.settings
         if IMPORTANCE[0] in names:

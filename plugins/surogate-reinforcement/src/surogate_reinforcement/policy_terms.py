@@ -61,7 +61,7 @@ class PolicySettings(Protocol):
         """Largest importance weight."""
 
 
-class Documents(NamedTuple):
+class CompletionSums(NamedTuple):
     """Sums over the trained tokens of each completion."""
 
     total: Callable[[Tensor], Tensor]
@@ -72,7 +72,7 @@ class Documents(NamedTuple):
     """1 where a token is trained, otherwise 0."""
 
     @classmethod
-    def of(cls, positions_N: Tensor, columns: Mapping[str, Tensor]) -> Documents:
+    def of(cls, positions_N: Tensor, columns: Mapping[str, Tensor]) -> CompletionSums:
         """Those of a micro-batch."""
         from surogate_core.kernels.documents import document_sums
 
@@ -90,7 +90,11 @@ def bounds(loss: PolicyLoss, settings: PolicySettings) -> tuple[float, float]:
 
 
 def terms(
-    part: Part, settings: PolicySettings, logp_N: Tensor, columns: Mapping[str, Tensor], documents: Documents | None
+    part: Part,
+    settings: PolicySettings,
+    logp_N: Tensor,
+    columns: Mapping[str, Tensor],
+    documents: CompletionSums | None,
 ) -> PolicyTerms:
     """The terms of a micro-batch, or of a chunk of it without `documents`: its ratios are then those of tokens."""
     loss: PolicyLoss = part.built
@@ -126,7 +130,7 @@ def _refusal(part: Part) -> Callable[[Tensor], Tensor]:
 
 
 def importance_weights(
-    settings: PolicySettings, logp_N: Tensor, columns: Mapping[str, Tensor], documents: Documents | None = None
+    settings: PolicySettings, logp_N: Tensor, columns: Mapping[str, Tensor], documents: CompletionSums | None = None
 ) -> Tensor:
     """[N]: old / μ of each token, or of the product over its completion, before it is cut; constant."""
     difference_N = gap(logp_N, columns)

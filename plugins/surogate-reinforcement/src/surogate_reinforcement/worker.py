@@ -19,7 +19,7 @@ from surogate_core.errors import SurogateError
 from surogate_core.parents import die_with
 from surogate_reinforcement import shapes
 from surogate_reinforcement.frames import GoneError, Pipe, TooLargeError, packed
-from surogate_reinforcement.limits import Limits, allow_cpu
+from surogate_reinforcement.limits import ProcessLimits, allow_cpu
 from surogate_reinforcement.shapes import InvalidError
 
 _OURS = ("surogate_core", "surogate_reinforcement")
@@ -36,9 +36,9 @@ def main(arguments: list[str]) -> int:
     pipe, process = Pipe(reading, writing), os.getpid()
     given = pipe.receive()
     sys.path[:] = given["path"]
-    limits = Limits(**given["limits"])
+    limits = ProcessLimits(**given["limits"])
     die_with(parent)
-    served = Served(given)
+    served = ServedEnvironment(given)
     with contextlib.suppress(GoneError):
         while True:
             request = pipe.receive()
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _answer(served: Served, request: Mapping[str, Any]) -> bytes:
+def _answer(served: ServedEnvironment, request: Mapping[str, Any]) -> bytes:
     number = request["number"]
     try:
         return packed({"ok": getattr(served, request["do"])(**request["with"]), "number": number})
@@ -89,7 +89,7 @@ def _place(traceback: TracebackType | None) -> str:
     return found
 
 
-class Served:
+class ServedEnvironment:
     """The environment of a worker; its public methods are the requests."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:

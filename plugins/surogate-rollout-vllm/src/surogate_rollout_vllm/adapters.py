@@ -16,7 +16,7 @@ import torch
 from surogate_core.bundles import RolloutSettings
 from surogate_core.errors import MachineError, UserError
 from surogate_core.generate.native import NativeEngine
-from surogate_core.hf.card import Card
+from surogate_core.hf.card import CardFacts
 from surogate_core.hf.export import export_adapter
 from surogate_core.numbers import significant
 from surogate_rollout_vllm.client import Client, Refused
@@ -36,7 +36,7 @@ UNLOADING = 10.0
 """Seconds that the server has to unload an adapter."""
 
 
-class Adapters:
+class ServerAdapter:
     """Keeps a server's adapter equal to that of the weights."""
 
     def __init__(self, weights: Weights, client: Client, options: VllmOptions, base: str):
@@ -95,7 +95,7 @@ class Adapters:
             alpha=adapter.scale * adapter.rank,
             dropout=0.0,
             base_model=None,
-            card=Card(title=name),
+            card=CardFacts(title=name),
             expert_names=self.weights.plan.assembly.model.expert_names(),
         )
         self._updates += 1

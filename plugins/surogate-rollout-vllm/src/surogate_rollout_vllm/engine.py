@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Request, RolloutSettings
 from surogate_core.errors import MachineError, UserError
-from surogate_rollout_vllm.adapters import Adapters
+from surogate_rollout_vllm.adapters import ServerAdapter
 from surogate_rollout_vllm.client import Client
 from surogate_rollout_vllm.mode import check_mode, mode_for
 from surogate_rollout_vllm.options import VllmOptions
@@ -36,7 +36,7 @@ class VllmEngine:
         answer = self.client.get("/v1/models")
         base = _base(self.client, answer, options.model)
         _check_context(answer, base, settings.context, self.client.url)
-        self.adapters = Adapters(weights, self.client, options, base)
+        self.adapters = ServerAdapter(weights, self.client, options, base)
         self._frozen = settings.frozen
         self._modes: set[str] = set()
         """Modes of log-probabilities that the server was found to have."""

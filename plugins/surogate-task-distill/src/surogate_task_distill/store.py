@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from surogate_core.batch import IGNORE_LABEL
-from surogate_core.data.cache import Cache, CacheEntry, digest_of
+from surogate_core.data.cache import CacheEntry, DataCache, digest_of
 from surogate_core.data.sampler import collate
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def top_of(logits_NV: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
     return ids_NK, logprobs_NK
 
 
-class Store:
+class TeacherStore:
     """The teacher's tokens of rows, by row."""
 
     def __init__(self, top_k: int):
@@ -91,18 +91,18 @@ def computed(
     rows: PackedRows,
     indices: Sequence[int],
     wanted: Wanted,
-    cache: Cache,
+    cache: DataCache,
     *,
     load: Callable[[], Forward],
     rows_per_pass: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Store:
+) -> TeacherStore:
     """The store of some rows; what the cache lacks is computed.
 
     `load` gives the teacher's forward and is called at most once, only if an entry is missing. `progress` receives the
     rows that are done and their number.
     """
-    store, forward = Store(wanted.top_k), cached(load)
+    store, forward = TeacherStore(wanted.top_k), cached(load)
     for start in range(0, len(indices), SHARD):
         part = [int(index) for index in indices[start : start + SHARD]]
 

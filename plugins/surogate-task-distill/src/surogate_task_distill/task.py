@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from surogate_core.batch import IGNORE_LABEL
-from surogate_core.data.cache import Cache
+from surogate_core.data.cache import DataCache
 from surogate_core.data.sampler import PackedTask
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.events import Progress
@@ -23,7 +23,7 @@ from surogate_core.inference.second_model import digest
 from surogate_core.train.loop import most_steps
 from surogate_task_distill import teacher
 from surogate_task_distill.loss import id_columns, logprob_columns
-from surogate_task_distill.store import Store, Wanted, computed
+from surogate_task_distill.store import TeacherStore, Wanted, computed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,8 +47,8 @@ class DistillTask(PackedTask):
     def __init__(self, config: RunConfig, data: PreparedData, options: DistillOptions):
         super().__init__(config, data)
         self._options = options
-        self._train: Store | None = None
-        self._eval: Store | None = None
+        self._train: TeacherStore | None = None
+        self._eval: TeacherStore | None = None
 
     def sample(self) -> MicroBatch:
         """The first row, as often as a micro-batch has rows, with zeros for the teacher."""
@@ -86,12 +86,12 @@ class DistillTask(PackedTask):
         load: Callable[[], Forward],
         context: PrepareContext,
         which: str,
-    ) -> Store:
+    ) -> TeacherStore:
         return computed(
             rows,
             indices.tolist(),
             wanted,
-            Cache(cache_root(context.config.data_cache_dir), "teachers"),
+            DataCache(cache_root(context.config.data_cache_dir), "teachers"),
             load=load,
             rows_per_pass=max(1, PASS_TOKENS // rows.sequence_len),
             progress=lambda done, total: context.show(
@@ -104,13 +104,13 @@ class DistillTask(PackedTask):
         store = self._train if rows is self._data.train else self._eval
         return self._with_columns(super().make(rows, indices), indices, store)
 
-    def _with_columns(self, batch: MicroBatch, indices: Sequence[int | None], store: Store | None) -> MicroBatch:
+    def _with_columns(self, batch: MicroBatch, indices: Sequence[int | None], store: TeacherStore | None) -> MicroBatch:
         columns = teacher_columns(batch, indices, store, self._data.train.sequence_len, self._options.top_k)
         return replace(batch, columns={**batch.columns, **columns})
 
 
 def teacher_columns(
-    batch: MicroBatch, indices: Sequence[int | None], store: Store | None, length: int, top_k: int
+    batch: MicroBatch, indices: Sequence[int | None], store: TeacherStore | None, length: int, top_k: int
 ) -> dict[str, Tensor]:
     """The columns of the teacher's tokens and log-probabilities, in rows of `length` tokens."""
     values = np.zeros((2 * top_k, len(batch.labels)), np.float32)

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from surogate_core.config.schema import RunConfig
-    from surogate_core.inference.generation import Prepared
+    from surogate_core.inference.generation import PreparedModel
     from surogate_core.plugins.registry import Registry
     from surogate_task_distill.store import Forward
 
 KEY = "distill_teacher"
 
 
-def open_teacher(word: str, config: RunConfig, registry: Registry) -> Prepared:
+def open_teacher(word: str, config: RunConfig, registry: Registry) -> PreparedModel:
     """The teacher, on the device and in the dtype of the run; no weight is read."""
     return second_model.open_model(KEY, word, config, registry)
 
@@ -32,14 +32,14 @@ def check_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeniz
     return second_model.check_tokenizer(KEY, student, teacher, word=word, fix="a teacher of the same model family")
 
 
-def check_context(prepared: Prepared, longest: int, *, word: str) -> None:
+def check_context(prepared: PreparedModel, longest: int, *, word: str) -> None:
     """Raise `ConfigError` if a document is longer than the teacher can read."""
     if longest > prepared.context:
         message = f"{word} reads up to {int(prepared.context):,} tokens, and a document has {longest:,}."
         raise ConfigError([Problem(key=KEY, message=message, fix=f"max_length={int(prepared.context)}")])
 
 
-def forward_of(prepared: Prepared, registry: Registry, show: Callable[[Progress], None]) -> Forward:
+def forward_of(prepared: PreparedModel, registry: Registry, show: Callable[[Progress], None]) -> Forward:
     """The teacher's forward, with its weights on the device."""
     weights = prepared.load(
         registry, progress=lambda task, done, total: show(Progress(task=f"teacher: {task}", done=done, total=total))

@@ -50,7 +50,7 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class GeneratedSteps:
     """What a generation leaves to train on and to show."""
 
     batch: Batch
@@ -69,7 +69,7 @@ class Ready:
         }
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Ready:
+    def of(cls, state: Mapping[str, Any]) -> GeneratedSteps:
         """The one whose state this is."""
         figures = {name: _spread(value) for name, value in state["figures"].items()}
         figures["rewards"] = {name: _spread(value) for name, value in figures["rewards"].items()}

@@ -14,7 +14,7 @@ from surogate_core.bundles import EnvironmentTask
 from surogate_core.data.encoded import RowError
 from surogate_core.data.text.chat import GUARD, chat_of, encode_text
 from surogate_core.data.text.whole_text import encode_whole
-from surogate_core.inference.completions import Watch
+from surogate_core.inference.completions import GrowingText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ class Renderer:
 
     def text(self, prompt: Sequence[int], reply: Sequence[int]) -> str:
         """The text of a reply's tokens, without the token that ends it."""
-        watch = Watch(self.tokenizer, prompt, ())
+        watch = GrowingText(self.tokenizer, prompt, ())
         watch.ids += reply[:-1] if reply and reply[-1] in self.stop_ids else reply
         return watch.text()
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surogate_core.bundles import EnvironmentTask, Together
-from surogate_task_grpo.play import Played, Sample
+from surogate_task_grpo.play import Played, TrainedSequence
 
 _HEAD = struct.Struct("=Q")
 _FIELDS = ("replies", "answers", "reason", "fault", "detail", "rewards", "length", "used")
@@ -73,7 +73,7 @@ def unpacked(data: bytes) -> list[Played]:
         samples = []
         for count in one["samples"]:
             part = slice(begin, begin + count)
-            samples.append(Sample(ids=tuple(ids[part]), trained=trained[part], logprobs=logprobs[part]))
+            samples.append(TrainedSequence(ids=tuple(ids[part]), trained=trained[part], logprobs=logprobs[part]))
             begin += count
         task = None if one["messages"] is None else EnvironmentTask(messages=tuple(one["messages"]))
         number, sample = one["key"]

@@ -35,7 +35,7 @@ TURN = 2**32
 
 
 @dataclass(slots=True, kw_only=True)
-class Sample:
+class TrainedSequence:
     """A sequence of tokens to train on."""
 
     ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class Sample:
     """The log-probability that the rollout engine gave each sampled token; 0 for the others."""
 
     @classmethod
-    def of(cls, prompt: tuple[int, ...]) -> Sample:
+    def of(cls, prompt: tuple[int, ...]) -> TrainedSequence:
         """A sample that begins with a prompt."""
         return cls(ids=prompt, trained=[False] * len(prompt), logprobs=[0.0] * len(prompt))
 
@@ -63,7 +63,7 @@ class Played:
     key: Key
     task: EnvironmentTask | None
     """None if the environment had none."""
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[TrainedSequence] = field(default_factory=list)
     """One, and another for each time that the chat template changed earlier turns."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """The conversation so far."""
@@ -93,7 +93,7 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EpisodeLimits:
     """How long episodes may be."""
 
     completion: int
@@ -110,7 +110,7 @@ class Player:
     engine: RolloutEngine
     arena: EnvironmentPool
     renderer: Renderer
-    limits: Limits
+    limits: EpisodeLimits
     weights: Mapping[str, float]
     """Name of a reward → its weight in the sum."""
     lap: Callable[[str], None]
@@ -164,7 +164,7 @@ class Player:
         except RowError as error:
             one.fail(TEMPLATE, str(error))
             return False
-        one.samples, one.messages = [Sample.of(prompt)], self.renderer.messages(task)
+        one.samples, one.messages = [TrainedSequence.of(prompt)], self.renderer.messages(task)
         if not prompt:
             one.fail("empty_prompt")
         elif self._room(one) < 1:
@@ -244,7 +244,7 @@ class Player:
         if found.extends:
             sample.add(found.ids[len(sample.ids) :])
         else:
-            one.samples.append(Sample.of(found.ids))
+            one.samples.append(TrainedSequence.of(found.ids))
         return True
 
     def _reward(self, played: Sequence[Played]) -> None:

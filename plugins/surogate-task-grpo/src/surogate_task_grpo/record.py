@@ -17,7 +17,7 @@ from surogate_task_grpo.rollout import Generation, conversation_text
 NAME = "rollouts.jsonl"
 
 
-class Record:
+class CompletionLog:
     """Appends the completions of each step."""
 
     def __init__(self, directory: Path):

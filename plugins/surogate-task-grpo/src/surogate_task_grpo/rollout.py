@@ -32,7 +32,7 @@ DIVERGENCE = "kl_penalty"
 
 
 @dataclass(slots=True, kw_only=True)
-class Group:
+class CompletionGroup:
     """The completions of one prompt."""
 
     number: int
@@ -49,7 +49,7 @@ class Group:
 class Generation:
     """All groups of one step."""
 
-    groups: list[Group]
+    groups: list[CompletionGroup]
     refills: int
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase → its wall time."""
@@ -57,7 +57,7 @@ class Generation:
     """The same of a generation that was made while the model was trained."""
 
     @property
-    def kept(self) -> list[Group]:
+    def kept(self) -> list[CompletionGroup]:
         """The groups that the step trains on."""
         return [group for group in self.groups if group.kept]
 
@@ -78,7 +78,7 @@ class Collector:
 
     def collect(self) -> Generation:
         """The groups of a step; at least one of them has signal. Raises `UserError` if prompts bring none."""
-        groups: list[Group] = []
+        groups: list[CompletionGroup] = []
         refills = 0
         for attempt in range(self.options.max_attempts_without_signal):
             for refill in range(self.options.max_refills + 1):
@@ -95,14 +95,14 @@ class Collector:
                 return self._judged(groups, refills)
         raise UserError(no_signal.message(self.options, [group.played for group in groups]))
 
-    def _groups(self, count: int) -> list[Group]:
+    def _groups(self, count: int) -> list[CompletionGroup]:
         tasks, size = self.draw(count), self.options.num_generations
         played = self.play(tasks)
         for one, divergence in zip(played, self.penalties(played), strict=True):
             self._penalise(one, divergence)
         some = (played[i * size : (i + 1) * size] for i in range(count))
         return [
-            Group(number=number, played=group, has_signal=no_signal.cause(self.options, group) is None)
+            CompletionGroup(number=number, played=group, has_signal=no_signal.cause(self.options, group) is None)
             for (number, _), group in zip(tasks, some, strict=True)
         ]
 
@@ -122,7 +122,7 @@ class Collector:
         buffer = min(self.options.overlong_buffer or -(-longest // 5), longest)
         return -1.0 if one.truncated else -min(max(one.length - (longest - buffer), 0) / buffer, 1.0)
 
-    def _judged(self, groups: list[Group], refills: int) -> Generation:
+    def _judged(self, groups: list[CompletionGroup], refills: int) -> Generation:
         rewards_PG = np.array([[_number(one.reward) for one in group.played] for group in groups], np.float64)
         lengths_PG = np.array([[one.length for one in group.played] for group in groups], np.int64)
         for group, found in zip(groups, advantages(self.advantage, rewards_PG, lengths_PG).tolist(), strict=True):
@@ -193,7 +193,7 @@ def samples_event(generation: Generation, step: int) -> RolloutSamples:
     return RolloutSamples(step=step, samples=tuple(_shown(group, place) for group, place in chosen))
 
 
-def _shown(group: Group, place: int) -> RolloutSample:
+def _shown(group: CompletionGroup, place: int) -> RolloutSample:
     one = group.played[place]
     last = one.task.messages[-1] if one.task is not None else {}
     return RolloutSample(

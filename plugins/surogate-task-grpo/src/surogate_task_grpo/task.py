@@ -36,15 +36,15 @@ from surogate_reinforcement.order import held_out_numbers, training_numbers
 from surogate_reinforcement.policy import Policy
 from surogate_reinforcement.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, REFERENCE
 from surogate_reinforcement.pool import EnvironmentPool
-from surogate_task_grpo.ahead import Ahead, Ready
+from surogate_task_grpo.ahead import Ahead, GeneratedSteps
 from surogate_task_grpo.conversation import Renderer
 from surogate_task_grpo.exchange import gathered
 from surogate_task_grpo.forward import Reference, logprobs
 from surogate_task_grpo.no_signal import is_trained
 from surogate_task_grpo.options import GRPOOptions
 from surogate_task_grpo.packing import Batch, Document, Shape, arranged, micro_batch
-from surogate_task_grpo.play import Limits, Played, Player, Sample
-from surogate_task_grpo.record import Record
+from surogate_task_grpo.play import EpisodeLimits, Played, Player, TrainedSequence
+from surogate_task_grpo.record import CompletionLog
 from surogate_task_grpo.reward_model import RewardModel, needed
 from surogate_task_grpo.rollout import (
     Collector,
@@ -174,7 +174,7 @@ class GRPOSteps:
         self._untold: list[Notice] = []
         """Notices of a generation ahead, whose thread emits nothing."""
         recording = self.options.log_completions and self._together.rank == 0
-        self.record = Record(context.directory) if recording else None
+        self.record = CompletionLog(context.directory) if recording else None
         self.drawn = 0
         """Prompts taken."""
         self.trained = 0
@@ -188,7 +188,7 @@ class GRPOSteps:
         """The rollout engine, if it has weights of its own."""
         self._reference: Reference | None = None
         self._batch: Batch | None = None
-        self._next: Ready | None = None
+        self._next: GeneratedSteps | None = None
         self._failure: Exception | None = None
         """Why there is no generation ahead."""
         self._seconds: dict[str, float] = {}
@@ -243,7 +243,7 @@ class GRPOSteps:
                 f"resume_from_checkpoint=false."
             )
         self.drawn, self.taken, self.trained = (int(state[name]) for name in ("drawn", "taken", "trained"))
-        self._next = Ready.of(state["next"]) if state["next"] is not None else None
+        self._next = GeneratedSteps.of(state["next"]) if state["next"] is not None else None
         self._batch = Batch.of(state["batch"]) if state["batch"] is not None else None
         if self.record is not None:
             self.record.bytes = int(state["record"])
@@ -276,7 +276,7 @@ class GRPOSteps:
             engine=self._rollout,
             arena=self.arena,
             renderer=self._renderer(stop_ids(context.generation_config, engine.model.config, context.tokenizer)),
-            limits=Limits(
+            limits=EpisodeLimits(
                 completion=self.options.max_completion_length, sequence=longest, turns=self.options.max_turns
             ),
             weights={**self.spec.weights, **self.options.reward_weights},
@@ -328,7 +328,7 @@ class GRPOSteps:
             self.drawn = before
             raise
 
-    def _finished(self, generation: Generation, step: int) -> Ready:
+    def _finished(self, generation: Generation, step: int) -> GeneratedSteps:
         """What `step` trains on, when its completions are recorded."""
         batch = self._measured(generation)
         generation.seconds = self._seconds
@@ -337,7 +337,7 @@ class GRPOSteps:
         if self.record is not None:
             self.record.append(step, generation)
         figures, samples = rollouts_event(generation, step), samples_event(generation, step)
-        return Ready(batch=batch, figures=figures, samples=samples, drawn=self.drawn)
+        return GeneratedSteps(batch=batch, figures=figures, samples=samples, drawn=self.drawn)
 
     def _begin_next(self, batch: Batch) -> None:
         """Make the next generation with the weights as they are now, in a thread, unless the run ends before it."""
@@ -568,7 +568,7 @@ class GRPOSteps:
         return batches
 
 
-def _document(sample: Sample, advantage: float) -> Document:
+def _document(sample: TrainedSequence, advantage: float) -> Document:
     return Document(
         ids_T=np.asarray(sample.ids, np.int64),
         trained_T=np.asarray(sample.trained, np.bool_),

@@ -22,7 +22,7 @@ import yaml
 from surogate_core.bundles import ModelFamily
 from surogate_core.engine.planning.pieces import distinct, pieces
 from surogate_core.errors import UserError
-from surogate_testing.parity import LENGTHS, TINY, TOLERANCE, Pair, Record
+from surogate_testing.parity import LENGTHS, TINY, TOLERANCE, ModelPair, Record
 
 SHAPE = (
     "hidden_size",
@@ -136,14 +136,16 @@ class FamilyFacts:
             model = self.architecture(self.config(**json.loads(json.dumps(config))))
         return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
-    def pair(self, lengths: Sequence[int] = (), **changes: Any) -> Pair:
+    def pair(self, lengths: Sequence[int] = (), **changes: Any) -> ModelPair:
         """A model of transformers and one of the family with the same random weights."""
         settings = {**TINY, "architectures": [self.architecture.__name__], **self.settings, **changes}
         # A copy, because transformers changes what it is given.
         settings = json.loads(json.dumps(settings))
-        return Pair.of(self.architecture, self.config(**settings), self.family.build, lengths=lengths or self.lengths)
+        return ModelPair.of(
+            self.architecture, self.config(**settings), self.family.build, lengths=lengths or self.lengths
+        )
 
-    def long_pair(self, rope: Mapping[str, Any]) -> Pair:
+    def long_pair(self, rope: Mapping[str, Any]) -> ModelPair:
         """The same for longer documents. Dynamic scaling counts from the positions, others from a number of theirs."""
         positions = 64 if rope["rope_type"] == "dynamic" else 128
         parameters: dict[str, Any] = {"rope_theta": 5000.0, **rope}
@@ -264,7 +266,7 @@ class DenseFamilyTests(FamilyTests):
         record_testsuite_property(scaling, f"logits {logits:.2e}, gradient {gradient:.2e} {name}")
         assert max(logits, gradient) <= TOLERANCE
         theirs = scaled.reference.config.to_dict()
-        mixed = Pair(
+        mixed = ModelPair(
             reference=plain.reference, build=lambda _: self.facts.family.build(theirs), documents=plain.documents
         )
         assert mixed.logits_error() > 100 * TOLERANCE, "the scaling must matter"

@@ -21,7 +21,7 @@ from surogate_testing.model_blocks import longest_of
 from surogate_testing.models import load_in_transformers, reference, tiny_preset
 
 if TYPE_CHECKING:
-    from surogate_core.inference.generation import Prepared
+    from surogate_core.inference.generation import PreparedModel
     from surogate_core.plugins import Registry
 
 CLOSE = 1e-4
@@ -200,7 +200,7 @@ class _Run:
         wanted = {f"{module}.weight" for module in adapter.modules}
         ensure(set(changed) == wanted, f"merged: {sorted(set(changed) ^ wanted)[:5]} are changed and have no adapter")
 
-    def _prepared(self, word: Path) -> Prepared:
+    def _prepared(self, word: Path) -> PreparedModel:
         from surogate_core.config.resolve import load_run_config
         from surogate_core.inference.generation import named, prepare
 
@@ -229,7 +229,7 @@ class _Run:
         for word in (self.run, self.merged):
             prepared = self._prepared(word)
             given = [texts.prompt_of_text(prepared.tokenizer, text, name="prompt") for text in ("oil", "the chain is")]
-            wanted = texts.Wanted(max_new_tokens=8, sampling=Sampling(temperature=0), ignore_eos=True)
+            wanted = texts.PromptOptions(max_new_tokens=8, sampling=Sampling(temperature=0), ignore_eos=True)
             requests, _ = texts.requests_of(prepared, given, wanted)
             weights = prepared.load(self.registry)
             engine = self.registry.get("rollout", "native").open(weights, texts.settings_of(weights, requests))
@@ -264,7 +264,7 @@ def _from_plugin(module: str, name: str) -> Any:
 
 def _write_model(family: ModelFamily, config: Mapping[str, Any], directory: Path) -> None:
     """A random model as transformers writes it, or as an export has it where transformers has no such model."""
-    from surogate_core.hf.export import Card, export_full
+    from surogate_core.hf.export import CardFacts, export_full
     from surogate_testing.chat_templates import byte_tokenizer
 
     tokenizer = byte_tokenizer()
@@ -278,7 +278,7 @@ def _write_model(family: ModelFamily, config: Mapping[str, Any], directory: Path
         ensure(made.model.vocab_size == vocabulary, f"`{model.embed.vocab.label}` is not the number of embeddings")
         full = {"architectures": [made.model.architecture], "model_type": family.hf_model_types[0], **config}
         tensors = made.parameters.base_tensors()
-        export_full(directory, tensors, config=full, tokenizer=tokenizer, card=Card(title="check"))
+        export_full(directory, tensors, config=full, tokenizer=tokenizer, card=CardFacts(title="check"))
         return
     theirs.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

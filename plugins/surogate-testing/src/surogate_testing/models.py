@@ -212,7 +212,7 @@ def generates_as_transformers(family: ModelFamily) -> None:
 def comes_back_from_an_export(family: ModelFamily) -> None:
     """After a step the exported directory has the engine's tensors, and loads in transformers with nothing missing."""
     from surogate_core.files.tensorfile import TensorFile
-    from surogate_core.hf.export import Card, export_full
+    from surogate_core.hf.export import CardFacts, export_full
 
     config = tiny_preset(family)
     ensure(bool(config.get("model_type") and config.get("architectures")), "preset `tiny` lacks `architectures`")
@@ -221,7 +221,7 @@ def comes_back_from_an_export(family: ModelFamily) -> None:
     kept = {name: tensor.clone() for name, tensor in made.parameters.base_tensors()}
     with tempfile.TemporaryDirectory() as parent:
         directory = export_full(
-            Path(parent) / "export", kept.items(), config=config, tokenizer=None, card=Card(title="check")
+            Path(parent) / "export", kept.items(), config=config, tokenizer=None, card=CardFacts(title="check")
         )
         written: dict[str, Tensor] = {}
         for file in sorted(directory.glob("*.safetensors")):

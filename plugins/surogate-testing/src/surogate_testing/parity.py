@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from surogate_core.dsl import Model
 from surogate_core.engine.engine import Engine
-from surogate_core.hf.export import Card, export_adapter, export_full
+from surogate_core.hf.export import CardFacts, export_adapter, export_full
 from surogate_testing import tiny
 from surogate_testing.check import ensure
 
@@ -43,7 +43,7 @@ Record = Callable[[str, object], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class ModelPair:
     """One random model, in transformers and in an engine."""
 
     reference: Any
@@ -58,7 +58,7 @@ class Pair:
         build: Callable[[Mapping[str, Any]], Model],
         *,
         lengths: Sequence[int] = LENGTHS,
-    ) -> Pair:
+    ) -> ModelPair:
         """A random model in which every tensor affects the result: norms are not one, biases are not zero."""
         torch.manual_seed(0)
         model = architecture(config)
@@ -163,7 +163,7 @@ class Pair:
         engine.train_step([batch], step=0, lr=1e-3).read()
         directory = export_full(
             path, engine.parameters.base_tensors(), config=self.reference.config.to_dict(), tokenizer=None,
-            card=Card(title="tiny"), max_shard_bytes=20_000,
+            card=CardFacts(title="tiny"), max_shard_bytes=20_000,
         )  # fmt: skip
         found: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
         loaded, info = found
@@ -205,7 +205,7 @@ class Pair:
             engine.train_step([batch], step=step, lr=1e-2).read()
         directory = export_adapter(
             path, engine.parameters.adapter_tensors(), rank=4, alpha=8, dropout=0.0, base_model=None,
-            card=Card(title="tiny"), expert_names=self._built().expert_names(),
+            card=CardFacts(title="tiny"), expert_names=self._built().expert_names(),
         )  # fmt: skip
         plain = self._first_error(base, engine)
         ensure(plain > 100 * TOLERANCE, "the adapter must matter")

@@ -17,7 +17,7 @@ from torch import Tensor
 from surogate_core.batch import IGNORE_LABEL, WEIGHTS
 from surogate_core.bundles import PolicyLossSpec, PolicyTerms, part_of
 from surogate_reinforcement.policy import Policy
-from surogate_reinforcement.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, Documents, terms
+from surogate_reinforcement.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, CompletionSums, terms
 from surogate_testing import tiny
 from surogate_testing.check import ensure
 
@@ -27,7 +27,7 @@ V = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class LossSettings:
     """The settings of a run, with the defaults of `surogate grpo`."""
 
     temperature: float = 1.0
@@ -70,7 +70,7 @@ def terms_of(
 def _policies(spec: PolicyLossSpec) -> Iterator[Policy]:
     """With default options, with one iteration and with two."""
     for iterations in (1, 2):
-        yield Policy(part_of("policy_loss", spec), Settings(num_iterations=iterations))
+        yield Policy(part_of("policy_loss", spec), LossSettings(num_iterations=iterations))
 
 
 def _case(policy: Policy, *, number: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -162,7 +162,7 @@ def is_pure(spec: PolicyLossSpec) -> None:
     for policy in _policies(spec):
         logits_NV, labels_N, positions_N, columns = _case(policy)
         logp_N = logits_NV.log_softmax(-1).gather(1, labels_N.clamp(min=0)[:, None])[:, 0]
-        documents = Documents.of(positions_N, columns) if policy.by_sequence else None
+        documents = CompletionSums.of(positions_N, columns) if policy.by_sequence else None
         seen = terms(policy.part, policy.settings, logp_N, columns, documents)
         before = {name: value.clone() for name, value in _tensors(seen).items()}
         first_N = policy.loss.loss(seen)

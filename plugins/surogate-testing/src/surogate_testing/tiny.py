@@ -240,7 +240,7 @@ def lora(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class AssemblyParts:
     """The parts of an `assembly`, in addition to its `EngineSettings`."""
 
     build: Callable[[Mapping[str, Any]], Model] = TinyModel
@@ -266,10 +266,10 @@ def engine(config: Mapping[str, Any] = CONFIG, *, source: Source | None = None, 
 def assembly(config: Mapping[str, Any] = CONFIG, **changes: Any) -> Assembly:
     """What a run on the CPU, in fp32 with FX graphs, is made of.
 
-    `changes` are fields of `Parts`, arguments of `axes`, or fields of `EngineSettings`, whose `device` may be a name
-    and `recompute` a bool: whether whole blocks are computed again.
+    `changes` are fields of `AssemblyParts`, arguments of `axes`, or fields of `EngineSettings`, whose `device` may be a
+    name and `recompute` a bool: whether whole blocks are computed again.
     """
-    parts = Parts(**{f.name: changes.pop(f.name) for f in fields(Parts) if f.name in changes})
+    parts = AssemblyParts(**{f.name: changes.pop(f.name) for f in fields(AssemblyParts) if f.name in changes})
     settings = _settings(**changes)
     device, offloader = settings.device, parts.offloader
     return Assembly(
