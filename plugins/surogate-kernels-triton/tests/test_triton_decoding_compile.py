@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ pytestmark = [
 PROGRAMS = {"slot_attention", "slot_attention_sum", "choose_part", "choose_token", "token_bounds", "down_split"}
 
 
-def attend(heads: int, kv_heads: int, features: int, dtype: torch.dtype, context: int) -> None:
+def attend(heads: int, kv_heads: int, features: int, dtype: torch.dtype, context: int, **named: Any) -> None:
     from surogate_kernels_triton import decoding
 
     q, k, v = (empty(8, h, features, dtype=dtype) for h in (heads, kv_heads, kv_heads))
     cache, places = empty(9, context, kv_heads, features, dtype=dtype), empty(8, dtype=torch.int64)
-    decoding._slot_attention(q, k, v, cache, cache, places, places, context, 0.1)
+    decoding._slot_attention(q, k, v, cache, cache, places, places, context, 0.1, **named)
 
 
 def choose(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
@@ -61,10 +62,13 @@ def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch
                 (8, 8, 96),
                 (32, 1, 128),
                 (8, 4, 256),
+                (8, 1, 512),
             ):
                 attend(heads, kv_heads, features, torch.bfloat16, 2048)
+            attend(16, 8, 64, torch.bfloat16, 2048, window=128, sinks=empty(16))
+            attend(8, 4, 256, torch.bfloat16, 2048, window=512, softcap=50.0)
             attend(16, 8, 128, torch.float16, 32768)
-            for features in (64, 128):
+            for features in (64, 128, 256):
                 attend(16, 8, features, torch.float32, 2048)
         for vocabulary in (49152, 151936):
             choose(8, vocabulary, torch.bfloat16)

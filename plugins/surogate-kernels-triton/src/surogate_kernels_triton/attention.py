@@ -1,13 +1,14 @@
 """The op `attention` through the Triton kernels.
 
-Shape suffixes as in `surogate_core.kernels.ops`. Head sizes that the kernels are not made for go
-to torch's flash kernel.
+Shape suffixes as in `surogate_core.kernels.ops`. Plain attention of head sizes other than `HEAD_SIZES` goes to torch's
+flash kernel.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +21,13 @@ from surogate_core.kernels.packed_attention import one_size, packed_attention
 from surogate_kernels_triton import attention_programs as programs
 
 HEAD_SIZES = (64, 128)
+"""Features of heads that always take the kernels."""
+WIDEST = 512
+"""Most features of a head."""
+FLASH_WIDEST = 256
+"""Most features of a head in torch's flash kernel."""
+SINK_ROWS = 1024
+"""Rows that a program of the sinks' gradients adds at a time."""
 ROOM = 128
 """Columns behind the output, as `adapted_linears` wants them; the engine then leaves out its copy."""
 DTYPES = (torch.float16, torch.bfloat16)
@@ -55,8 +63,19 @@ HOPPER = {
         queries=Tile(m=128, t=64, warps=8, stages=2),
         keys=Tile(m=64, t=128, warps=8, stages=2),
     ),
+    256: Tiles(
+        forward=Tile(m=128, t=64, warps=8, stages=2),
+        queries=Tile(m=64, t=64, warps=4, stages=2),
+        keys=Tile(m=64, t=64, warps=8, stages=2),
+    ),
+    512: Tiles(
+        forward=Tile(m=64, t=32, warps=8, stages=2),
+        queries=Tile(m=64, t=16, warps=8, stages=2),
+        keys=Tile(m=32, t=32, warps=8, stages=1),
+    ),
 }
-"""Head size → tiles for GPUs with 227 KiB of shared memory a block (sm_90, sm_100); measured on an H200."""
+"""Padded head size → tiles for GPUs with 227 KiB of shared memory a block (sm_90, sm_100). 64 and 128 are measured on
+an H200, the others chosen by what fits."""
 SMALL = {
     64: Tiles(
         forward=Tile(m=128, t=64, warps=4, stages=2),
@@ -68,43 +87,106 @@ SMALL = {
         queries=Tile(m=64, t=32, warps=4, stages=2),
         keys=Tile(m=32, t=64, warps=4, stages=1),
     ),
+    256: Tiles(
+        forward=Tile(m=64, t=32, warps=8, stages=1),
+        queries=Tile(m=32, t=32, warps=4, stages=1),
+        keys=Tile(m=16, t=32, warps=4, stages=1),
+    ),
+    512: Tiles(
+        forward=Tile(m=32, t=16, warps=4, stages=1),
+        queries=Tile(m=16, t=16, warps=4, stages=1),
+        keys=Tile(m=16, t=16, warps=4, stages=1),
+    ),
 }
 """For the others, which may have 99 KiB (sm_86, sm_89, sm_120); chosen by what fits, not measured."""
 
 
 def tiles_for(device: torch.device, features: int) -> Tiles:
-    """The tiles for a device and a head size."""
+    """The tiles for a device and a head size, the larger of a key's and a value's, padded."""
+    features = max(features, 64)
     if device.type != "cuda":  # Triton's interpreter
         return SMALL[features]
     return (HOPPER if torch.cuda.get_device_capability(device)[0] in (9, 10) else SMALL)[features]
 
 
+def padded(features: int) -> int:
+    """Columns of a block that holds a head's features."""
+    return max(16, triton.next_power_of_2(features))
+
+
 def _descriptor(x_NHE: Tensor, rows: int) -> TensorDescriptor:
     n, heads, features = x_NHE.shape
-    return TensorDescriptor(x_NHE, [n, heads * features], [x_NHE.stride(0), 1], [rows, features])
+    return TensorDescriptor(x_NHE, [n, heads * features], [x_NHE.stride(0), 1], [rows, padded(features)])
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_S: Tensor, scale: float, out: Tensor, lse_HN: Tensor) -> None:
-    n, heads, features = q.shape
-    tile = tiles_for(q.device, features).forward
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """The inputs that all programs share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    borders: Tensor
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+    def tiles(self) -> Tiles:
+        """How the programs cut it."""
+        return tiles_for(self.q.device, max(padded(t.shape[2]) for t in (self.q, self.v)))
+
+    def inputs(self, rows: int, keys: int) -> list[TensorDescriptor]:
+        """Descriptors of q, k and v for blocks of so many rows."""
+        return [_descriptor(x, count) for x, count in ((self.q, rows), (self.k, keys), (self.v, keys))]
+
+    def documents(self) -> tuple[Tensor, int, int]:
+        """(borders, their number, tokens)."""
+        return self.borders, self.borders.shape[0], self.q.shape[0]
+
+    def options(self, tile: Tile) -> dict[str, Any]:
+        """Constants and options of a launch."""
+        features, values = self.q.shape[2], self.v.shape[2]
+        return {
+            "GROUP": self.q.shape[1] // self.k.shape[1],
+            "E": features,
+            "EP": padded(features),
+            "F": values,
+            "FP": padded(values),
+            "WINDOWED": self.window > 0,
+            "C": float(self.softcap),
+            "M": tile.m,
+            "T": tile.t,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_S: Tensor,
+    scale: float,
+    out: Tensor,
+    lse_HN: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    **named: Any,
+) -> None:
+    case = _Case(q=q, k=k, v=v, borders=cu_seqlens_S, scale=scale, **named)
+    n, heads, _ = q.shape
+    tile = case.tiles().forward
     programs.attention_forward[triton.cdiv(n, tile.m) * heads,](
-        _descriptor(q, tile.m),
-        _descriptor(k, tile.t),
-        _descriptor(v, tile.t),
+        *case.inputs(tile.m, tile.t),
         out,
         lse_HN,
-        cu_seqlens_S,
-        cu_seqlens_S.shape[0],
-        n,
+        None if sinks is None else sinks.contiguous(),
+        *case.documents(),
         out.stride(0),
         scale * math.log2(math.e),
+        case.window,
         H=heads,
-        GROUP=heads // k.shape[1],
-        E=features,
-        M=tile.m,
-        T=tile.t,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **case.options(tile),
     )
 
 
@@ -117,104 +199,86 @@ def _backward(
     lse_HN: Tensor,
     cu_seqlens_S: Tensor,
     scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    *gradients: Tensor,
+    sinks: Tensor | None = None,
+    dsinks: Tensor | None = None,
+    **named: Any,
 ) -> None:
+    case = _Case(q=q, k=k, v=v, borders=cu_seqlens_S, scale=scale, **named)
     dy, delta_HN = dy.contiguous(), torch.empty_like(lse_HN)
-    _query_gradients(dy, q, k, v, out, lse_HN, delta_HN, cu_seqlens_S, scale, dq)
-    _key_gradients(dy, q, k, v, lse_HN, delta_HN, cu_seqlens_S, scale, dk, dv)
+    dq, dk, dv = gradients
+    _query_gradients(case, dy, out, lse_HN, delta_HN, dq)
+    _key_gradients(case, dy, lse_HN, delta_HN, dk, dv)
+    if sinks is not None:
+        heads, n = lse_HN.shape
+        programs.attention_backward_sinks[heads,](
+            sinks.contiguous(), lse_HN, delta_HN, dsinks, n, R=SINK_ROWS, num_warps=4
+        )
 
 
-def _query_gradients(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse_HN: Tensor,
-    delta_HN: Tensor,
-    cu_seqlens_S: Tensor,
-    scale: float,
-    dq: Tensor,
-) -> None:
+def _query_gradients(case: _Case, dy: Tensor, out: Tensor, lse_HN: Tensor, delta_HN: Tensor, dq: Tensor) -> None:
     """Fills dq, and delta [H, N], each query's sum of dy · out."""
-    n, heads, features = q.shape
-    tile = tiles_for(q.device, features).queries
+    n, heads, _ = case.q.shape
+    tile = case.tiles().queries
     programs.attention_backward_queries[triton.cdiv(n, tile.m) * heads,](
-        _descriptor(q, tile.m),
-        _descriptor(k, tile.t),
-        _descriptor(v, tile.t),
+        *case.inputs(tile.m, tile.t),
         _descriptor(dy, tile.m),
         out,
         dy,
         lse_HN,
         delta_HN,
         dq,
-        cu_seqlens_S,
-        cu_seqlens_S.shape[0],
-        n,
+        *case.documents(),
         out.stride(0),
-        scale,
-        scale * math.log2(math.e),
+        case.scale,
+        case.scale * math.log2(math.e),
+        case.window,
         H=heads,
-        GROUP=heads // k.shape[1],
-        E=features,
-        M=tile.m,
-        T=tile.t,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **case.options(tile),
     )
 
 
-def _key_gradients(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse_HN: Tensor,
-    delta_HN: Tensor,
-    cu_seqlens_S: Tensor,
-    scale: float,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+def _key_gradients(case: _Case, dy: Tensor, lse_HN: Tensor, delta_HN: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Fills dk and dv; delta comes from `_query_gradients`."""
-    n, heads, features = q.shape
-    kv_heads = k.shape[1]
-    tile = tiles_for(q.device, features).keys
+    n, kv_heads = case.q.shape[0], case.k.shape[1]
+    tile = case.tiles().keys
     programs.attention_backward_keys[triton.cdiv(n, tile.t) * kv_heads,](
-        _descriptor(q, tile.m),
-        _descriptor(k, tile.t),
-        _descriptor(v, tile.t),
+        *case.inputs(tile.m, tile.t),
         _descriptor(dy, tile.m),
         lse_HN,
         delta_HN,
         dk,
         dv,
-        cu_seqlens_S,
-        cu_seqlens_S.shape[0],
-        n,
-        scale,
-        scale * math.log2(math.e),
+        *case.documents(),
+        case.scale,
+        case.scale * math.log2(math.e),
+        case.window,
         K=kv_heads,
-        GROUP=heads // kv_heads,
-        E=features,
-        M=tile.m,
-        T=tile.t,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **case.options(tile),
     )
 
 
 _attention = packed_attention("surogate_triton", _forward, _backward, ROOM)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
-    """`ops.attention`; `scale` > 0. Head sizes other than `HEAD_SIZES` take torch's flash kernel."""
-    if q.shape[-1] not in HEAD_SIZES:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, **named: Any
+) -> Tensor:
+    """`ops.attention`; `scale` > 0. Plain attention of head sizes other than `HEAD_SIZES` takes torch's flash kernel,
+    if that has it.
+    """
+    plain = not named and one_size(q, k, v) and q.shape[2] <= FLASH_WIDEST
+    if plain and q.shape[2] not in HEAD_SIZES:
         return flash_attention(q, k, v, cu_seqlens, max_seqlen, scale)
-    return _attention(q, k, v, cu_seqlens, scale)
+    # A document has no position before the window's.
+    if named.get("window", 0) >= max_seqlen:
+        named = {name: value for name, value in named.items() if name != "window"}
+    return _attention(q, k, v, cu_seqlens, scale, **named)
+
+
+def takes(q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, *rest: Any, **named: Any) -> bool:
+    """Whether rows of every operand are at 16-byte borders, and blocks hold a head."""
+    return all(t.shape[2] % 8 == 0 and t.shape[2] <= WIDEST for t in (q_NHE, v_NKF))
 
 
 def kernel() -> Kernel:
@@ -224,6 +288,7 @@ def kernel() -> Kernel:
         name="triton",
         function=attention,
         supports=lambda device, dtype: device.type == "cuda" and dtype in DTYPES,
-        takes=one_size,
+        takes=takes,
+        knows=frozenset({"window", "softcap", "sinks"}),
         priority=10,
     )

@@ -3,13 +3,15 @@
 The queries of a row of documents are cut into tiles of equal size wherever documents begin; a
 program finds the documents of its tile in `cu_seqlens`, so the grid depends on the number of
 tokens alone. A tile within one document meets masks on its diagonal only; a tile that holds a
-border masks throughout. Nothing is added atomically: every output element has one program and
+border masks throughout. With a window the loops begin and end where it does: tiles that nothing of it reaches are not
+read, and only those on its edge are masked. Nothing is added atomically: every output element has one program and
 one order of summation. The scheme is FlashAttention-2's (arXiv 2307.08691).
 
-Names: N tokens, H query heads, K key/value heads, E head features, M rows of a query block,
-T rows of a key block, S document borders. Descriptors are of [N, heads · E], their blocks of one
-head's rows. Scores are kept times log2(e), so that exp2 serves; `lse` is log2 of the sum of
-exponentials, [H, N].
+Names: N tokens, H query heads, K key/value heads, E features of a query and a key, F of a value, EP and FP their next
+powers of two, M rows of a query block, T rows of a key block, S document borders, W the window and WINDOWED whether
+there is one, C the soft cap (0: none). Descriptors are of [N, heads · E], their blocks of one head's rows. Where EP is
+more than E, these have columns of the next head too; they are zeros in the block that a program keeps. Scores are kept
+times log2(e), so that exp2 serves; `lse` is log2 of the sum of exponentials, the sink's among them, [H, N].
 """
 
 # Triton reads the signatures itself: they have no types but `tl.constexpr`.
@@ -24,6 +26,7 @@ HIDDEN = tl.constexpr(-1.0e30)
 """A masked score: finite, so that differences of two stay defined."""
 CHUNK = tl.constexpr(64)
 """Borders compared at a time."""
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -71,6 +74,47 @@ def _stops(cu_seqlens, count, token, tokens, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _tanh(x):
+    """tanh(x / (2 log2 e))."""
+    return 1.0 - 2.0 / (tl.exp2(x) + 1.0)
+
+
+@triton.jit
+def _masked(x, E: tl.constexpr, EP: tl.constexpr):
+    """A block whose columns behind the first E are zeros."""
+    if EP != E:
+        x = tl.where((tl.arange(0, EP) < E)[None, :], x, 0.0)
+    return x
+
+
+@triton.jit
+def _keys_seen(cu_seqlens, borders, tokens, first, W, M: tl.constexpr, T: tl.constexpr, WINDOWED: tl.constexpr):
+    """(begin, whole, diagonal, starts): a block of queries sees keys from `begin`, all of those in [whole, diagonal),
+    and each row those from its start.
+    """
+    rows = first + tl.arange(0, M)
+    start = _start(cu_seqlens, borders, first)
+    last_start = _start(cu_seqlens, borders, tl.minimum(first + M, tokens) - 1)
+    begin = start
+    if WINDOWED:
+        # Whole tiles before the diagonal, so that this one is masked once.
+        begin = tl.maximum(start, first - (W + T - 2) // T * T)
+    whole = begin
+    if last_start > first:
+        starts = _starts(cu_seqlens, borders, rows, M)
+        diagonal = begin
+    else:
+        starts = tl.zeros([M], tl.int32) + start
+        diagonal = begin + (first - begin) // T * T
+        if WINDOWED:
+            edge = tl.maximum(first + M - W - begin, 0)
+            whole = tl.minimum(begin + (edge + T - 1) // T * T, diagonal)
+    if WINDOWED:
+        starts = tl.maximum(starts, rows - (W - 1))
+    return begin, whole, diagonal, starts
+
+
+@triton.jit
 def _forward_keys(
     acc,
     sums,
@@ -79,31 +123,41 @@ def _forward_keys(
     k_desc,
     v_desc,
     column,
+    v_column,
     rows,
     starts,
     begin,
     end,
     factor,
     T: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One query block over the keys [begin, end): online softmax."""
     for first in tl.range(begin, end, T):
         k = k_desc.load([first, column])
         scores = tl.dot(q, k.T)
+        if C > 0:
+            scores = _tanh(scores * (factor * (2.0 / C))) * (C * LOG2E)
         if MASKED:
             keys = first + tl.arange(0, T)
             seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= starts[:, None])
-            scores = tl.where(seen, scores * factor, HIDDEN)
+            if C > 0:
+                scores = tl.where(seen, scores, HIDDEN)
+            else:
+                scores = tl.where(seen, scores * factor, HIDDEN)
             top = tl.maximum(tops, tl.max(scores, 1))
             p = tl.where(seen, tl.exp2(scores - top[:, None]), 0.0)
+        elif C > 0:
+            top = tl.maximum(tops, tl.max(scores, 1))
+            p = tl.exp2(scores - top[:, None])
         else:
             top = tl.maximum(tops, tl.max(scores, 1) * factor)
             p = tl.exp2(scores * factor - top[:, None])
         shrink = tl.exp2(tops - top)
         sums = sums * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v = v_desc.load([first, column])
+        v = v_desc.load([first, v_column])
         acc = tl.dot(p.to(v.dtype), v, acc)
         tops = top
     return acc, sums, tops
@@ -116,46 +170,58 @@ def attention_forward(
     v_desc,
     out,
     lse,
+    sinks,
     cu_seqlens,
     borders,
     tokens,
     out_row,
     factor,
+    W,
     H: tl.constexpr,
     GROUP: tl.constexpr,
     E: tl.constexpr,
+    EP: tl.constexpr,
+    F: tl.constexpr,
+    FP: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    C: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
 ):
-    """One program: one head's block of M queries. `factor` = scale · log2(e)."""
+    """One program: one head's block of M queries. `factor` = scale · log2(e); `sinks` [H] or None."""
     tile = tl.num_programs(0) // H - 1 - tl.program_id(0) // H
     head = tl.program_id(0) % H
     first = tile * M
     rows = first + tl.arange(0, M)
-    start = _start(cu_seqlens, borders, first)
-    last_start = _start(cu_seqlens, borders, tl.minimum(first + M, tokens) - 1)
-    if last_start > first:
-        starts = _starts(cu_seqlens, borders, rows, M)
-        masked = start
+    begin, whole, diagonal, starts = _keys_seen(cu_seqlens, borders, tokens, first, W, M, T, WINDOWED)
+    q = _masked(q_desc.load([first, head * E]), E, EP)
+    column, v_column = head // GROUP * E, head // GROUP * F
+    acc = tl.zeros([M, FP], tl.float32)
+    if sinks is None:
+        sums = tl.zeros([M], tl.float32)
+        tops = tl.full([M], HIDDEN, tl.float32)
     else:
-        starts = tl.zeros([M], tl.int32) + start
-        masked = start + (first - start) // T * T
-    q = q_desc.load([first, head * E])
-    column = head // GROUP * E
-    acc = tl.zeros([M, E], tl.float32)
-    sums = tl.zeros([M], tl.float32)
-    tops = tl.full([M], HIDDEN, tl.float32)
+        sums = tl.full([M], 1.0, tl.float32)
+        tops = tl.zeros([M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+    if WINDOWED:
+        acc, sums, tops = _forward_keys(
+            acc, sums, tops, q, k_desc, v_desc, column, v_column, rows, starts, begin, whole, factor, T, C, True
+        )
     acc, sums, tops = _forward_keys(
-        acc, sums, tops, q, k_desc, v_desc, column, rows, starts, start, masked, factor, T, False
+        acc, sums, tops, q, k_desc, v_desc, column, v_column, rows, starts, whole, diagonal, factor, T, C, False
     )
     end = tl.minimum(first + M, tokens)
     acc, sums, tops = _forward_keys(
-        acc, sums, tops, q, k_desc, v_desc, column, rows, starts, masked, end, factor, T, True
+        acc, sums, tops, q, k_desc, v_desc, column, v_column, rows, starts, diagonal, end, factor, T, C, True
     )
     inside = rows < tokens
     tl.store(lse + head * tokens + rows, tops + tl.log2(sums), mask=inside)
-    offsets = rows.to(tl.int64)[:, None] * out_row + head * E + tl.arange(0, E)[None, :]
-    tl.store(out + offsets, (acc / sums[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+    columns = tl.arange(0, FP)
+    offsets = rows.to(tl.int64)[:, None] * out_row + head * F + columns[None, :]
+    stored = inside[:, None]
+    if FP != F:
+        stored = stored & (columns < F)[None, :]
+    tl.store(out + offsets, (acc / sums[:, None]).to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -168,26 +234,34 @@ def _backward_keys(
     k_desc,
     v_desc,
     column,
+    v_column,
     rows,
     starts,
     begin,
     end,
     factor,
     T: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """dq of one query block over the keys [begin, end), without the scale."""
     for first in tl.range(begin, end, T):
         k = k_desc.load([first, column])
-        v = v_desc.load([first, column])
+        v = v_desc.load([first, v_column])
         scores = tl.dot(q, k.T)
         dp = tl.dot(dy, v.T)
-        p = tl.exp2(scores * factor - lse[:, None])
+        if C > 0:
+            bent = _tanh(scores * (factor * (2.0 / C)))
+            p = tl.exp2(bent * (C * LOG2E) - lse[:, None])
+        else:
+            p = tl.exp2(scores * factor - lse[:, None])
         if MASKED:
             keys = first + tl.arange(0, T)
             seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= starts[:, None])
             p = tl.where(seen, p, 0.0)
         ds = p * (dp - delta[:, None])
+        if C > 0:
+            ds = ds * (1.0 - bent * bent)
         dq = tl.dot(ds.to(k.dtype), k, dq)
     return dq
 
@@ -209,45 +283,89 @@ def attention_backward_queries(
     out_row,
     scale,
     factor,
+    W,
     H: tl.constexpr,
     GROUP: tl.constexpr,
     E: tl.constexpr,
+    EP: tl.constexpr,
+    F: tl.constexpr,
+    FP: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    C: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
 ):
-    """One program: dq and delta = Σ_E out · dy of one head's block of M queries."""
+    """One program: dq and delta = Σ_F out · dy of one head's block of M queries."""
     tile = tl.num_programs(0) // H - 1 - tl.program_id(0) // H
     head = tl.program_id(0) % H
     first = tile * M
     rows = first + tl.arange(0, M)
     inside = rows < tokens
-    offsets = rows.to(tl.int64)[:, None] * (H * E) + head * E + tl.arange(0, E)[None, :]
-    place = rows.to(tl.int64)[:, None] * out_row + head * E + tl.arange(0, E)[None, :]
-    o = tl.load(out + place, mask=inside[:, None], other=0.0).to(tl.float32)
-    g = tl.load(dy + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
+    columns = tl.arange(0, FP)
+    read = inside[:, None]
+    if FP != F:
+        read = read & (columns < F)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * (H * F) + head * F + columns[None, :]
+    place = rows.to(tl.int64)[:, None] * out_row + head * F + columns[None, :]
+    o = tl.load(out + place, mask=read, other=0.0).to(tl.float32)
+    g = tl.load(dy + offsets, mask=read, other=0.0).to(tl.float32)
     deltas = tl.sum(o * g, 1)
     tl.store(delta + head * tokens + rows, deltas, mask=inside)
     lses = tl.load(lse + head * tokens + rows, mask=inside, other=0.0)
-    start = _start(cu_seqlens, borders, first)
-    last_start = _start(cu_seqlens, borders, tl.minimum(first + M, tokens) - 1)
-    if last_start > first:
-        starts = _starts(cu_seqlens, borders, rows, M)
-        masked = start
-    else:
-        starts = tl.zeros([M], tl.int32) + start
-        masked = start + (first - start) // T * T
-    q = q_desc.load([first, head * E])
-    dy_block = dy_desc.load([first, head * E])
-    column = head // GROUP * E
-    acc = tl.zeros([M, E], tl.float32)
+    begin, whole, diagonal, starts = _keys_seen(cu_seqlens, borders, tokens, first, W, M, T, WINDOWED)
+    q = _masked(q_desc.load([first, head * E]), E, EP)
+    dy_block = _masked(dy_desc.load([first, head * F]), F, FP)
+    column, v_column = head // GROUP * E, head // GROUP * F
+    acc = tl.zeros([M, EP], tl.float32)
+    if WINDOWED:
+        acc = _backward_keys(
+            acc, q, dy_block, lses, deltas, k_desc, v_desc, column, v_column, rows, starts, begin, whole, factor,
+            T, C, True,
+        )  # fmt: skip
     acc = _backward_keys(
-        acc, q, dy_block, lses, deltas, k_desc, v_desc, column, rows, starts, start, masked, factor, T, False
-    )
+        acc, q, dy_block, lses, deltas, k_desc, v_desc, column, v_column, rows, starts, whole, diagonal, factor,
+        T, C, False,
+    )  # fmt: skip
     end = tl.minimum(first + M, tokens)
     acc = _backward_keys(
-        acc, q, dy_block, lses, deltas, k_desc, v_desc, column, rows, starts, masked, end, factor, T, True
-    )
-    tl.store(dq + offsets, (acc * scale).to(dq.dtype.element_ty), mask=inside[:, None])
+        acc, q, dy_block, lses, deltas, k_desc, v_desc, column, v_column, rows, starts, diagonal, end, factor,
+        T, C, True,
+    )  # fmt: skip
+    columns = tl.arange(0, EP)
+    offsets = rows.to(tl.int64)[:, None] * (H * E) + head * E + columns[None, :]
+    stored = inside[:, None]
+    if EP != E:
+        stored = stored & (columns < E)[None, :]
+    tl.store(dq + offsets, (acc * scale).to(dq.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _rows_seeing(cu_seqlens, borders, tokens, first, W, M: tl.constexpr, T: tl.constexpr, WINDOWED: tl.constexpr):
+    """(whole, edge, end, stops): a block of keys is seen by rows from `first` to `end`, all of it by those in
+    [whole, edge), and each key by those up to its stop.
+    """
+    keys = first + tl.arange(0, T)
+    after = tl.minimum(first + T, tokens)
+    first_stop = _stop(cu_seqlens, borders, first, tokens)
+    stop = _stop(cu_seqlens, borders, after - 1, tokens)
+    end = stop
+    if WINDOWED:
+        end = tl.minimum(stop, after + (W - 1))
+    if first_stop < after:
+        stops = _stops(cu_seqlens, borders, keys, tokens, T)
+        whole = end
+        edge = end
+    else:
+        stops = tl.zeros([T], tl.int32) + stop
+        if WINDOWED:
+            whole = tl.minimum(first + (T + M - 1) // M * M, end)
+            edge = whole + tl.maximum(tl.minimum(stop, first + W) - whole, 0) // M * M
+        else:
+            whole = stop - (stop - after) // M * M
+            edge = stop
+    if WINDOWED:
+        stops = tl.minimum(stops, keys + W)
+    return whole, edge, end, stops
 
 
 @triton.jit
@@ -261,12 +379,14 @@ def _backward_rows(
     lse,
     delta,
     column,
+    dy_column,
     keys,
     stops,
     begin,
     end,
     factor,
     M: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """dk (without the scale) and dv of one key block over one head's queries [begin, end)."""
@@ -280,14 +400,20 @@ def _backward_rows(
         else:
             lses = tl.load(lse + rows)
             deltas = tl.load(delta + rows)
-        g = dy_desc.load([first, column])
+        g = dy_desc.load([first, dy_column])
         dp = tl.dot(v, g.T)
-        p = tl.exp2(scores * factor - lses[None, :])
+        if C > 0:
+            bent = _tanh(scores * (factor * (2.0 / C)))
+            p = tl.exp2(bent * (C * LOG2E) - lses[None, :])
+        else:
+            p = tl.exp2(scores * factor - lses[None, :])
         if MASKED:
             seen = (keys[:, None] <= rows[None, :]) & (rows[None, :] < tl.minimum(stops, end)[:, None])
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(p.to(g.dtype), g, dv)
         ds = p * (dp - deltas[None, :])
+        if C > 0:
+            ds = ds * (1.0 - bent * bent)
         dk = tl.dot(ds.to(q.dtype), q, dk)
     return dk, dv
 
@@ -307,9 +433,15 @@ def attention_backward_keys(
     tokens,
     scale,
     factor,
+    W,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     E: tl.constexpr,
+    EP: tl.constexpr,
+    F: tl.constexpr,
+    FP: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    C: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
 ):
@@ -318,58 +450,49 @@ def attention_backward_keys(
     kv_head = tl.program_id(0) % K
     first = tile * T
     keys = first + tl.arange(0, T)
-    after = tl.minimum(first + T, tokens)
-    first_stop = _stop(cu_seqlens, borders, first, tokens)
-    stop = _stop(cu_seqlens, borders, after - 1, tokens)
-    if first_stop < after:
-        stops = _stops(cu_seqlens, borders, keys, tokens, T)
-        masked = stop
-    else:
-        stops = tl.zeros([T], tl.int32) + stop
-        masked = stop - (stop - after) // M * M
-    k = k_desc.load([first, kv_head * E])
-    v = v_desc.load([first, kv_head * E])
-    acc_k = tl.zeros([T, E], tl.float32)
-    acc_v = tl.zeros([T, E], tl.float32)
+    whole, edge, end, stops = _rows_seeing(cu_seqlens, borders, tokens, first, W, M, T, WINDOWED)
+    k = _masked(k_desc.load([first, kv_head * E]), E, EP)
+    v = _masked(v_desc.load([first, kv_head * F]), F, FP)
+    acc_k = tl.zeros([T, EP], tl.float32)
+    acc_v = tl.zeros([T, FP], tl.float32)
     for head in tl.range(kv_head * GROUP, (kv_head + 1) * GROUP):
         base = head * tokens
         acc_k, acc_v = _backward_rows(
-            acc_k,
-            acc_v,
-            k,
-            v,
-            q_desc,
-            dy_desc,
-            lse + base,
-            delta + base,
-            head * E,
-            keys,
-            stops,
-            first,
-            masked,
-            factor,
-            M,
-            True,
-        )
+            acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, first,
+            whole, factor, M, C, True,
+        )  # fmt: skip
         acc_k, acc_v = _backward_rows(
-            acc_k,
-            acc_v,
-            k,
-            v,
-            q_desc,
-            dy_desc,
-            lse + base,
-            delta + base,
-            head * E,
-            keys,
-            stops,
-            masked,
-            stop,
-            factor,
-            M,
-            False,
-        )
-    inside = keys < tokens
-    offsets = keys.to(tl.int64)[:, None] * (K * E) + kv_head * E + tl.arange(0, E)[None, :]
-    tl.store(dk + offsets, (acc_k * scale).to(dk.dtype.element_ty), mask=inside[:, None])
-    tl.store(dv + offsets, acc_v.to(dv.dtype.element_ty), mask=inside[:, None])
+            acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, whole,
+            edge, factor, M, C, False,
+        )  # fmt: skip
+        if WINDOWED:
+            acc_k, acc_v = _backward_rows(
+                acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, edge,
+                end, factor, M, C, True,
+            )  # fmt: skip
+    inside = (keys < tokens)[:, None]
+    features, columns = tl.arange(0, EP), tl.arange(0, FP)
+    offsets = keys.to(tl.int64)[:, None] * (K * E) + kv_head * E + features[None, :]
+    stored = inside
+    if EP != E:
+        stored = stored & (features < E)[None, :]
+    tl.store(dk + offsets, (acc_k * scale).to(dk.dtype.element_ty), mask=stored)
+    offsets = keys.to(tl.int64)[:, None] * (K * F) + kv_head * F + columns[None, :]
+    stored = inside
+    if FP != F:
+        stored = stored & (columns < F)[None, :]
+    tl.store(dv + offsets, acc_v.to(dv.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def attention_backward_sinks(sinks, lse, delta, dsinks, tokens, R: tl.constexpr):
+    """One program: a head's sink, whose weight in a row has the gradient -delta; R rows at a time, in order."""
+    head = tl.program_id(0)
+    sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+    sums = tl.zeros([R], tl.float32)
+    for first in tl.range(0, tokens, R):
+        rows = first + tl.arange(0, R)
+        lses = tl.load(lse + head * tokens + rows, mask=rows < tokens, other=0.0)
+        deltas = tl.load(delta + head * tokens + rows, mask=rows < tokens, other=0.0)
+        sums += tl.where(rows < tokens, tl.exp2(sink - lses) * deltas, 0.0)
+    tl.store(dsinks + head, (-tl.sum(sums)).to(dsinks.dtype.element_ty))

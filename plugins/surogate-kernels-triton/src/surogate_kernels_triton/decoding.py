@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,8 +20,8 @@ from surogate_core.kernels.decoding import slot_attention_op
 from surogate_kernels_triton import decoding_programs as programs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDEST = 1024
-"""Largest `width_of`: 256 features in 16 bits, 128 in fp32."""
+WIDEST = 2048
+"""Largest `width_of`: 512 features in 16 bits, 256 in fp32."""
 MOST_HEADS = 32
 """Query heads of a key head."""
 CHUNK = 256
@@ -50,7 +51,9 @@ def _padded(count: int) -> int:
 
 def tile_for(device: torch.device, width: int) -> Tile:
     """The tile for a width (`width_of`); chosen by what fits, not measured."""
-    return Tile(t=64, warps=4, stages=3 if large(device) and width <= WIDEST // 2 else 2)
+    if width > WIDEST // 2:
+        return Tile(t=16, warps=4, stages=2)
+    return Tile(t=64, warps=4, stages=3 if large(device) and width <= WIDEST // 4 else 2)
 
 
 def chunk_for(context: int) -> int:
@@ -76,6 +79,9 @@ def _slot_attention(
     positions_N: Tensor,
     longest: int,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     (rows, heads, features), (_, kv_heads, value_features) = q_NHE.shape, v_NKE.shape
     out_NHF = q_NHE.new_empty(rows, heads, value_features)
@@ -85,19 +91,23 @@ def _slot_attention(
     group = heads // kv_heads
     tile = tile_for(q.device, width_of(q, v))
     chunk = chunk_for(keys_STKE.shape[1])
-    chunks = max(1, triton.cdiv(longest - 1, chunk))
+    seen = min(longest, window) if window else longest
+    chunks = max(1, triton.cdiv(seen - 1, chunk))
     split = splits(q.device, rows * kv_heads, chunks)
     room = (rows, kv_heads, chunks, group) if split else (0,)
     stats = q.new_empty(*room, 2, dtype=torch.float32)
     partial = q.new_empty(*room, value_features, dtype=torch.float32)
     last = keys_STKE.shape[0] - 1
     programs.slot_attention[rows * kv_heads * (chunks if split else 1),](
-        *(q, k, v, keys_STKE, values_STKE, slots_N, positions_N, out_NHF, stats, partial),
+        *(q, k, v, keys_STKE, values_STKE, slots_N, positions_N),
+        *(None if sinks is None else sinks.contiguous(), out_NHF, stats, partial),
         *(stride for t in (q, k, v) for stride in t.stride()[:2]),
         *(stride for t in (keys_STKE, values_STKE) for stride in t.stride()[:3]),
         last,
         chunks if split else 1,
         scale * math.log2(math.e),
+        keys_STKE.shape[1],
+        window,
         K=kv_heads,
         M=group,
         MP=_padded(group),
@@ -105,6 +115,8 @@ def _slot_attention(
         EP=_padded(features),
         F=value_features,
         FP=_padded(value_features),
+        WINDOWED=window > 0,
+        CAP=float(softcap),
         C=chunk,
         T=tile.t,
         STAGES=tile.stages,
@@ -115,11 +127,12 @@ def _slot_attention(
     )
     if split:
         programs.slot_attention_sum[rows * heads,](
-            *(stats, partial, slots_N, positions_N, out_NHF, last, chunks),
+            *(stats, partial, slots_N, positions_N, out_NHF, last, chunks, window),
             K=kv_heads,
             M=group,
             F=value_features,
             FP=_padded(value_features),
+            WINDOWED=window > 0,
             C=chunk,
             STAGES=4,
             num_warps=1,
@@ -141,6 +154,7 @@ def takes(
     positions_N: Tensor,
     longest: int,
     scale: float,
+    **named: Any,
 ) -> bool:
     """Whether a program holds a position's key, and caches have its layout and the dtype of the queries."""
     same = {t.dtype for t in (q_NHE, k_NKE, v_NKE, keys_STKE, values_STKE)} == {q_NHE.dtype}
@@ -157,6 +171,7 @@ def kernels() -> tuple[Kernel, ...]:
             function=slot_attention,
             supports=lambda device, dtype: device.type == "cuda" and dtype in DTYPES,
             takes=takes,
+            knows=frozenset({"window", "softcap", "sinks"}),
             priority=10,
         ),
     )

@@ -1,15 +1,17 @@
 """Tests of a kernel pack's attention on a GPU, against the reference in float64 and for repeatable bits.
 
-A pack's tests subclass `PackedAttention` and state what the pack supports. Shapes are [N, H, E].
+A pack's tests subclass `PackedAttention` and state what the pack supports. `LAYERS` are attentions with windows, soft
+caps, sinks and other sizes of heads; a kernel that knows and takes one must compute it. Shapes are [N, H, E].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,16 +36,79 @@ BORDERS = {
 }
 HEADS = [(4, 4), (4, 2), (4, 1), (8, 1)]
 
-EXTENSIONS: dict[str, tuple[object, ...]] = {"window": (3, 70, 200), "softcap": (2.0,), "sinks": (None,)}
-"""Extension → values that are tried; sinks are drawn."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """An attention as a block may declare it."""
+
+    heads: tuple[int, int] = (4, 2)
+    keys: int = 128
+    """Features of a head of queries and keys."""
+    values: int = 0
+    """Features of a head of values; 0: as many."""
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The extensions of a call but sinks."""
+        named = {"window": self.window, "softcap": self.softcap}
+        return {name: value for name, value in named.items() if value}
+
+    @property
+    def borders(self) -> list[int]:
+        """Documents of 1, 2, window - 1, window and window + 1 tokens, and a longer one; an empty one at the end."""
+        size = self.window or 40
+        return [0, *accumulate([1, 2, size - 1, size, size + 1, 2 * size + 50, 0])]
+
+    def tensors(self, dtype: torch.dtype, device: str, tokens: int = 0) -> list[torch.Tensor]:
+        """q, k, v and, if it has them, sinks, of which one is very large and one very small."""
+        tokens, (heads, kv_heads) = tokens or self.borders[-1], self.heads
+        shapes = ((heads, self.keys), (kv_heads, self.keys), (kv_heads, self.values or self.keys))
+        made = [random(tokens, *shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+        if self.sinks:
+            sinks = random(heads, seed=3, dtype=dtype)
+            sinks[:2] = torch.tensor([30.0, -1e4])[:heads]
+            made.append(sinks)
+        return [t.to(device) for t in made]
+
+    def call(self, attention: Attention, *tensors: torch.Tensor, longest: int = 0) -> torch.Tensor:
+        """Of q, k, v, sinks if it has them, and borders."""
+        q, k, v, *sinks, borders = tensors
+        named = self.settings | dict(zip(["sinks"], sinks, strict=False))
+        return attention(q, k, v, borders, longest or len(q), self.keys**-0.5, **named)
+
+    def compared(
+        self, attention: Attention, dtype: torch.dtype, *, device: str = "cuda", borders: list[int] | None = None
+    ) -> float:
+        """The error against the reference in float64, forward and backward."""
+        values = borders or self.borders
+        tensors = [*self.tensors(dtype, device, values[-1]), torch.tensor(values, dtype=torch.int32, device=device)]
+        mine, wanted = (partial(self.call, op) for op in (attention, ops.attention))
+        # A query that sees one key has no gradient of q and k, only rounding errors.
+        return compare(mine, wanted, tensors).error(at_least=[0.0, 0.05, 0.05, 0.0, 0.05][: len(tensors)])
 
 
-def _with_sinks(attention: Attention) -> Attention:
-    def call(*args: torch.Tensor) -> torch.Tensor:
-        q, k, v, sinks, *rest = args
-        return attention(q, k, v, *rest, sinks=sinks)
+def _layers() -> dict[str, Layer]:
+    every = {f"window {size}": Layer(window=size) for size in (1, 2, 5, 37, 64, 70, 128, 130, 200)}
+    every |= {"soft cap": Layer(softcap=2.0), "sinks": Layer(sinks=True), "no groups": Layer(heads=(3, 3), window=17)}
+    every |= {
+        "window and sinks": Layer(window=70, sinks=True, heads=(8, 1)),
+        "window and soft cap": Layer(window=70, softcap=2.0),
+        "soft cap and sinks": Layer(softcap=2.0, sinks=True),
+        "everything": Layer(window=37, softcap=2.0, sinks=True),
+    }
+    for keys, values in ((64, 0), (96, 0), (192, 0), (256, 0), (512, 0), (192, 128), (64, 128), (128, 64), (80, 24)):
+        size = f"{keys} and {values}" if values else f"{keys}"
+        every[f"features {size}"] = Layer(heads=(2, 1), keys=keys, values=values)
+        every[f"features {size}, everything"] = Layer(
+            heads=(2, 1), keys=keys, values=values, window=37, softcap=2.0, sinks=True
+        )
+    return every
 
-    return call
+
+LAYERS = _layers()
 
 
 def make(
@@ -66,6 +131,21 @@ def against_reference(
     """q, k and v through a pack's attention and through the reference in float64, forward and backward."""
     longest = max(b - a for a, b in pairwise(borders))
     return compare(attention, ops.attention, [*tensors, borders_of(borders)], longest, scale)
+
+
+def unread_keys(layer: Layer, attention: Attention, dtype: torch.dtype, device: str) -> None:
+    """Keys and values far outside of a window are not multiplied by zero: they may be NaN."""
+    q, k, v = (t.requires_grad_() for t in layer.tensors(dtype, device, 700))
+    borders = torch.tensor([0, 700], dtype=torch.int32, device=device)
+    wanted = layer.call(attention, q, k, v, borders)
+    gradients = torch.autograd.grad(wanted[600:].sum(), (q, k, v))
+    with torch.no_grad():
+        for t in (q, k, v):
+            t[:300] = float("nan")
+    y = layer.call(attention, q, k, v, borders)
+    assert torch.equal(y[600:], wanted[600:])
+    for mine, expected in zip(torch.autograd.grad(y[600:].sum(), (q, k, v)), gradients, strict=True):
+        assert torch.equal(mine[600:], expected[600:])
 
 
 def run(attention: Attention, tensors: list[torch.Tensor], borders: torch.Tensor) -> list[bytes]:
@@ -159,21 +239,44 @@ class PackedAttention:
         # A document of one token has no gradient of q and k, only rounding errors.
         assert compared.error(at_least=[0.0, 0.05, 0.05, 0.0]) <= BOUNDS[torch.bfloat16]
 
-    @pytest.mark.parametrize("name", EXTENSIONS)
-    def test_extensions_that_it_knows(self, attention: Attention, name: str) -> None:
-        """Values and gradients, of sinks too, with a window shorter and longer than a tile."""
-        if name not in self.kernel().knows:
-            pytest.skip(f"the kernel does not know {name}")
-        borders = [0, 141, 142, 300, 300]
-        for value in EXTENSIONS[name]:
-            if name == "sinks":
-                sinks = random(4, seed=3, dtype=torch.bfloat16).cuda()
-                mine, wanted = (_with_sinks(op) for op in (attention, ops.attention))
-                tensors = [*make(300, (4, 2), 128, torch.bfloat16), sinks, borders_of(borders)]
-            else:
-                mine, wanted = (partial(op, **{name: value}) for op in (attention, ops.attention))
-                tensors = [*make(300, (4, 2), 128, torch.bfloat16), borders_of(borders)]
-            assert compare(mine, wanted, tensors, 158, 0.1).error() <= BOUNDS[torch.bfloat16], value
+    def needs(self, layer: Layer) -> None:
+        """Skip the test if the kernel does not know or take an attention."""
+        kernel, tensors = self.kernel(), layer.tensors(self.dtypes[0], "cpu", 4)
+        named = layer.settings | dict(zip(["sinks"], tensors[3:], strict=False))
+        if unknown := named.keys() - kernel.knows:
+            pytest.skip(f"the kernel does not know {', '.join(sorted(unknown))}")
+        if not kernel.takes(*tensors[:3], torch.tensor([0, 4]), 4, layer.keys**-0.5, **named):
+            pytest.skip("the kernel does not take these sizes")
+
+    @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+    def test_layers(self, attention: Attention, layer: Layer) -> None:
+        """Values and gradients, of sinks too, with windows shorter and longer than a tile."""
+        self.needs(layer)
+        for dtype in self.dtypes:
+            assert layer.compared(attention, dtype) <= BOUNDS[dtype], dtype
+
+    @pytest.mark.parametrize("layer", [Layer(window=512), Layer(window=1024, sinks=True)], ids=["512", "1024, sinks"])
+    def test_windows_of_long_documents(self, attention: Attention, layer: Layer) -> None:
+        self.needs(layer)
+        for borders in ([0, 3000], [0, 1, 700, 2999, 3000]):
+            assert layer.compared(attention, self.dtypes[0], borders=borders) <= BOUNDS[self.dtypes[0]]
+
+    def test_what_no_window_reaches_is_not_read(self, attention: Attention) -> None:
+        self.needs(layer := Layer(window=100))
+        unread_keys(layer, attention, self.dtypes[0], "cuda")
+
+    def test_equal_bits_with_everything(self, attention: Attention) -> None:
+        """Gradients of sinks are sums over all rows."""
+        self.needs(layer := Layer(window=200, sinks=True, heads=(16, 8)))
+        leaves = [t.requires_grad_() for t in layer.tensors(self.dtypes[0], "cuda", 4096)]
+        borders = borders_of([0, 1, 700, 2048, 2100, 4000, 4096, 4096])
+
+        def bits() -> list[torch.Tensor]:
+            y = layer.call(attention, *leaves, borders)
+            return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+        first = bits()
+        assert all(torch.equal(a, b) for _ in range(10) for a, b in zip(bits(), first, strict=True))
 
     def test_a_document_does_not_see_another(self, attention: Attention) -> None:
         """Other documents and later tokens of the same document change no bit."""
