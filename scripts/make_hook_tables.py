@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[type, ...]] = {
     "task": (bundles.Part, bundles.OnlineContext),
     "policy_loss": (bundles.PolicyLoss, bundles.PolicyTerms, bundles.Lengths),
     "tool_parser": (bundles.ToolPart,),
-    "environment": (bundles.EnvironmentTask,),
+    "environment": (bundles.EnvironmentProblem,),
     "fabric": (bundles.FabricContext,),
     "monitor": (events.Control, events.RunInfo),
 }

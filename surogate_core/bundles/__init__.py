@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from surogate_core.bundles.commands import CommandSpec
 from surogate_core.bundles.data import DatasetFormat, FormatChoice
-from surogate_core.bundles.evals import EvalSettings, Evaluator, EvaluatorSpec, TaskResult
+from surogate_core.bundles.evals import BenchmarkResult, EvalSettings, Evaluator, EvaluatorSpec
 from surogate_core.bundles.exports import Exported, ExportFormat, ExportJob
 from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
 from surogate_core.bundles.kernels import Kernel, KernelPack
@@ -30,8 +30,8 @@ from surogate_core.bundles.recipes import PanelOp, Recipe, RecipeContext, Recipe
 from surogate_core.bundles.reinforcement.advantages import AdvantageSpec
 from surogate_core.bundles.reinforcement.environments import (
     Environment,
+    EnvironmentProblem,
     EnvironmentSpec,
-    EnvironmentTask,
     Episode,
     Fault,
     FaultReason,
@@ -96,6 +96,7 @@ __all__ = [
     "Aggregation",
     "ApartEngine",
     "Arriving",
+    "BenchmarkResult",
     "Bundle",
     "Code",
     "CommandSpec",
@@ -103,8 +104,8 @@ __all__ = [
     "Constraint",
     "DatasetFormat",
     "Environment",
+    "EnvironmentProblem",
     "EnvironmentSpec",
-    "EnvironmentTask",
     "Episode",
     "EvalSettings",
     "Evaluation",
@@ -171,7 +172,6 @@ __all__ = [
     "Stores",
     "Tag",
     "Task",
-    "TaskResult",
     "TaskSpec",
     "TensorKind",
     "Together",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskResult:
+class BenchmarkResult:
     """One figure of one model on one task."""
 
     model: str
@@ -61,7 +61,7 @@ class EvalSettings:
 class Evaluator(Protocol):
     """Tasks that are checked and ready to run."""
 
-    def run(self, subject: Subject, taken: Callable[[Mapping[str, Any]], None]) -> list[TaskResult]:
+    def run(self, subject: Subject, taken: Callable[[Mapping[str, Any]], None]) -> list[BenchmarkResult]:
         """Measure a model. `taken` receives each row's completion and verdict as it is known."""
 
 

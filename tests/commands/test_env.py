@@ -23,7 +23,7 @@ class Tasks:
         self.judge, self.answer, self.played = judge, answer, 0
 
     def task(self, number, seed):
-        return bundles.EnvironmentTask(messages=user_says("yes or no?"), data={"answer": self.answer})
+        return bundles.EnvironmentProblem(messages=user_says("yes or no?"), data={"answer": self.answer})
 
     def start(self, task):
         return OneReply(task, self._judged)
@@ -200,7 +200,7 @@ class Asking:
     def task(self, number, seed):
         if number == 1:
             raise ValueError("no task")
-        return bundles.EnvironmentTask(messages=({"role": "user", "content": "hello"},))
+        return bundles.EnvironmentProblem(messages=({"role": "user", "content": "hello"},))
 
     def start(self, task):
         return Episode(task)

@@ -30,7 +30,7 @@ class Even:
     size, held_out = 7, 3
 
     def task(self, number, seed):
-        return bundles.EnvironmentTask(messages=({"role": "user", "content": f"Say {number}"},))
+        return bundles.EnvironmentProblem(messages=({"role": "user", "content": f"Say {number}"},))
 
     def start(self, task):
         return Episode()

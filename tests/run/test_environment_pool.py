@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.bundles import EnvironmentTask, Fault, Stopped, Turn
+from surogate_core.bundles import EnvironmentProblem, Fault, Stopped, Turn
 from surogate_core.config.schema import Selection
 from surogate_core.errors import UserError
 from surogate_core.plugins import Registry, import_policy, load_plugins
@@ -181,9 +181,9 @@ class Hostile:
         if number == 6:
             return "task"
         if number == 7:
-            return bundles.EnvironmentTask(messages=())
+            return bundles.EnvironmentProblem(messages=())
         data = {"number": number, "seed": seed, "words": self.options.words, "pid": os.getpid()}
-        return bundles.EnvironmentTask(messages=({"role": "user", "content": "go"},), data=data)
+        return bundles.EnvironmentProblem(messages=({"role": "user", "content": "go"},), data=data)
 
     def start(self, task):
         if task.data.get("never"):
@@ -212,7 +212,7 @@ def place(code: str) -> str:
 
 
 FIX = ". Fix: its options, or the code of plugin hostile"
-TASK = EnvironmentTask(messages=({"role": "user", "content": "go"},))
+TASK = EnvironmentProblem(messages=({"role": "user", "content": "go"},))
 Opener = Callable[..., EnvironmentPool]
 
 
@@ -252,7 +252,7 @@ def test_tasks_and_facts(opened: Opener) -> None:
     pool = opened(options={"words": ("a", "b")}, workers=2)
     assert (pool.size, pool.held_out) == (8, 2)
     found = pool.tasks([4, 0, 5, 6, 7], 11)
-    tasks = [task for task in found if isinstance(task, EnvironmentTask)]
+    tasks = [task for task in found if isinstance(task, EnvironmentProblem)]
     assert [(task.data["number"], task.data["seed"], task.data["words"]) for task in tasks] == [
         (4, 11, ["a", "b"]),
         (0, 11, ["a", "b"]),
@@ -261,7 +261,7 @@ def test_tasks_and_facts(opened: Opener) -> None:
     assert os.getpid() not in {task.data["pid"] for task in tasks}
     assert found[2:] == [
         Fault(reason="exception", detail="KeyError: 'five'" + place('KeyError("five")')),
-        Fault(reason="invalid", detail="task returned str, not an EnvironmentTask"),
+        Fault(reason="invalid", detail="task returned str, not an EnvironmentProblem"),
         Fault(reason="invalid", detail="the task has no message"),
     ]
 
@@ -450,15 +450,15 @@ def test_rewards_that_are_none(opened: Opener) -> None:
         ("many", "there are 257 rewards, more than 256"),
         ("line", "the name of a reward has characters that are not printable: 'a\\nb'"),
     ):
-        pool.start([(1, EnvironmentTask(messages=TASK.messages, data={"rewards": given}))])
+        pool.start([(1, EnvironmentProblem(messages=TASK.messages, data={"rewards": given}))])
         assert pool.reply([(1, "done")]) == [Turn(done=True)]
         assert pool.rewards([1]) == [Fault(reason="invalid", detail=line)]
 
 
 def test_what_is_odd_but_allowed(opened: Opener) -> None:
     pool = opened()
-    pool.start([(1, EnvironmentTask(messages=TASK.messages, data={"rewards": "none"}))])
-    pool.start([(2, EnvironmentTask(messages=TASK.messages, data={"never": True})), (3, TASK), (4, TASK)])
+    pool.start([(1, EnvironmentProblem(messages=TASK.messages, data={"rewards": "none"}))])
+    pool.start([(2, EnvironmentProblem(messages=TASK.messages, data={"never": True})), (3, TASK), (4, TASK)])
     never = Fault(reason="exception", detail="ValueError: never starts" + place('ValueError("never'))
     assert pool.reply([(1, "noisy"), (2, "x"), (3, "forked"), (4, "\ud800")]) == [
         Turn(done=True),
@@ -508,7 +508,7 @@ def test_all_workers_start_with_the_pool_and_are_waited_for_when_asked(opened: O
     guardians = [worker._guardian for worker in pool._workers]
     assert None not in guardians
     assert [worker._is_building for worker in pool._workers] == [False, True, True]
-    found = [task.data["pid"] for task in pool.tasks([0, 1, 2], 0) if isinstance(task, EnvironmentTask)]
+    found = [task.data["pid"] for task in pool.tasks([0, 1, 2], 0) if isinstance(task, EnvironmentProblem)]
     assert [[pid] for pid in found] == [descendants(one.pid) for one in guardians if one is not None]
     assert not any(worker._is_building for worker in pool._workers)
 
@@ -517,9 +517,9 @@ def test_a_worker_that_ended_while_it_started_is_a_fault_and_starts_again(opened
     pool = opened(workers=2)
     end_worker(pool, 1)
     first, second = pool.tasks([0, 1], 0)
-    assert isinstance(first, EnvironmentTask)
-    assert isinstance(second, EnvironmentTask) or second.reason == "exit"
-    assert all(isinstance(task, EnvironmentTask) for task in pool.tasks([0, 1], 0))
+    assert isinstance(first, EnvironmentProblem)
+    assert isinstance(second, EnvironmentProblem) or second.reason == "exit"
+    assert all(isinstance(task, EnvironmentProblem) for task in pool.tasks([0, 1], 0))
 
 
 def test_nothing_is_left_when_the_pool_is_closed(opened: Opener) -> None:

@@ -188,7 +188,7 @@ class Moody:
     size = None
 
     def task(self, number, seed):
-        return bundles.EnvironmentTask(messages=({"role": "user", "content": f"Say {number}"},))
+        return bundles.EnvironmentProblem(messages=({"role": "user", "content": f"Say {number}"},))
 
     def start(self, task):
         return Episode()
@@ -235,7 +235,7 @@ class Chatty:
     size = 4
 
     def task(self, number, seed):
-        return bundles.EnvironmentTask(messages=({"role": "user", "content": f"what is {number}?"},))
+        return bundles.EnvironmentProblem(messages=({"role": "user", "content": f"what is {number}?"},))
 
     def start(self, task):
         return Episode()
@@ -288,7 +288,7 @@ class Fickle:
 
     def task(self, number, seed):
         text = f"what is {random.random()}?"
-        return bundles.EnvironmentTask(messages=({"role": "user", "content": text},))
+        return bundles.EnvironmentProblem(messages=({"role": "user", "content": text},))
 
     def start(self, task):
         raise AssertionError

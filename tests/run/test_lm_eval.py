@@ -13,7 +13,7 @@ pytest.importorskip("lm_eval", reason="needs surogate-eval-lm-eval[harness]")
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from surogate_eval_lm_eval.evaluator import HarnessTasks
+from surogate_eval_lm_eval.evaluator import HarnessBenchmarks
 from surogate_eval_lm_eval.model import SurogateLM
 
 from surogate_core.bundles import EvalSettings
@@ -104,7 +104,7 @@ def test_figures_are_those_of_lm_evals_class_for_transformers(hf_dir: Path, subj
 
 def test_results_have_scores_of_rows_and_lines(subject: Subject, tasks: list[str]) -> None:
     lines: list[Any] = []
-    found = HarnessTasks(tasks, EvalSettings(limit=4)).run(subject, lines.append)
+    found = HarnessBenchmarks(tasks, EvalSettings(limit=4)).run(subject, lines.append)
     figures = {(one.task.removeprefix("lm-eval:local_"), one.metric): one for one in found}
     assert figures.keys() == {
         ("gen", "exact_match,last-number"),

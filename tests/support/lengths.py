@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from surogate_core.bundles import EnvironmentTask, Turn
+from surogate_core.bundles import EnvironmentProblem, Turn
 
 
 class Lengths:
@@ -19,10 +19,10 @@ class Lengths:
         self._turns = turns
         self._replies: dict[Any, list[str]] = {}
 
-    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentTask]:
-        return [EnvironmentTask(messages=({"role": "user", "content": f"Say {n}"},)) for n in numbers]
+    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem]:
+        return [EnvironmentProblem(messages=({"role": "user", "content": f"Say {n}"},)) for n in numbers]
 
-    def start(self, episodes: Sequence[tuple[Any, EnvironmentTask]], *, groups: Sequence[Any]) -> None:
+    def start(self, episodes: Sequence[tuple[Any, EnvironmentProblem]], *, groups: Sequence[Any]) -> None:
         self._replies |= {key: [] for key, _ in episodes}
 
     def reply(self, replies: Sequence[tuple[Any, str]]) -> list[Turn]:

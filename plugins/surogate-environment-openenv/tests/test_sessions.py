@@ -18,7 +18,7 @@ from surogate_environment_openenv.sessions import ServerProblems
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
-from surogate_core.bundles import EnvironmentSpec, EnvironmentTask
+from surogate_core.bundles import EnvironmentProblem, EnvironmentSpec
 from surogate_core.errors import MachineError, UserError
 from surogate_testing import NotApplicable, environments
 
@@ -99,7 +99,7 @@ def made(server: Guessing, **changes: Any) -> ServerProblems:
     return ServerProblems(OpenEnvOptions(**{**options, **changes}))
 
 
-def secret_of(task: EnvironmentTask) -> int:
+def secret_of(task: EnvironmentProblem) -> int:
     return int(task.data["seed"]) % 10
 
 

@@ -13,7 +13,7 @@ from surogate_environment_reasoning_gym import surogate_environment
 from surogate_environment_reasoning_gym.options import ReasoningGymOptions
 from surogate_environment_reasoning_gym.tasks import ReasoningGym
 
-from surogate_core.bundles import EnvironmentTask
+from surogate_core.bundles import EnvironmentProblem
 from surogate_core.errors import UserError
 from surogate_testing import environments
 
@@ -24,7 +24,7 @@ def made(**changes: Any) -> ReasoningGym:
     return ReasoningGym(ReasoningGymOptions(**{"config": EASY, **changes}))
 
 
-def scored(environment: ReasoningGym, task: EnvironmentTask, reply: str) -> dict[str, float | None]:
+def scored(environment: ReasoningGym, task: EnvironmentProblem, reply: str) -> dict[str, float | None]:
     episode = environment.start(task)
     assert episode.reply(reply).done
     return dict(episode.rewards())
@@ -55,7 +55,7 @@ def test_tasks_follow_from_number_and_seed_in_another_environment() -> None:
     for number in (0, 499, 500, 2**40 + 7):
         first, second = made().task(number, seed=1), made().task(number, seed=1)
         assert first == second
-        moved = EnvironmentTask(messages=first.messages, data=json.loads(json.dumps(dict(first.data))))
+        moved = EnvironmentProblem(messages=first.messages, data=json.loads(json.dumps(dict(first.data))))
         assert scored(made(), moved, first.data["answer"])["score"] == 1.0
     questions = {made().task(n, seed=s).data["question"] for n in range(20) for s in range(20)}
     assert len(questions) > 80, "seeds and numbers that add up to the same are different tasks"

@@ -10,7 +10,7 @@ import pytest
 from surogate_environments import surogate_environment
 from surogate_environments.expressions import ExpressionError, evaluate, shown
 
-from surogate_core.bundles import EnvironmentTask, total_reward
+from surogate_core.bundles import EnvironmentProblem, total_reward
 from surogate_core.errors import UserError
 from surogate_testing.suites import bundle_checks
 
@@ -21,7 +21,7 @@ def built(name: str, **options: Any) -> Any:
     return SPECS[name].build(SPECS[name].options(**options))
 
 
-def rewards(environment: Any, task: EnvironmentTask, *replies: str) -> dict[str, Any]:
+def rewards(environment: Any, task: EnvironmentProblem, *replies: str) -> dict[str, Any]:
     episode = environment.start(task)
     turns = [episode.reply(reply) for reply in replies]
     assert [turn.done for turn in turns] == [False] * (len(turns) - 1) + [True]

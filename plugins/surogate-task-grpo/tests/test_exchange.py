@@ -10,12 +10,12 @@ import pytest
 from surogate_task_grpo.exchange import gathered, packed, unpacked
 from surogate_task_grpo.play import Played, TrainedSequence
 
-from surogate_core.bundles import EnvironmentTask, Stopped
+from surogate_core.bundles import EnvironmentProblem, Stopped
 from surogate_testing.virtual import in_threads
 
 
 def episode(number: int, sample: int = 0) -> Played:
-    task = EnvironmentTask(messages=({"role": "user", "content": f"Say {number} \ud800"},), data={"answer": 3})
+    task = EnvironmentProblem(messages=({"role": "user", "content": f"Say {number} \ud800"},), data={"answer": 3})
     tokens = tuple(range(number, number + 4))
     one = TrainedSequence(ids=tokens, trained=[False, True, True, False], logprobs=[0.0, -1 / 3, math.nan, 0.0])
     return Played(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from surogate_task_grpo.play import EpisodeLimits, Player
 
-from surogate_core.bundles import Completion, EnvironmentTask, Fault, Request, Sampling, Turn
+from surogate_core.bundles import Completion, EnvironmentProblem, Fault, Request, Sampling, Turn
 from surogate_core.errors import UserError
 from surogate_testing.chat_templates import CHATML
 
@@ -47,18 +47,22 @@ class LocalArena:
     """Environments without processes: `answer` says what follows the replies of an episode, `judge` its rewards."""
 
     answer: Callable[[list[str]], Turn | Fault] = lambda replies: Turn(done=True)
-    judge: Callable[[EnvironmentTask, list[str]], Mapping[str, float | None] | Fault] = lambda task, replies: {"r": 1.0}
+    judge: Callable[[EnvironmentProblem, list[str]], Mapping[str, float | None] | Fault] = lambda task, replies: {
+        "r": 1.0
+    }
     size: int | None = None
     held_out: int = 0
-    episodes: dict[Any, tuple[EnvironmentTask, list[str]]] = field(default_factory=dict)
+    episodes: dict[Any, tuple[EnvironmentProblem, list[str]]] = field(default_factory=dict)
 
-    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentTask | Fault]:
+    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem | Fault]:
         return [
-            EnvironmentTask(messages=({"role": "user", "content": f"Say {number % 7}."},), data={"number": number % 7})
+            EnvironmentProblem(
+                messages=({"role": "user", "content": f"Say {number % 7}."},), data={"number": number % 7}
+            )
             for number in numbers
         ]
 
-    def start(self, items: Sequence[tuple[Any, EnvironmentTask]], *, groups: Sequence[Any] = ()) -> None:
+    def start(self, items: Sequence[tuple[Any, EnvironmentProblem]], *, groups: Sequence[Any] = ()) -> None:
         self.episodes |= {key: (task, []) for key, task in items}
 
     def reply(self, items: Sequence[tuple[Any, str]]) -> list[Turn | Fault]:

@@ -8,7 +8,7 @@ from surogate_task_grpo.play import Played, TrainedSequence
 from surogate_task_grpo.record import CompletionLog
 from surogate_task_grpo.rollout import Collector, Generation, rollouts_event, samples_event, unused_weights
 
-from surogate_core.bundles import AdvantageSpec, EnvironmentTask, part_of
+from surogate_core.bundles import AdvantageSpec, EnvironmentProblem, part_of
 from surogate_core.errors import UserError
 
 
@@ -17,7 +17,7 @@ def mean(rewards, lengths):
 
 
 MEAN = part_of("advantage", AdvantageSpec(name="mean", build=lambda options: mean))
-TASK = EnvironmentTask(messages=({"role": "user", "content": "?"},))
+TASK = EnvironmentProblem(messages=({"role": "user", "content": "?"},))
 
 
 def episode(number, place, reward, *, length=4, reason="stop", detail=""):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.bundles import EnvironmentSpec, EnvironmentTask, Turn
+from surogate_core.bundles import EnvironmentProblem, EnvironmentSpec, Turn
 from surogate_core.errors import UserError
 from surogate_reinforcement.episodes import OneReply, user_says
 from surogate_testing.check import NotApplicable
@@ -20,43 +20,43 @@ COUNTER = itertools.count()
 class Sound:
     size: int | None = None
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
-        return EnvironmentTask(messages=user_says(f"{number} {seed}"), data={"number": number})
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
+        return EnvironmentProblem(messages=user_says(f"{number} {seed}"), data={"number": number})
 
-    def start(self, task: EnvironmentTask) -> Any:
+    def start(self, task: EnvironmentProblem) -> Any:
         return OneReply(task, self.judged)
 
-    def judged(self, task: EnvironmentTask, text: str) -> Mapping[str, Any]:
+    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": len(text)}
 
 
 class Restless(Sound):
-    def task(self, number: int, seed: int) -> EnvironmentTask:
-        return EnvironmentTask(messages=user_says(f"{next(COUNTER)}"))
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
+        return EnvironmentProblem(messages=user_says(f"{next(COUNTER)}"))
 
 
 class Endless(Sound):
-    def judged(self, task: EnvironmentTask, text: str) -> Mapping[str, Any]:
+    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": float("inf")}
 
 
 class Changing(Sound):
-    def judged(self, task: EnvironmentTask, text: str) -> Mapping[str, Any]:
+    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {f"length {task.data['number']}": 1.0}
 
 
 class Drifting(Sound):
-    def judged(self, task: EnvironmentTask, text: str) -> Mapping[str, Any]:
+    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": float(next(COUNTER))}
 
 
 class Needy(Sound):
-    def judged(self, task: EnvironmentTask, text: str) -> Mapping[str, Any]:
+    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": float(text[0] == "T")}
 
 
 class Talkative(Sound):
-    def start(self, task: EnvironmentTask) -> Any:
+    def start(self, task: EnvironmentProblem) -> Any:
         class Episode(OneReply):
             def reply(self, text: str) -> Turn:
                 return Turn(messages=user_says("bye"), done=True)

@@ -18,7 +18,7 @@ much memory, wrote too much, or took too long.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentTask:
+class EnvironmentProblem:
     """One task: the messages that a model answers, and what an episode needs to judge the answer."""
 
     messages: tuple[Mapping[str, Any], ...]
@@ -73,10 +73,10 @@ class Environment(Protocol):
     def size(self) -> int | None:
         """Number of tasks to train on, or None if there is no end of them."""
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
         """The task of a number. The same number and seed give the same task, in every process."""
 
-    def start(self, task: EnvironmentTask) -> Episode:
+    def start(self, task: EnvironmentProblem) -> Episode:
         """A new attempt at a task. All that it knows of the task is in the task."""
 
 

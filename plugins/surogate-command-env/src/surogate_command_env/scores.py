@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from surogate_core.bundles import EnvironmentTask, Fault, Turn, total_reward
+from surogate_core.bundles import EnvironmentProblem, Fault, Turn, total_reward
 from surogate_core.inference.texts import Prompt, PromptOptions, prompt_of_messages, prompt_of_text
 from surogate_core.measure.stderr import mean_stderr
 from surogate_core.measure.subject import Subject
@@ -64,7 +64,7 @@ def compared(first: Scores, other: Scores) -> Scores:
 @dataclass(slots=True)
 class _Attempt:
     key: Key
-    task: EnvironmentTask
+    task: EnvironmentProblem
     messages: list[Mapping[str, Any]]
     turns: int = 0
     tokens: int = 0

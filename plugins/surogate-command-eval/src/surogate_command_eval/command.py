@@ -154,14 +154,14 @@ def _losses(words: Words) -> tuple[str, list[dict[str, Any]]]:
 
 def _tasks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]]:
     """The table of tasks, and the figures as JSON. `output`: a file for the completions."""
-    from surogate_command_eval.task_command import Asked, evaluators_of, measured, task_table
+    from surogate_command_eval.benchmark_command import Asked, benchmark_table, evaluators_of, measured
     from surogate_core.app.kept import json_line, kept_lines
     from surogate_core.app.progress import shown_progress
     from surogate_core.files.atomic import replace_file
 
     asked = Asked.of_words(words)
     load = loader(words.models, words.overrides, _given(words))
-    evaluators, prepared = evaluators_of(asked, load.registry), load.for_tasks()
+    evaluators, prepared = evaluators_of(asked, load.registry), load.for_benchmarks()
     _note(prepared)
     with shown_progress() as progress, kept_lines(output, key="--samples-output") as take:
         found = measured(prepared, load.registry, evaluators, asked, taken=take, progress=progress)
@@ -170,7 +170,7 @@ def _tasks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]
             text = "".join(json_line(row) for some in rows.values() for row in some)
             replace_file(output, text.encode(), key="--samples-output")
     plain = [{k: v for k, v in _plain(asdict(one)).items() if k not in ("scores", "samples")} for one in found]
-    return "\n".join(aligned(task_table(found, _shown), texts=3)), plain
+    return "\n".join(aligned(benchmark_table(found, _shown), texts=3)), plain
 
 
 def _given(words: Words) -> Path | None:
@@ -237,7 +237,7 @@ class Loader:
             prepared[model] = prepare(one, held_out(config, named=keys), self.registry, generates=False)
         return prepared
 
-    def for_tasks(self) -> dict[str, PreparedModel]:
+    def for_benchmarks(self) -> dict[str, PreparedModel]:
         """The models by name. A model that is no run has the first run's place and precision."""
         from surogate_core.inference.generation import placed, prepare
 

@@ -11,7 +11,7 @@ from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
     from surogate_command_eval.evaluation import HeldOutFigures
-    from surogate_core.bundles import TaskResult
+    from surogate_core.bundles import BenchmarkResult
 
 Name = str | os.PathLike[str]
 
@@ -23,7 +23,7 @@ def evaluate(models: Name | Sequence[Name], *, tasks: None = None, **keys: Any) 
 @overload
 def evaluate(
     models: Name | Sequence[Name], *, tasks: Sequence[Name], task_options: Mapping[str, Any] = ..., **keys: Any
-) -> list[TaskResult]: ...
+) -> list[BenchmarkResult]: ...
 
 
 def evaluate(
@@ -32,7 +32,7 @@ def evaluate(
     tasks: Sequence[Name] | None = None,
     task_options: Mapping[str, Any] | None = None,
     **keys: Any,
-) -> list[HeldOutFigures] | list[TaskResult]:
+) -> list[HeldOutFigures] | list[BenchmarkResult]:
     """Measure models on held-out rows: ``surogate.evaluate([run.path, "a/base"])``, or on tasks:
     ``surogate.evaluate(run.path, tasks=["words.jsonl"], task_options={"match": "number"})``.
 
@@ -55,7 +55,7 @@ def evaluate(
         load = loader(names, [f"{key}={encode(plain(value))}" for key, value in keys.items()], None)
         if tasks is None:
             return evaluate_all(load.for_rows(), load.registry)
-        from surogate_command_eval.task_command import Asked, evaluators_of, measured
+        from surogate_command_eval.benchmark_command import Asked, evaluators_of, measured
         from surogate_core.app.sampling import flags_of
 
         options = dict(task_options or {})
@@ -63,4 +63,4 @@ def evaluate(
         named = [tasks] if isinstance(tasks, str | os.PathLike) else tasks
         asked = Asked.of([os.fspath(one) for one in named], options)
         evaluators = evaluators_of(asked, load.registry)
-        return measured(load.for_tasks(), load.registry, evaluators, asked)
+        return measured(load.for_benchmarks(), load.registry, evaluators, asked)

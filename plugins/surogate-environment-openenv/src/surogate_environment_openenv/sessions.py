@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
-from surogate_core.bundles import EnvironmentTask, Turn
+from surogate_core.bundles import EnvironmentProblem, Turn
 from surogate_core.errors import MachineError, UserError
 from surogate_environment_openenv.options import OpenEnvOptions
 from surogate_reinforcement.answers import tagged, visible
@@ -93,7 +93,7 @@ class ServerProblems:
             raise UserError("environment.action: has no {reply}. Fix: environment.action={message: '{reply}'}")
         Session(options).close()
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
         options = self.options
         own = Draws(seed, number).below(2**31)
         session = Session(options)
@@ -103,9 +103,9 @@ class ServerProblems:
             session.close()
         system = ({"role": "system", "content": options.system},) if options.system else ()
         messages = (*system, *user_says(options.prompt.replace("{observation}", shown)))
-        return EnvironmentTask(messages=messages, data={"seed": own, "shown": shown})
+        return EnvironmentProblem(messages=messages, data={"seed": own, "shown": shown})
 
-    def start(self, task: EnvironmentTask) -> OpenEnvEpisode:
+    def start(self, task: EnvironmentProblem) -> OpenEnvEpisode:
         return OpenEnvEpisode(self, task)
 
     def reset(self, session: Session, seed: int) -> Mapping[str, Any]:
@@ -144,7 +144,7 @@ class ServerProblems:
 class OpenEnvEpisode:
     """An episode on the server."""
 
-    def __init__(self, owner: ServerProblems, task: EnvironmentTask) -> None:
+    def __init__(self, owner: ServerProblems, task: EnvironmentProblem) -> None:
         self._owner, self._rewards, self._done = owner, [0.0], False
         self._session = Session(owner.options)
         if owner.shown(owner.reset(self._session, int(task.data["seed"]))) != task.data["shown"]:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from surogate_core.bundles import EnvironmentTask, Episode, Turn
+from surogate_core.bundles import EnvironmentProblem, Episode, Turn
 from surogate_core.errors import UserError
 from surogate_core.files.prompts import read_rows
 from surogate_core.plugins import import_policy
@@ -23,7 +23,9 @@ NOT_HERE = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_m
 class JudgedCompletion:
     """One completion, which functions judge when it is there."""
 
-    def __init__(self, task: EnvironmentTask, judge: Callable[[JudgedCompletion], Mapping[str, float | None]]) -> None:
+    def __init__(
+        self, task: EnvironmentProblem, judge: Callable[[JudgedCompletion], Mapping[str, float | None]]
+    ) -> None:
         self.task, self.text = task, ""
         self._judge = judge
 
@@ -46,15 +48,15 @@ class Rewarded:
         self.held_out = len(held_out)
         self._rows = [*rows, *held_out]
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
         row = self._rows[number]
         prompt = row[self._options.prompt]
         messages = user_says(prompt) if isinstance(prompt, str) else tuple(prompt)
         if self._options.system and messages[0].get("role") != "system":
             messages = ({"role": "system", "content": self._options.system}, *messages)
-        return EnvironmentTask(messages=messages, data={"row": row})
+        return EnvironmentProblem(messages=messages, data={"row": row})
 
-    def start(self, task: EnvironmentTask) -> Episode:
+    def start(self, task: EnvironmentProblem) -> Episode:
         return JudgedCompletion(task, lambda episode: self._rewards([episode])[0])
 
     def _rewards(self, episodes: Sequence[JudgedCompletion]) -> list[dict[str, float | None]]:
@@ -87,7 +89,7 @@ class Rewarded:
 class RewardedTogether(Rewarded):
     """The same, with functions that are called with all completions of a prompt."""
 
-    def start(self, task: EnvironmentTask) -> Episode:
+    def start(self, task: EnvironmentProblem) -> Episode:
         return JudgedCompletion(task, lambda episode: {})
 
     def group_rewards(self, episodes: Sequence[JudgedCompletion]) -> list[dict[str, float | None]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import verifiers as vf
 
-from surogate_core.bundles import EnvironmentTask, Turn
+from surogate_core.bundles import EnvironmentProblem, Turn
 from surogate_core.errors import UserError
 from surogate_environment_verifiers.calls import calls_of
 from surogate_environment_verifiers.options import VerifiersOptions
@@ -80,7 +80,7 @@ Waiting.__abstractmethods__ = frozenset()
 class ClassicEpisode:
     """A rollout of the environment, which waits for replies."""
 
-    def __init__(self, owner: Classic, task: EnvironmentTask) -> None:
+    def __init__(self, owner: Classic, task: EnvironmentProblem) -> None:
         self._owner, self._client = owner, Waiting()
         self.state: Any = None
         """What the environment keeps of the rollout; None until it is over."""
@@ -154,16 +154,16 @@ class Classic:
         self._data = [*rows, *held_out]
         self._weights = _weights(env.rubric)
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
         row = self._data[number]
         info = row.get("info")
         info = json.loads(info) if isinstance(info, str) and info else info or {}
         tools = info.get("tool_defs") or self.env.tool_defs or []
-        return EnvironmentTask(
+        return EnvironmentProblem(
             messages=tuple(row["prompt"]), data={"row": row}, tools=tuple(_function(tool) for tool in tools)
         )
 
-    def start(self, task: EnvironmentTask) -> ClassicEpisode:
+    def start(self, task: EnvironmentProblem) -> ClassicEpisode:
         return ClassicEpisode(self, task)
 
     def scored(self, attempts: Sequence[ClassicEpisode]) -> list[Mapping[str, float | None]]:

@@ -13,7 +13,7 @@ import verifiers.v1 as vf
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, SystemMessage, UserMessage
 
-from surogate_core.bundles import EnvironmentTask, Episode
+from surogate_core.bundles import EnvironmentProblem, Episode
 from surogate_core.errors import UserError
 from surogate_environment_verifiers.options import VerifiersOptions
 from surogate_reinforcement.episodes import OneReply
@@ -26,14 +26,14 @@ class Tasks:
         self._tasks = tasks
         self.size = len(tasks)
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
         messages = tuple({"role": m.role, "content": m.content} for m in _messages(self._tasks[number]))
-        return EnvironmentTask(messages=messages, data={"number": number})
+        return EnvironmentProblem(messages=messages, data={"number": number})
 
-    def start(self, task: EnvironmentTask) -> Episode:
+    def start(self, task: EnvironmentProblem) -> Episode:
         return OneReply(task, self._judged)
 
-    def _judged(self, task: EnvironmentTask, reply: str) -> Mapping[str, float | None]:
+    def _judged(self, task: EnvironmentProblem, reply: str) -> Mapping[str, float | None]:
         found = self._tasks[int(task.data["number"])]
         trace = _trace(found, reply)
         asyncio.run(found.score(trace))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import EnvironmentTask, Episode, Rewards
+from surogate_core.bundles import EnvironmentProblem, Episode, Rewards
 from surogate_core.errors import UserError
 from surogate_environments.expressions import evaluate, shown
 from surogate_environments.options import ArithmeticOptions
@@ -19,7 +19,7 @@ def question_of(draws: Draws, *, digits: int, terms: int, operators: str) -> str
     return " ".join(parts)
 
 
-def correct(task: EnvironmentTask, text: str) -> Rewards:
+def correct(task: EnvironmentProblem, text: str) -> Rewards:
     """1 for the right answer."""
     return {"correct": float(same_answer(answer_of(text), task.data["answer"]))}
 
@@ -34,7 +34,7 @@ class Arithmetic:
             raise UserError(f"environment.operators: {wrong[0]!r} is not available. Fix: a text of + - *, such as '+-'")
         self._options = options
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
         options, draws = self._options, Draws(seed, number)
         while True:
             question = question_of(draws, digits=options.digits, terms=options.terms, operators=options.operators)
@@ -42,7 +42,7 @@ class Arithmetic:
             if options.negative or answer >= 0:
                 break
         text = options.prompt.replace("{question}", question)
-        return EnvironmentTask(messages=user_says(text), data={"answer": shown(answer)})
+        return EnvironmentProblem(messages=user_says(text), data={"answer": shown(answer)})
 
-    def start(self, task: EnvironmentTask) -> Episode:
+    def start(self, task: EnvironmentProblem) -> Episode:
         return OneReply(task, correct)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from surogate_core.bundles import EnvironmentTask, Episode, Rewards, Turn
+from surogate_core.bundles import EnvironmentProblem, Episode, Rewards, Turn
 from surogate_environments.arithmetic import correct, question_of
 from surogate_environments.expressions import ExpressionError, evaluate, shown
 from surogate_environments.options import CalculatorOptions
@@ -41,23 +41,23 @@ class Calculator:
     def __init__(self, options: CalculatorOptions) -> None:
         self._options = options
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
         options = self._options
         question = question_of(Draws(seed, number), digits=options.digits, terms=options.terms, operators="+-*")
         text = options.prompt.replace("{question}", question)
         has_tags = options.call == "tag"
-        return EnvironmentTask(
+        return EnvironmentProblem(
             messages=user_says(text + _HOW if has_tags else text),
             data={"answer": shown(evaluate(question))},
             tools=() if has_tags else (_TOOL,),
         )
 
-    def start(self, task: EnvironmentTask) -> Episode:
+    def start(self, task: EnvironmentProblem) -> Episode:
         return _Attempt(task, self._options)
 
 
 class _Attempt:
-    def __init__(self, task: EnvironmentTask, options: CalculatorOptions) -> None:
+    def __init__(self, task: EnvironmentProblem, options: CalculatorOptions) -> None:
         self._task, self._options = task, options
         self._turns, self._calls, self._last = 0, 0, ""
 

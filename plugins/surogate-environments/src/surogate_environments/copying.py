@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import EnvironmentTask, Episode, Rewards
+from surogate_core.bundles import EnvironmentProblem, Episode, Rewards
 from surogate_core.errors import UserError
 from surogate_environments.options import CopyOptions
 from surogate_reinforcement.answers import visible
@@ -24,18 +24,18 @@ class Copying:
                 f"Fix: a smaller min_length"
             )
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
         draws, options = Draws(seed, number), self._options
         letters = [draws.choice(options.alphabet) for _ in range(draws.between(self._shortest, options.length))]
         right = letters[::-1] if self._backwards else letters
         text = options.prompt.replace("{text}", options.separator.join(letters))
-        return EnvironmentTask(messages=user_says(text), data={"answer": options.separator.join(right)})
+        return EnvironmentProblem(messages=user_says(text), data={"answer": options.separator.join(right)})
 
-    def start(self, task: EnvironmentTask) -> Episode:
+    def start(self, task: EnvironmentProblem) -> Episode:
         return OneReply(task, _judged)
 
 
-def _judged(task: EnvironmentTask, text: str) -> Rewards:
+def _judged(task: EnvironmentProblem, text: str) -> Rewards:
     right, found = _letters(task.data["answer"]), _letters(visible(text))
     same = sum(a == b for a, b in zip(right, found, strict=False))
     return {"match": same / max(len(right), len(found)), "exact": float(right == found)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from surogate_core.bundles import EnvironmentTask, Episode
+from surogate_core.bundles import EnvironmentProblem, Episode
 from surogate_core.data.encoded import RowError
 from surogate_core.data.rows.sources import SourceSpec, open_source
 from surogate_core.errors import UserError
@@ -51,13 +51,13 @@ class Problems:
             raise UserError(f"environment.path: {path} has no problem. Fix: one object a line")
         return found
 
-    def task(self, number: int, seed: int) -> EnvironmentTask:
+    def task(self, number: int, seed: int) -> EnvironmentProblem:
         question, answer = self._problems[number]
         system = ({"role": "system", "content": self._options.system},) if self._options.system else ()
         messages = (*system, *user_says(self._options.prompt.replace("{question}", question)))
-        return EnvironmentTask(messages=messages, data={"answer": answer})
+        return EnvironmentProblem(messages=messages, data={"answer": answer})
 
-    def start(self, task: EnvironmentTask) -> Episode:
+    def start(self, task: EnvironmentProblem) -> Episode:
         return OneReply(task, correct)
 
 

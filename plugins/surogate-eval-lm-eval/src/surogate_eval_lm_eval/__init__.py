@@ -25,6 +25,6 @@ def _open(tasks: Sequence[str], settings: bundles.EvalSettings) -> bundles.Evalu
             f"--tasks lm-eval:{tasks[0]}: the package {error.name} is not installed. "
             f"Fix: pip install 'surogate-eval-lm-eval[harness]'"
         ) from error
-    from surogate_eval_lm_eval.evaluator import HarnessTasks
+    from surogate_eval_lm_eval.evaluator import HarnessBenchmarks
 
-    return HarnessTasks(tasks, settings)
+    return HarnessBenchmarks(tasks, settings)

@@ -12,13 +12,13 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from surogate_core.bundles import EvalSettings, TaskResult
+from surogate_core.bundles import BenchmarkResult, EvalSettings
 from surogate_core.errors import UserError
 from surogate_core.measure.subject import Subject
 from surogate_eval_lm_eval.model import SurogateLM
 
 
-class HarnessTasks:
+class HarnessBenchmarks:
     """Tasks and groups of lm-eval."""
 
     def __init__(self, names: Sequence[str], settings: EvalSettings):
@@ -49,7 +49,7 @@ class HarnessTasks:
         tops = [group for key, group in found["groups"].items() if key not in nested]
         return [*tops, *(task for key, task in found["tasks"].items() if key not in grouped)]
 
-    def run(self, subject: Subject, taken: Callable[[Mapping[str, Any]], None]) -> list[TaskResult]:
+    def run(self, subject: Subject, taken: Callable[[Mapping[str, Any]], None]) -> list[BenchmarkResult]:
         """Measure a model."""
         settings = self._settings
         results: Any = simple_evaluate(
@@ -63,7 +63,7 @@ class HarnessTasks:
             gen_kwargs=None if settings.max_new_tokens is None else {"max_gen_toks": settings.max_new_tokens},
             log_samples=True,
         )
-        found: list[TaskResult] = []
+        found: list[BenchmarkResult] = []
         for task, values in results["results"].items():
             samples = results["samples"].get(task, [])
             lines = [_line(subject.name, task, sample) for sample in samples]
@@ -86,7 +86,7 @@ def _leaves(results: Any, name: str) -> Iterator[str]:
 
 def _figures(
     model: str, task: str, values: Mapping[str, Any], rows: int, samples: Sequence[Any], lines: Sequence[Any]
-) -> Iterator[TaskResult]:
+) -> Iterator[BenchmarkResult]:
     for key, value in values.items():
         metric, comma, chosen = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
@@ -95,7 +95,7 @@ def _figures(
         own = sorted((s for s in samples if s.get("filter", "none") == chosen), key=lambda s: s["doc_id"])
         scores = [s.get(metric) for s in own]
         known = scores and all(isinstance(score, int | float) for score in scores)
-        yield TaskResult(
+        yield BenchmarkResult(
             model=model,
             task=f"lm-eval:{task}",
             metric=metric if chosen == "none" else key,

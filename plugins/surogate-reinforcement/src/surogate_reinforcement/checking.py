@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from surogate_core.bundles.reinforcement.environments import EnvironmentTask, Fault, Rewards, Turn, total_reward
+from surogate_core.bundles.reinforcement.environments import EnvironmentProblem, Fault, Rewards, Turn, total_reward
 from surogate_core.errors import UserError
 from surogate_reinforcement.order import held_out_numbers, training_numbers
 from surogate_reinforcement.pool import EnvironmentPool
@@ -29,7 +29,7 @@ class Attempt:
     """The task's number."""
     reply: str
     """The kind of replies: empty, fixed, or the task's answer."""
-    task: EnvironmentTask | Fault
+    task: EnvironmentProblem | Fault
     turns: list[Turn | Fault] = field(default_factory=list)
     rewards: Rewards | Fault | None = None
 
@@ -64,11 +64,11 @@ class Checked:
     """Names that have a weight and are no reward."""
 
 
-def _plain(task: EnvironmentTask) -> dict[str, Any]:
+def _plain(task: EnvironmentProblem) -> dict[str, Any]:
     return {"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}
 
 
-def check_repeats(name: str, one: EnvironmentTask | Fault, other: EnvironmentTask | Fault) -> None:
+def check_repeats(name: str, one: EnvironmentProblem | Fault, other: EnvironmentProblem | Fault) -> None:
     """Raise `UserError` if a deterministic environment has given two tasks for one number. `name`: its own."""
     if isinstance(one, Fault) or isinstance(other, Fault):
         return
@@ -132,12 +132,12 @@ def _played(pool: EnvironmentPool, numbers: Sequence[int], seed: int, replies: S
     attempts = []
     for number, task in zip(numbers, pool.tasks(numbers, seed), strict=True):
         for kind in ("empty", "fixed", "right", *(("given",) if replies else ())):
-            has_answer = isinstance(task, EnvironmentTask) and isinstance(task.data.get(ANSWER), str)
+            has_answer = isinstance(task, EnvironmentProblem) and isinstance(task.data.get(ANSWER), str)
             if kind != "right" or has_answer:
                 attempts.append(Attempt(number=number, reply=kind, task=task))
-    seated = [a for a in attempts if isinstance(a.task, EnvironmentTask)]
+    seated = [a for a in attempts if isinstance(a.task, EnvironmentProblem)]
     pool.start(
-        [((a.number, a.reply), a.task) for a in seated if isinstance(a.task, EnvironmentTask)],
+        [((a.number, a.reply), a.task) for a in seated if isinstance(a.task, EnvironmentProblem)],
         groups=[a.number for a in seated],
     )
     going = seated
@@ -152,7 +152,7 @@ def _played(pool: EnvironmentPool, numbers: Sequence[int], seed: int, replies: S
 
 
 def _text(attempt: Attempt, turn: int, replies: Sequence[str]) -> str:
-    if attempt.reply == "right" and isinstance(attempt.task, EnvironmentTask):
+    if attempt.reply == "right" and isinstance(attempt.task, EnvironmentProblem):
         return str(attempt.task.data[ANSWER])
     if attempt.reply == "given":
         return replies[min(turn, len(replies) - 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from surogate_core.bundles.reinforcement.environments import EnvironmentTask, Rewards, Turn
+from surogate_core.bundles.reinforcement.environments import EnvironmentProblem, Rewards, Turn
 
 
 class OneReply:
@@ -13,7 +13,7 @@ class OneReply:
     `judge`: (task, reply) → rewards. An episode without a reply is judged by the empty text.
     """
 
-    def __init__(self, task: EnvironmentTask, judge: Callable[[EnvironmentTask, str], Rewards]) -> None:
+    def __init__(self, task: EnvironmentProblem, judge: Callable[[EnvironmentProblem, str], Rewards]) -> None:
         self._task, self._judge, self._text = task, judge, ""
 
     def reply(self, text: str) -> Turn:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from surogate_core.bundles.reinforcement.environments import EnvironmentTask, Fault, Rewards, Turn
+from surogate_core.bundles.reinforcement.environments import EnvironmentProblem, Fault, Rewards, Turn
 from surogate_core.bundles.tasks import Stopped
 from surogate_core.config.resolve import plain
 from surogate_core.config.schema import Selection
@@ -122,20 +122,22 @@ class EnvironmentPool:
 
     # ----------------------------------------------------------------------------- tasks
 
-    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentTask | Fault]:
+    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem | Fault]:
         """The tasks of these numbers, in their order."""
 
-        def one(place: int) -> EnvironmentTask | Fault:
+        def one(place: int) -> EnvironmentProblem | Fault:
             found = self._request(place % len(self._workers), "task", number=numbers[place], seed=seed)
             if isinstance(found, Fault):
                 return found
-            return EnvironmentTask(messages=tuple(found["messages"]), data=found["data"], tools=tuple(found["tools"]))
+            return EnvironmentProblem(
+                messages=tuple(found["messages"]), data=found["data"], tools=tuple(found["tools"])
+            )
 
         return self._spread(range(len(numbers)), lambda place: place % len(self._workers), one)
 
     # ---------------------------------------------------------------------------- episodes
 
-    def start(self, episodes: Sequence[tuple[Key, EnvironmentTask]], *, groups: Sequence[Key] = ()) -> None:
+    def start(self, episodes: Sequence[tuple[Key, EnvironmentProblem]], *, groups: Sequence[Key] = ()) -> None:
         """Begin episodes, under keys of the caller's that are not in use.
 
         `groups`: a key for each episode; equal ones are attempts at one task, which `rewards` compares where the

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from surogate_core.bundles.reinforcement.environments import Environment, EnvironmentTask, Episode, Turn
+from surogate_core.bundles.reinforcement.environments import Environment, EnvironmentProblem, Episode, Turn
 from surogate_core.errors import SurogateError
 from surogate_core.parents import die_with
 from surogate_reinforcement import shapes
@@ -123,14 +123,14 @@ class ServedEnvironment:
 
     def task(self, number: int, seed: int) -> dict[str, Any]:
         task = self._environment.task(number, seed)
-        if not isinstance(task, EnvironmentTask):
-            raise InvalidError(f"task returned {type(task).__name__}, not an EnvironmentTask")
+        if not isinstance(task, EnvironmentProblem):
+            raise InvalidError(f"task returned {type(task).__name__}, not an EnvironmentProblem")
         values = {"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}
         return _json(shapes.task(values), "the task")
 
     def start(self, episode: int, task: Mapping[str, Any]) -> None:
         messages, tools = tuple(task["messages"]), tuple(task["tools"])
-        started = self._environment.start(EnvironmentTask(messages=messages, data=task["data"], tools=tools))
+        started = self._environment.start(EnvironmentProblem(messages=messages, data=task["data"], tools=tools))
         self._episodes[episode] = started
 
     def reply(self, episode: int, text: str) -> dict[str, Any]:

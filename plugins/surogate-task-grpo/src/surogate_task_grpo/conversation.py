@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.bundles import EnvironmentTask
+from surogate_core.bundles import EnvironmentProblem
 from surogate_core.data.encoded import RowError
 from surogate_core.data.text.chat import GUARD, chat_of, encode_text
 from surogate_core.data.text.whole_text import encode_whole
@@ -42,14 +42,14 @@ class Renderer:
         self.tokenizer, self.system, self.stop_ids = tokenizer, system, stop_ids
         self.templated = templated and bool(tokenizer.chat_template)
 
-    def messages(self, task: EnvironmentTask) -> Messages:
+    def messages(self, task: EnvironmentProblem) -> Messages:
         """The messages of a task, with the configuration's system message before those that have none."""
         messages = list(task.messages)
         if self.templated and self.system is not None and messages[0].get("role") != "system":
             return [{"role": "system", "content": self.system}, *messages]
         return messages
 
-    def prompt(self, task: EnvironmentTask) -> tuple[int, ...]:
+    def prompt(self, task: EnvironmentProblem) -> tuple[int, ...]:
         """The tokens up to the model's first reply. Raises `RowError` if the template refuses the messages."""
         messages = self.messages(task)
         if not self.templated:
@@ -78,7 +78,7 @@ class Renderer:
 
     def follow(
         self,
-        task: EnvironmentTask,
+        task: EnvironmentProblem,
         ids: tuple[int, ...],
         before: Messages,
         reply: str,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_core.bundles import EnvironmentTask, Together
+from surogate_core.bundles import EnvironmentProblem, Together
 from surogate_task_grpo.play import Played, TrainedSequence
 
 _HEAD = struct.Struct("=Q")
@@ -75,7 +75,7 @@ def unpacked(data: bytes) -> list[Played]:
             part = slice(begin, begin + count)
             samples.append(TrainedSequence(ids=tuple(ids[part]), trained=trained[part], logprobs=logprobs[part]))
             begin += count
-        task = None if one["messages"] is None else EnvironmentTask(messages=tuple(one["messages"]))
+        task = None if one["messages"] is None else EnvironmentProblem(messages=tuple(one["messages"]))
         number, sample = one["key"]
         values = {name: one[name] for name in _FIELDS}
         found.append(Played(key=(number, sample), task=task, samples=samples, **values))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import (
-    EnvironmentTask,
+    EnvironmentProblem,
     Fault,
     Request,
     RolloutEngine,
@@ -61,7 +61,7 @@ class Played:
     """An episode."""
 
     key: Key
-    task: EnvironmentTask | None
+    task: EnvironmentProblem | None
     """None if the environment had none."""
     samples: list[TrainedSequence] = field(default_factory=list)
     """One, and another for each time that the chat template changed earlier turns."""
@@ -119,7 +119,7 @@ class Player:
 
     def play(
         self,
-        tasks: Sequence[tuple[int, EnvironmentTask | Fault]],
+        tasks: Sequence[tuple[int, EnvironmentProblem | Fault]],
         samples: int,
         sampling: Sampling,
         on_token: Callable[[int], None],
@@ -153,7 +153,7 @@ class Player:
         for one in played:
             one.reward = None if one.fault else total_reward(one.rewards, self.weights)
 
-    def _seat(self, one: Played, task: EnvironmentTask | Fault) -> bool:
+    def _seat(self, one: Played, task: EnvironmentProblem | Fault) -> bool:
         """Whether the episode can begin."""
         if isinstance(task, Fault):
             one.fail(task.reason, task.detail)

@@ -15,8 +15,8 @@ import numpy as np
 from surogate_core.batch import WEIGHTS, MicroBatch
 from surogate_core.bundles import (
     ApartEngine,
+    EnvironmentProblem,
     EnvironmentSpec,
-    EnvironmentTask,
     Fault,
     OnlineContext,
     RolloutEngine,
@@ -462,7 +462,7 @@ class GRPOSteps:
         self.drawn += count
         return list(zip(numbers, places, strict=True))
 
-    def _tasks(self, places: Sequence[int]) -> list[EnvironmentTask | Fault]:
+    def _tasks(self, places: Sequence[int]) -> list[EnvironmentProblem | Fault]:
         """The tasks of the environment. The first one of the run is asked for twice, if possible in two processes."""
         if self._repeats or not places:
             return self.arena.tasks(places, self._seed)

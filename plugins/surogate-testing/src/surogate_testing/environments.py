@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from surogate_core.bundles.reinforcement.environments import Environment, EnvironmentSpec, EnvironmentTask, Turn
+from surogate_core.bundles.reinforcement.environments import Environment, EnvironmentProblem, EnvironmentSpec, Turn
 from surogate_core.errors import SurogateError
 from surogate_testing.check import NotApplicable, ensure
 
@@ -23,11 +23,11 @@ def _built(spec: EnvironmentSpec) -> Environment:
         raise NotApplicable(f"it needs options or a package: {error}") from error
 
 
-def _plain(task: EnvironmentTask) -> str:
+def _plain(task: EnvironmentProblem) -> str:
     return json.dumps([list(task.messages), dict(task.data), list(task.tools)], sort_keys=True)
 
 
-def _played(environment: Environment, task: EnvironmentTask) -> Mapping[str, float | None]:
+def _played(environment: Environment, task: EnvironmentProblem) -> Mapping[str, float | None]:
     episode = environment.start(task)
     for _ in range(TURNS):
         turn = episode.reply(REPLY)
@@ -74,7 +74,7 @@ def plays_an_episode_again(spec: EnvironmentSpec) -> None:
     first, second = _built(spec), _built(spec)
     task = first.task(0, SEED)
     messages, data, tools = json.loads(_plain(task))
-    moved = EnvironmentTask(messages=tuple(messages), data=data, tools=tuple(tools))
+    moved = EnvironmentProblem(messages=tuple(messages), data=data, tools=tuple(tools))
     if spec.deterministic:
         ensure(_played(first, task) == _played(second, moved), "the rewards differ")
 

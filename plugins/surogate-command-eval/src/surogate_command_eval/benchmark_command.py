@@ -12,7 +12,7 @@ from surogate_core.app.words import Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import Evaluator, TaskResult
+    from surogate_core.bundles import BenchmarkResult, Evaluator
     from surogate_core.events import Progress
     from surogate_core.inference.generation import PreparedModel
     from surogate_core.plugins.registry import Registry
@@ -74,8 +74,8 @@ def _key(flag: str) -> str:
 
 def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
     """The tasks, checked; no model is loaded."""
-    from surogate_command_eval.task_scores import LocalTasks
-    from surogate_command_eval.tasks import TaskOptions, read_tasks
+    from surogate_command_eval.benchmark_scores import LocalBenchmarks
+    from surogate_command_eval.benchmarks import BenchmarkOptions, read_benchmarks
     from surogate_core.bundles import EvalSettings, Sampling
     from surogate_core.inference.generation import rollout_of
     from surogate_core.inference.texts import PromptOptions
@@ -91,7 +91,7 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
     sampling = sampling_of(asked.sampling or {}, Sampling(temperature=0.0), sampled=asked.samples > 1)
     found: list[Evaluator] = []
     if files:
-        options = TaskOptions(
+        options = BenchmarkOptions(
             match=asked.match, pattern=asked.pattern, prompt=asked.prompt, shots=asked.shots or 0, limit=asked.limit
         )
         wanted = PromptOptions(
@@ -100,7 +100,9 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
             sampling=sampling,
             stop=asked.stop,
         )
-        found.append(LocalTasks(tasks=read_tasks(files, options), wanted=wanted, chat=asked.chat, system=asked.system))
+        found.append(
+            LocalBenchmarks(tasks=read_benchmarks(files, options), wanted=wanted, chat=asked.chat, system=asked.system)
+        )
     elif given := asked.for_files():
         raise UserError(f"{given}: is for files of JSON lines, and none is named. Fix: leave it out.")
     settings = EvalSettings(
@@ -146,9 +148,9 @@ def measured(
     *,
     taken: Callable[[Mapping[str, Any]], None] | None = None,
     progress: Callable[[Progress], None] = lambda event: None,
-) -> list[TaskResult]:
+) -> list[BenchmarkResult]:
     """The figures of the models."""
-    from surogate_command_eval.task_scores import measure_all
+    from surogate_command_eval.benchmark_scores import measure_all
     from surogate_core.inference.generation import rollout_of
 
     engine = rollout_of(registry, asked.engine)
@@ -163,7 +165,7 @@ def measured(
     )
 
 
-def task_table(found: Sequence[TaskResult], shown: Callable[[float | None], str]) -> list[list[str]]:
+def benchmark_table(found: Sequence[BenchmarkResult], shown: Callable[[float | None], str]) -> list[list[str]]:
     """The figures as lines of cells, the head first; columns without a value are left out."""
     head = ["model", "task", "metric", "value", "± stderr", "rows", "no answer", "cut short"]
     lines = [[*head, "difference", "± stderr", "p"]]

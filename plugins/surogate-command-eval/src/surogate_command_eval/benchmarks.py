@@ -30,7 +30,7 @@ BETWEEN = "\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOptions:
+class BenchmarkOptions:
     """Defaults of a task file's rows, and how many are used."""
 
     match: Match | None = None
@@ -79,7 +79,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTask:
+class LocalBenchmark:
     """The rows of a file."""
 
     name: str
@@ -154,7 +154,7 @@ def plain_text(text: str) -> str:
 # --------------------------------------------------------------------------------------- rows
 
 
-def read_tasks(files: Sequence[str], options: TaskOptions) -> list[LocalTask]:
+def read_benchmarks(files: Sequence[str], options: BenchmarkOptions) -> list[LocalBenchmark]:
     """The tasks of files; raises `UserError` with the mistakes of the first file that has some."""
     stems = [Path(file).stem for file in files]
     return [
@@ -162,7 +162,7 @@ def read_tasks(files: Sequence[str], options: TaskOptions) -> list[LocalTask]:
     ]
 
 
-def _task(file: str, name: str, options: TaskOptions) -> LocalTask:
+def _task(file: str, name: str, options: BenchmarkOptions) -> LocalBenchmark:
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -184,10 +184,10 @@ def _task(file: str, name: str, options: TaskOptions) -> LocalTask:
         fix = "fewer --shots" if rows else 'one object a line, such as {"prompt": "…", "answer": "…"}'
         raise UserError(f"--tasks {file}: {has}. Fix: {fix}")
     end = None if options.limit is None else options.shots + options.limit
-    return LocalTask(name=name, shots=tuple(rows[: options.shots]), rows=tuple(rows[options.shots : end]))
+    return LocalBenchmark(name=name, shots=tuple(rows[: options.shots]), rows=tuple(rows[options.shots : end]))
 
 
-def _row(name: str, line: str, options: TaskOptions) -> Question:
+def _row(name: str, line: str, options: BenchmarkOptions) -> Question:
     row = parsed_line(line, name)
     if not isinstance(row, dict):
         raise UserError(f'{name}: is no object. Fix: {{"prompt": "…", "answer": "…"}}')

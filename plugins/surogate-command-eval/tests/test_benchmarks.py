@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surogate_command_eval.tasks import Question, TaskOptions, judged, read_tasks
+from surogate_command_eval.benchmarks import BenchmarkOptions, Question, judged, read_benchmarks
 
 from surogate_core.errors import UserError
 
@@ -85,7 +85,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         {"prompt": "c", "choices": ["x", "y"], "answer": "y", "more": [1]},
         {"prompt": "d", "answer": ["one", "two"], "pattern": "(o|t).*"},
     ]
-    (task,) = read_tasks([write(tmp_path / "mixed.jsonl", *rows)], TaskOptions(shots=1))
+    (task,) = read_benchmarks([write(tmp_path / "mixed.jsonl", *rows)], BenchmarkOptions(shots=1))
     assert task.name == "mixed"
     assert [one.match for one in (*task.shots, *task.rows)] == ["exact", "number", "choice", "regex"]
     assert [one.name.rpartition(":")[2] for one in task.rows] == ["3", "4", "5"]
@@ -94,22 +94,22 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert number.messages == ({"role": "user", "content": "b"},)
     assert (choice.right, choice.shown) == (1, "y")
     assert regex.answers == ("one", "two")
-    (task,) = read_tasks([str(tmp_path / "mixed.jsonl")], TaskOptions(shots=1, limit=2))
+    (task,) = read_benchmarks([str(tmp_path / "mixed.jsonl")], BenchmarkOptions(shots=1, limit=2))
     assert task.rows == (number, choice)
 
 
 def test_a_template_makes_prompts_and_flags_are_defaults(tmp_path: Path) -> None:
     file = write(tmp_path / "g.jsonl", {"question": "2+2?", "answer": "#### 4"}, {"question": 5, "answer": "x 7"})
-    (task,) = read_tasks([file], TaskOptions(prompt="Q: {question}\nA:", match="number"))
+    (task,) = read_benchmarks([file], BenchmarkOptions(prompt="Q: {question}\nA:", match="number"))
     assert [one.prompt for one in task.rows] == ["Q: 2+2?\nA:", "Q: 5\nA:"]
-    (task,) = read_tasks([file], TaskOptions(prompt="{question}", pattern=r"(\d+)"))
+    (task,) = read_benchmarks([file], BenchmarkOptions(prompt="{question}", pattern=r"(\d+)"))
     assert [one.match for one in task.rows] == ["regex", "regex"]
 
 
 def test_files_of_one_name_have_their_paths_as_names(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     files = [write(tmp_path / name, {"prompt": "a", "answer": "1"}) for name in ("a.jsonl", "b/a.jsonl", "c.jsonl")]
-    assert [task.name for task in read_tasks(files, TaskOptions())] == [*files[:2], "c"]
+    assert [task.name for task in read_benchmarks(files, BenchmarkOptions())] == [*files[:2], "c"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_files_of_one_name_have_their_paths_as_names(tmp_path: Path) -> None:
 def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, bad: object, message: str) -> None:
     file = write(tmp_path / "t.jsonl", {"prompt": "a", "answer": "1"}, bad)
     with pytest.raises(UserError) as error:
-        read_tasks([file], TaskOptions())
+        read_benchmarks([file], BenchmarkOptions())
     assert str(error.value).startswith(f"{file}:2: ")
     assert message in str(error.value)
     assert "Fix: " in str(error.value)
@@ -154,7 +154,7 @@ def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, bad: object, message
 def test_several_mistakes_are_reported_together(tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", *[{"prompt": "a"}] * 8)
     with pytest.raises(UserError) as error:
-        read_tasks([file], TaskOptions())
+        read_benchmarks([file], BenchmarkOptions())
     lines = str(error.value).splitlines()
     assert [line.partition(": ")[0] for line in lines[:5]] == [f"{file}:{n}" for n in range(1, 6)]
     assert lines[5:] == ["and 3 more"]
@@ -175,14 +175,14 @@ def test_several_mistakes_are_reported_together(tmp_path: Path) -> None:
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
-        read_tasks([write(tmp_path / "t.jsonl", {"prompt": "a", "answer": "1"})], TaskOptions(**options))
+        read_benchmarks([write(tmp_path / "t.jsonl", {"prompt": "a", "answer": "1"})], BenchmarkOptions(**options))
     assert message in str(error.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for file, message in ((tmp_path / "gone.jsonl", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UserError, match=message):
-            read_tasks([str(file)], TaskOptions())
+            read_benchmarks([str(file)], BenchmarkOptions())
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match="has no row"):
-        read_tasks([str(tmp_path / "empty.jsonl")], TaskOptions())
+        read_benchmarks([str(tmp_path / "empty.jsonl")], BenchmarkOptions())

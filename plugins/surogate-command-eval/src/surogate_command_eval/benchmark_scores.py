@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from surogate_command_eval.tasks import BETWEEN, LocalTask, Question, Verdict, judged
-from surogate_core.bundles import Evaluator, RolloutEngineSpec, TaskResult
+from surogate_command_eval.benchmarks import BETWEEN, LocalBenchmark, Question, Verdict, judged
+from surogate_core.bundles import BenchmarkResult, Evaluator, RolloutEngineSpec
 from surogate_core.data.text.chat import encode_text
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
@@ -23,10 +23,10 @@ Taken = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTasks:
+class LocalBenchmarks:
     """The evaluator of task files."""
 
-    tasks: Sequence[LocalTask]
+    tasks: Sequence[LocalBenchmark]
     wanted: PromptOptions
     chat: bool = False
     """Whether a text prompt is a user's message."""
@@ -41,14 +41,14 @@ class LocalTasks:
                     f"{chat.name}: this example is a chat, and {text.name} is a text. Fix: --chat, or rows of one kind"
                 )
 
-    def run(self, subject: Subject, taken: Taken) -> list[TaskResult]:
+    def run(self, subject: Subject, taken: Taken) -> list[BenchmarkResult]:
         """The figures of a model."""
-        found: list[TaskResult] = []
+        found: list[BenchmarkResult] = []
         for task in self.tasks:
-            found += _OneTask(self, task, subject, taken).results()
+            found += _OneBenchmark(self, task, subject, taken).results()
         return found
 
-    def context(self, task: LocalTask, row: Question, subject: Subject) -> Prompt:
+    def context(self, task: LocalBenchmark, row: Question, subject: Subject) -> Prompt:
         """The tokens before the answer, the examples included."""
         if row.prompt is None or self.chat:
             turns = [turn for shot in task.shots for turn in (*self._turns(shot), _answered(shot))]
@@ -57,7 +57,7 @@ class LocalTasks:
             return prompt_of_messages(subject.tokenizer, [*system, *messages], name=row.name)
         return prompt_of_text(subject.tokenizer, self.text(task, row), name=row.name)
 
-    def text(self, task: LocalTask, row: Question) -> str:
+    def text(self, task: LocalBenchmark, row: Question) -> str:
         """A text prompt with its examples."""
         assert row.prompt is not None
         return "".join(f"{continued(shot.prompt or '', shot.shown)}{BETWEEN}" for shot in task.shots) + row.prompt
@@ -71,7 +71,7 @@ class LocalTasks:
     def _turns(self, row: Question) -> list[Mapping[str, Any]]:
         return [message for message in self._all(row) if message.get("role") != "system"]
 
-    def pairs(self, task: LocalTask, row: Question, subject: Subject) -> list[JudgedText]:
+    def pairs(self, task: LocalBenchmark, row: Question, subject: Subject) -> list[JudgedText]:
         """The context with each of the row's choices."""
         context = self.context(task, row, subject).ids
         found = []
@@ -98,16 +98,16 @@ def _answered(row: Question) -> Mapping[str, Any]:
 
 
 @dataclass(slots=True)
-class _OneTask:
+class _OneBenchmark:
     """One task of one model."""
 
-    plan: LocalTasks
-    task: LocalTask
+    plan: LocalBenchmarks
+    task: LocalBenchmark
     subject: Subject
     taken: Taken
     samples: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def results(self) -> list[TaskResult]:
+    def results(self) -> list[BenchmarkResult]:
         """Its figures."""
         rows = self.task.rows
         scores: dict[str, list[float]] = {"accuracy": [math.nan] * len(rows)}
@@ -122,8 +122,8 @@ class _OneTask:
         made = [self._result(metric, values) for metric, values in scores.items()]
         return [replace(made[0], unanswered=unanswered, truncated=truncated), *made[1:]]
 
-    def _result(self, metric: str, scores: Sequence[float]) -> TaskResult:
-        return TaskResult(
+    def _result(self, metric: str, scores: Sequence[float]) -> BenchmarkResult:
+        return BenchmarkResult(
             model=self.subject.name,
             task=self.task.name,
             metric=metric,
@@ -223,7 +223,7 @@ def mcnemar(first: Sequence[float], other: Sequence[float]) -> float | None:
     return min(1.0, 2 * tail / 2**count)
 
 
-def compared(first: TaskResult, other: TaskResult) -> TaskResult:
+def compared(first: BenchmarkResult, other: BenchmarkResult) -> BenchmarkResult:
     """A figure with its difference from that of the first model, row by row."""
     if len(first.scores) != len(other.scores) or not first.scores:
         return other
@@ -245,9 +245,9 @@ def measure_all(
     slots: int | None = None,
     taken: Taken = lambda sample: None,
     progress: Callable[[Progress], None] = lambda event: None,
-) -> list[TaskResult]:
+) -> list[BenchmarkResult]:
     """The figures of several models, each compared with the first."""
-    firsts: dict[tuple[int, str, str], TaskResult] = {}
+    firsts: dict[tuple[int, str, str], BenchmarkResult] = {}
     found = []
     for name, one in prepared.items():
         subject = Subject.load(name, one, registry, engine, slots=slots, progress=progress)

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from surogate_command_eval.task_scores import LocalTasks, compared, mcnemar
-from surogate_command_eval.tasks import TaskOptions, read_tasks
+from surogate_command_eval.benchmark_scores import LocalBenchmarks, compared, mcnemar
+from surogate_command_eval.benchmarks import BenchmarkOptions, read_benchmarks
 
-from surogate_core.bundles import TaskResult
+from surogate_core.bundles import BenchmarkResult
 from surogate_core.errors import UserError
 from surogate_core.inference.texts import PromptOptions, Text
 from surogate_core.measure.subject import Likelihood, Subject
 from surogate_testing.chat_templates import byte_tokenizer
 
 
-def result(*scores: float) -> TaskResult:
-    return TaskResult(
+def result(*scores: float) -> BenchmarkResult:
+    return BenchmarkResult(
         model="m",
         task="t",
         metric="accuracy",
@@ -80,10 +80,10 @@ def parrot() -> Parrot:
 
 def tasks_of(
     place: Path, rows: list[dict[str, Any]], wanted: PromptOptions, *, chat: bool = False, **options: Any
-) -> LocalTasks:
+) -> LocalBenchmarks:
     file = place / "t.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return LocalTasks(tasks=read_tasks([str(file)], TaskOptions(**options)), wanted=wanted, chat=chat)
+    return LocalBenchmarks(tasks=read_benchmarks([str(file)], BenchmarkOptions(**options)), wanted=wanted, chat=chat)
 
 
 SUMS = [{"prompt": f"{n}+1 =", "answer": n + 1, "match": "number"} for n in range(4)]
@@ -143,7 +143,7 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
     )
     assert parrot.prompts == [expected]
     assert parrot.wanted.stop == ()
-    told = LocalTasks(
+    told = LocalBenchmarks(
         tasks=tasks_of(tmp_path, SUMS[:2], PromptOptions(), shots=1).tasks,
         wanted=PromptOptions(),
         chat=True,

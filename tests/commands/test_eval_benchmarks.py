@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from surogate_command_eval.task_scores import LocalTasks
-from surogate_command_eval.tasks import TaskOptions, read_tasks
+from surogate_command_eval.benchmark_scores import LocalBenchmarks
+from surogate_command_eval.benchmarks import BenchmarkOptions, read_benchmarks
 
 import surogate
 from surogate_core.cli.main import main
@@ -131,7 +131,7 @@ class Words:
         for word in self.words:
             taken({"model": subject.name, "task": word})
         figures = {"metric": "count", "value": float(len(self.words)), "stderr": 0.0, "rows": self.limit}
-        return [bundles.TaskResult(model=subject.name, task="words", **figures)]
+        return [bundles.BenchmarkResult(model=subject.name, task="words", **figures)]
 
 @hookimpl
 def surogate_evaluator():
@@ -167,7 +167,7 @@ def test_a_token_over_the_border_belongs_to_the_choice(hf_dir: Path, installed: 
     subject = Subject("m", prepared, None, None)  # type: ignore[arg-type]
     file = tmp_path / "t.jsonl"
     file.write_text(json.dumps({"prompt": "A car has ", "choices": ["two", "four"], "answer": 1}))
-    tasks = LocalTasks(tasks=read_tasks([str(file)], TaskOptions()), wanted=PromptOptions())
+    tasks = LocalBenchmarks(tasks=read_benchmarks([str(file)], BenchmarkOptions()), wanted=PromptOptions())
     (task,) = tasks.tasks
     for pair, choice in zip(tasks.pairs(task, task.rows[0], subject), ("two", "four"), strict=True):
         assert isinstance(pair, JudgedText)
