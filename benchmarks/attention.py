@@ -3,6 +3,7 @@
     python benchmarks/attention.py [--json attention.json]        # about a minute on an H200, compilers included
     python benchmarks/attention.py --features 256 --rows 16384 --windows 0 1024
     python benchmarks/attention.py --features 256 --packs triton --tiles forward=128x64w8s2 queries=64x64w4s2
+    python benchmarks/attention.py --sweep --features 256 --rows 16384 --windows 0 1024 [--tiles forward=64x64w4s3 ...]
     python benchmarks/attention.py --tiny --device cpu
 
 A case has `--tokens` tokens in documents of one length (`--rows`), bf16, and the heads of HEADS, so that all head sizes
@@ -13,6 +14,8 @@ backward has 2.5 times those of a forward. torch's kernels know neither windows 
 Times are medians of replays of a CUDA graph with a cold L2 cache; a backward's is that of both less the forward's.
 `error`: the output and the gradients against the reference in fp32 on the first 1024 tokens, relative. `equal`: whether
 two runs give equal bits. Triton's programs are compiled first, by several processes (`--jobs`).
+
+`--sweep` times each of Triton's programs alone with other tiles, those of `--tiles` or of SWEPT.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from replays import cpu_ms, gpu_ms, relative
+from replays import Run, cpu_ms, gpu_ms, relative
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,6 +54,16 @@ SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION
 CHECKED = 1024
 """Tokens that are compared with the reference, which forms the scores of all pairs."""
 
+
+SWEPT = (
+    *(
+        f"forward={tile}"
+        for tile in ("128x64w8s2", "128x64w8s3", "128x32w8s3", "64x64w4s2", "64x64w4s3", "128x128w8s2")
+    ),
+    *(f"queries={tile}" for tile in ("128x64w8s2", "128x32w8s2", "128x32w8s1", "64x64w4s2", "64x64w8s2", "64x32w4s3")),
+    *(f"keys={tile}" for tile in ("64x128w8s2", "64x64w8s2", "64x64w4s2", "32x64w8s2", "32x64w4s3", "32x128w8s2")),
+)
+"""Tiles that a sweep tries."""
 
 noticed: set[str] = set()
 """Packs that cannot run, which was printed."""
@@ -229,25 +242,76 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def compile_ahead(args: argparse.Namespace) -> None:
-    """Let processes run each program of Triton's once, on few tokens: afterwards they are in Triton's cache."""
-    found = {(c.features, bool(c.window), c.sinks) for c in cases(args)}
-    waiting = [[str(features), str(64 if window else 0), str(int(sinks))] for features, window, sinks in sorted(found)]
+    """Let processes run each program of Triton's once: afterwards they are in Triton's cache."""
+    found = sorted({(c.features, 64 if c.window else 0, int(c.sinks)) for c in cases(args)})
+    waiting = [[*map(str, one)] for one in found]
+    if args.sweep:
+        waiting = [[*one, "--sweep", "--tiles", tile] for one in waiting for tile in args.tiles]
+    elif args.tiles:
+        waiting = [[*one, "--tiles", *args.tiles] for one in waiting]
     running: list[subprocess.Popen[bytes]] = []
     while waiting or running:
         while waiting and len(running) < args.jobs:
-            extra = ["--tiles", *args.tiles] if args.tiles else []
-            running.append(subprocess.Popen([sys.executable, __file__, "--compile", *waiting.pop(), *extra]))
+            command = [sys.executable, __file__, "--compile", *waiting.pop()]
+            # What cannot be compiled fails again, and is reported, where it is measured.
+            running.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
         running = [process for process in running if process.poll() is None]
         time.sleep(0.1)
 
 
-def compile_one(features: int, window: int, sinks: int) -> None:
-    """Run the Triton pack's programs of a case once."""
+def compile_one(features: int, window: int, sinks: int, swept: str) -> None:
+    """Run the Triton pack's programs of a case once, or one of them."""
     case = Case(features=features, row=256, window=window, sinks=bool(sinks))
     inputs = Inputs(case, 16384, torch.device("cuda"), torch.bfloat16)
-    call = implementation("triton", inputs, torch.device("cuda"))
-    if call is not None:
+    if swept:
+        programs_of(inputs)[swept]()
+    elif (call := implementation("triton", inputs, torch.device("cuda"))) is not None:
         both(call, inputs)
+
+
+def programs_of(inputs: Inputs) -> dict[str, Run]:
+    """Name of a tile → the launch of its program. Gradients are of zeros instead of an output."""
+    from surogate_kernels_triton import attention
+
+    q, k, v, dy, sinks = (t.detach() for t in (inputs.q, inputs.k, inputs.v, inputs.dy, inputs.sinks))
+    tokens, heads, features = q.shape
+    whole = q.new_zeros(tokens, heads * features + attention.ROOM)
+    out = whole[:, : heads * features].view(q.shape)
+    lse, delta = torch.full((heads, tokens), 14.0, device=q.device), torch.zeros(heads, tokens, device=q.device)
+    named = inputs.case.named(sinks)
+    case = attention._Case(q=q, k=k, v=v, borders=inputs.borders, scale=inputs.scale, window=inputs.case.window)
+    arguments = (q, k, v, inputs.borders, inputs.scale)
+    calls = {
+        "forward": lambda: attention._forward(*arguments, whole, lse, **named),
+        "queries": lambda: attention._query_gradients(case, dy, out, lse, delta, torch.empty_like(q)),
+        "keys": lambda: attention._key_gradients(case, dy, lse, delta, torch.empty_like(k), torch.empty_like(v)),
+    }
+
+    def alone(call: Callable[[], None]) -> Sequence[Tensor]:
+        call()
+        return []
+
+    return {name: partial(alone, call) for name, call in calls.items()}
+
+
+def sweep(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """The time of each program with each of its tiles. The queries' program has three products, the keys' four."""
+    found, timed = [], gpu_ms if device.type == "cuda" else cpu_ms
+    for case in cases(args):
+        inputs = Inputs(case, args.tokens, device, torch.bfloat16 if device.type == "cuda" else torch.float16)
+        for setting in args.tiles:
+            name = setting.partition("=")[0]
+            products = {"forward": 2, "queries": 3, "keys": 4}[name] * case.pairs(args.tokens)
+            with patches([setting]):
+                try:
+                    ms = timed(programs_of(inputs)[name], args.repeats)
+                except Exception as error:  # of Triton's compiler
+                    print(f"{setting}: {(str(error).splitlines() or [type(error).__name__])[-1][:100]}", flush=True)
+                    continue
+            tflops = products * 2 * HEADS[case.features][0] * case.features / ms / 1e9
+            found.append(asdict(case) | {"tiles": setting, "ms": ms, "tflops": tflops})
+            print(f"{case.features:4} {case.row:6} {case.window:6} {setting:24} {ms:8.3f} ms {tflops:7.1f}", flush=True)
+    return found
 
 
 def patches(settings: Sequence[str]) -> ExitStack:
@@ -297,6 +361,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tiles", nargs="+", default=[], help="the Triton pack's, e.g. forward=128x64w8s2")
+    parser.add_argument("--sweep", action="store_true", help="time Triton's programs with each of --tiles")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile; 0: at the first run")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a few small cases, to try the script")
@@ -305,25 +370,23 @@ def parsed() -> argparse.Namespace:
     args = parser.parse_args()
     if args.tiny:
         args.features, args.rows, args.windows, args.tokens, args.repeats = [16], [64, 128], [0, 16], 128, 2
+    if args.sweep:
+        args.tiles, args.sinks = args.tiles or list(SWEPT), False
     return args
 
 
 def main() -> None:
     """Measure what the command line asks for."""
     args = parsed()
-    with patches(args.tiles):
+    with patches(args.tiles if args.compile or not args.sweep else []):
         if args.compile:
-            compile_one(*args.compile)
+            compile_one(*args.compile, args.tiles[0].partition("=")[0] if args.sweep else "")
         else:
             measure(args)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """The table."""
-    begun, device = time.perf_counter(), torch.device(args.device)
-    if device.type == "cuda" and "triton" in args.packs and args.jobs:
-        compile_ahead(args)
-        print(f"compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+def table(args: argparse.Namespace, device: torch.device) -> list[Row]:
+    """Every case by every pack."""
     print("pack     feat    row window sinks forward ms backw. ms  forward   backw. vs plain     error equal")
     rows: list[Row] = []
     for case in cases(args):
@@ -338,11 +401,21 @@ def measure(args: argparse.Namespace) -> None:
             rows.append(row)
             same = {**asdict(replace(case, window=0, sinks=False)), "pack": pack}
             show(row, next((r for r in rows if same.items() <= asdict(r).items()), None))
+    return rows
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Compile, measure and write what was found."""
+    begun, device = time.perf_counter(), torch.device(args.device)
+    if device.type == "cuda" and "triton" in args.packs and args.jobs:
+        compile_ahead(args)
+        print(f"compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+    found = sweep(args, device) if args.sweep else [asdict(row) for row in table(args, device)]
     print(f"{time.perf_counter() - begun:.0f} s")
     if args.json is not None:
         about = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
         about |= {"torch": torch.__version__, "tokens": args.tokens, "tiles": args.tiles}
-        args.json.write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        args.json.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

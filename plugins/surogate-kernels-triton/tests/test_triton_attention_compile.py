@@ -16,8 +16,11 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets"),
 ]
-SIZES = ((64, 64), (128, 128), (256, 256), (512, 512), (192, 128), (96, 96))
-SETTINGS: tuple[dict[str, Any], ...] = ({}, {"window": 1024, "softcap": 50.0, "sinks": empty(8)})
+EVERYTHING: dict[str, Any] = {"window": 1024, "softcap": 50.0, "sinks": empty(8)}
+CASES: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    *((size, size, EVERYTHING) for size in (64, 128, 256, 512)),
+    (192, 128, {}),
+)
 
 
 def launch(keys: int, values: int, **named: Any) -> None:
@@ -34,7 +37,7 @@ def launch(keys: int, values: int, **named: Any) -> None:
     attention._backward(y, q, k, v, out, lse, borders, 0.1, q, k, v, **named, **dsinks)
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the shared memory of a block."""
     from surogate_kernels_triton import attention
@@ -42,12 +45,14 @@ def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch
     tiles = attention.HOPPER if capability // 10 in (9, 10) else attention.SMALL
     monkeypatch.setattr(attention, "tiles_for", lambda device, features: tiles[max(features, 64)])
     with recorded(monkeypatch) as launches:
-        for keys, values in SIZES:
-            for named in SETTINGS:
-                launch(keys, values, **named)
+        for keys, values, named in CASES:
+            launch(keys, values, **named)
     assert {found.program.__name__ for found in launches} == {
         f"attention_{name}" for name in ("forward", "backward_queries", "backward_keys", "backward_sinks")
     }
     for found in launches:
+        # 99 KiB also for sm_80: sm_86 has no more, and the same tiles.
         shared = found.compile(capability).metadata.shared
-        assert shared <= SHARED[capability] * 1024, f"{found.program.__name__} {found.options} needs {shared} bytes"
+        assert shared <= SHARED[86 if capability == 80 else capability] * 1024, (
+            f"{found.program.__name__} {found.options} needs {shared} bytes"
+        )
