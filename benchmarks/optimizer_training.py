@@ -33,8 +33,8 @@ import numpy as np
 import parity_text
 import torch
 
-from surogate_core.drawing.curves import Curve
-from surogate_core.drawing.picture import stacked
+from surogate_commands.curves import Curve
+from surogate_commands.picture import stacked
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.pieces import RandomSource
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from parity_text import LARGEST
 
-from surogate_core.drawing.curves import Curve
-from surogate_core.drawing.picture import stacked
+from surogate_commands.curves import Curve
+from surogate_commands.picture import stacked
 
 BARS = {"fp8-hybrid": 0.005, "nvfp4": 0.015}
 """How much higher than bf16's a recipe's final held-out loss may be, relatively."""

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from surogate_commands.curves import Curve
+from surogate_commands.picture import stacked
 from surogate_core import events
 from surogate_core.config.resolve import load_run_config
-from surogate_core.drawing.curves import Curve
-from surogate_core.drawing.picture import stacked
 from surogate_core.files.records import RunRecord, read_run
 from surogate_core.plugins.registry import load_plugins
 from surogate_core.run.job import launch

@@ -31,9 +31,9 @@ from typing import Any, Literal, TypeAlias
 
 from surogate_command_eval.python import evaluate as evaluate
 from surogate_command_export.python import export as export
+from surogate_command_generate.python import generate as generate
 from surogate_command_serve.serving import serve as serve
 
-from surogate_core.api.generation import generate as generate
 from surogate_core.api.results import HeldOutLoss as HeldOutLoss
 from surogate_core.api.results import Paths as Paths
 from surogate_core.api.results import RunReport as RunReport

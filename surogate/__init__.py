@@ -18,7 +18,6 @@ from surogate_core.api import (
     Run,
     RunReport,
     Sample,
-    generate,
     load,
     pt,
     sft,
@@ -51,7 +50,7 @@ __all__ = [
     "train",
 ]
 
-_COMMANDS = {"evaluate": "eval", "export": "export", "serve": "serve"}
+_COMMANDS = {"evaluate": "eval", "export": "export", "generate": "generate", "serve": "serve"}
 """Function → the command whose plugin has it. The plugin is imported when the function is used."""
 
 

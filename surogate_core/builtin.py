@@ -103,13 +103,6 @@ def surogate_tool_parser() -> list[bundles.ToolParserSpec]:
 
 COMMANDS = (
     bundles.CommandSpec(
-        name="generate",
-        usage="generate MODEL --prompt TEXT",
-        help="continue a text; MODEL is a directory, a run, an adapter or a hub id",
-        main="surogate_core.cli.generate:main",
-        rank=100,
-    ),
-    bundles.CommandSpec(
         name="tokenize",
         usage="tokenize [TASK] [FILE.yaml] [KEY=VALUE …] [--debug [N]]",
         help="tokenise and pack the data, show what is trained",

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "surogate_core"
 KIT = ROOT / "plugins" / "surogate-testing"
 """A library for tests, and no plugin."""
-LIBRARIES = (ROOT / "plugins" / "surogate-reinforcement",)
+LIBRARIES = (ROOT / "plugins" / "surogate-commands", ROOT / "plugins" / "surogate-reinforcement")
 """What several plugins share and the core does not need: no entry point, no offer, below every plugin."""
 PLUGINS = sorted({p.parent for p in ROOT.glob("plugins/*/pyproject.toml")} - {KIT, *LIBRARIES})
 SOURCES = sorted(

@@ -3,7 +3,6 @@
 Importing this package imports neither torch nor Hydra.
 """
 
-from surogate_core.api.generation import generate
 from surogate_core.api.results import HeldOutLoss, Paths, Run, RunReport, Sample, load
 from surogate_core.api.training import pt, sft, train
 
@@ -13,7 +12,6 @@ __all__ = [
     "Run",
     "RunReport",
     "Sample",
-    "generate",
     "load",
     "pt",
     "sft",

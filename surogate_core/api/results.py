@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,6 @@ from surogate_core.errors import UserError
 from surogate_core.files.runs import run_directory
 
 if TYPE_CHECKING:
-    from surogate_core.api.generation import Prompt
     from surogate_core.files.records import RunRecord
     from surogate_core.inference.texts import Text
 
@@ -165,11 +164,11 @@ class Run:
             checkpoints=tuple(path for _, path in found),
         )
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Text]:
+    def generate(self, prompts: Any, **options: Any) -> list[Text]:
         """Continue texts or answer chats with the run's result; the options are those of `surogate.generate`."""
-        from surogate_core.api.generation import generate
+        from surogate_core.app.commands import python_function
 
-        return generate(self.path, prompts, **options)
+        return list(python_function("generate")(self.path, prompts, **options))
 
     def evaluate(self, **options: Any) -> list[Any]:
         """Measure the run's result on held-out rows or tasks; the options are those of `surogate.evaluate`."""

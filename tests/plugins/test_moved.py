@@ -40,7 +40,8 @@ def built(project: Path, out: Path) -> tuple[Path, Path]:
 def shared_wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The wheels of the core, of the conformance kit, and of what several plugins share."""
     out = tmp_path_factory.mktemp("wheels")
-    projects = (ROOT / "core", ROOT / "native", ROOT / "plugins" / "surogate-reinforcement", KIT)
+    libraries = [ROOT / "plugins" / name for name in ("surogate-commands", "surogate-reinforcement")]
+    projects = (ROOT / "core", ROOT / "native", *libraries, KIT)
     return [built(project, out / str(number))[0] for number, project in enumerate(projects)]
 
 

@@ -18,8 +18,8 @@ from surogate_command_report import contents
 from surogate_command_report.card import card_of
 from surogate_command_report.write import write_report
 
+from surogate_commands.curves import POINTS, Curve, chart
 from surogate_core.cli.main import main
-from surogate_core.drawing.curves import POINTS, Curve, chart
 from surogate_core.events import Samples
 from surogate_core.files.metrics import json_line
 from surogate_core.files.records import read_run

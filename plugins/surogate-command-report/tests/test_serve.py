@@ -24,8 +24,8 @@ from surogate_command_report.document import live_page
 from surogate_command_report.serve import MetricsFollower, PageServer
 from surogate_command_report.write import write_report
 
+from surogate_commands.curves import POINTS
 from surogate_core.cli.main import main
-from surogate_core.drawing.curves import POINTS
 from surogate_core.files.records import RunRecord
 from surogate_core.run.record import locked
 

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.app.flags import FILTERS, TEMPERATURE, TOOL_PARSER, Flag, shown
-from surogate_core.app.sampling import sampling_of
-from surogate_core.app.words import Flags, Words
+from surogate_commands.flags import FILTERS, TEMPERATURE, TOOL_PARSER, Flag, shown
+from surogate_commands.sampling import sampling_of
+from surogate_commands.words import Flags, Words
 from surogate_core.errors import SurogateError, UserError
 
 if TYPE_CHECKING:
+    from surogate_commands.adapters import Adapters
     from surogate_core.bundles import RolloutEngine, Sampling
     from surogate_core.generate.weights import Weights
-    from surogate_core.inference.adapters import Adapters
     from surogate_core.inference.generation import PreparedModel
     from surogate_core.inference.tool_calls import Calling
     from surogate_core.plugins.registry import Registry
@@ -186,11 +186,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _partners(words: Words) -> list[Partner]:
+    from surogate_commands.adapters import Adapters
     from surogate_core.app.arguments import Arguments, registry_for
     from surogate_core.app.progress import shown_progress
     from surogate_core.bundles import RolloutSettings
     from surogate_core.events import Progress
-    from surogate_core.inference.adapters import Adapters
     from surogate_core.inference.texts import warm_up
     from surogate_core.inference.tool_calls import calling
     from surogate_core.tools.checks import read_tools
@@ -260,9 +260,9 @@ def _activate(adapters: Adapters, engine: RolloutEngine, word: str) -> None:
 
 def _ready(words: Words, registry: Registry) -> tuple[dict[str, PreparedModel], PreparedModel | None]:
     """(the partners' models, the base that all of them share); notes about them are printed."""
+    from surogate_commands.adapters import NotSharedError, prepare_beside
     from surogate_core.config.resolve import load_run_config
     from surogate_core.data.text.chat import chat_of
-    from surogate_core.inference.adapters import NotSharedError, prepare_beside
     from surogate_core.inference.generation import named, on_its_base, prepare, quantised_note, with_adapter
 
     adapters = words.lists.get("--adapter", [])

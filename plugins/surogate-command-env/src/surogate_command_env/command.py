@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.app.flags import ADAPTER, ENGINE, SLOTS, Flag, shown
-from surogate_core.app.kept import json_line, kept_lines
-from surogate_core.app.sampling import number, sampling_of
-from surogate_core.app.words import Flags, Words
+from surogate_commands.flags import ADAPTER, ENGINE, SLOTS, Flag, shown
+from surogate_commands.kept import json_line, kept_lines
+from surogate_commands.sampling import number, sampling_of
+from surogate_commands.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _list(words: Words) -> int:
     if not rows:
         print("No environment is installed. `surogate env new NAME` writes one.")
         return 0
-    from surogate_core.app.tables import aligned
+    from surogate_commands.tables import aligned
 
     lines = [["environment", "plugin", "options"]]
     for row in rows:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.app.sampling import sampling_of
-from surogate_core.app.words import Words
+from surogate_commands.sampling import sampling_of
+from surogate_commands.words import Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Asked:
     @classmethod
     def of_words(cls, words: Words) -> Asked:
         """What a command line asks for."""
-        from surogate_core.app.sampling import number
+        from surogate_commands.sampling import number
 
         named = ("--match", "--pattern", "--prompt", "--system", "--engine")
         counted = ("--limit", "--max-new-tokens", "--samples", "--slots")

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.app.flags import CHAT, ENGINE, MAX_NEW_TOKENS, SLOTS, SYSTEM, Flag, shown
-from surogate_core.app.tables import aligned
-from surogate_core.app.words import Flags, Words
+from surogate_commands.flags import CHAT, ENGINE, MAX_NEW_TOKENS, SLOTS, SYSTEM, Flag, shown
+from surogate_commands.tables import aligned
+from surogate_commands.words import Flags, Words
 from surogate_core.errors import UserError
 from surogate_core.numbers import significant
 
@@ -155,7 +155,7 @@ def _losses(words: Words) -> tuple[str, list[dict[str, Any]]]:
 def _tasks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]]:
     """The table of tasks, and the figures as JSON. `output`: a file for the completions."""
     from surogate_command_eval.benchmark_command import Asked, benchmark_table, evaluators_of, measured
-    from surogate_core.app.kept import json_line, kept_lines
+    from surogate_commands.kept import json_line, kept_lines
     from surogate_core.app.progress import shown_progress
     from surogate_core.files.atomic import replace_file
 

@@ -56,7 +56,7 @@ def evaluate(
         if tasks is None:
             return evaluate_all(load.for_rows(), load.registry)
         from surogate_command_eval.benchmark_command import Asked, evaluators_of, measured
-        from surogate_core.app.sampling import flags_of
+        from surogate_commands.sampling import flags_of
 
         options = dict(task_options or {})
         options["sampling"] = flags_of(options.get("sampling"))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from surogate_commands.flags import Flag
+from surogate_commands.words import Flags, Words
 from surogate_core.app.arguments import Arguments, registry_for
-from surogate_core.app.flags import Flag
-from surogate_core.app.words import Flags, Words
 from surogate_core.errors import UserError
 from surogate_core.files.runs import latest_run, run_directory
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from surogate_core.drawing.curves import Curve
-from surogate_core.drawing.picture import stacked
+from surogate_commands.curves import Curve
+from surogate_commands.picture import stacked
 
 if TYPE_CHECKING:
     from surogate_command_numerics.numerics import Numerics, Training

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from surogate_command_report import charts, compare, contents
-from surogate_core.drawing.curves import figure
+from surogate_commands.curves import figure
 from surogate_core.files.records import RunRecord
 
 RECENT_STEPS = 20

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from surogate_core.drawing import palette
-from surogate_core.drawing.curves import kept_places, smoothed
+from surogate_commands import palette
+from surogate_commands.curves import kept_places, smoothed
 from surogate_core.files.figures import TRAIN_TIME
 from surogate_core.files.records import RunRecord
 
 if TYPE_CHECKING:
-    from surogate_core.drawing.curves import Point
+    from surogate_commands.curves import Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

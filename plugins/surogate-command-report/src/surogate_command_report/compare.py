@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surogate_command_report import contents
-from surogate_core.drawing.curves import figure
+from surogate_commands.curves import figure
 from surogate_core.files.records import RunRecord
 
 Rows = list[tuple[str, ...]]

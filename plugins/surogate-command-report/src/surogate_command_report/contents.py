@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.drawing.curves import Band, Mark, figure
+from surogate_commands.curves import Band, Mark, figure
 from surogate_core.files.metrics import as_number
 from surogate_core.files.records import RunRecord
 from surogate_core.numbers import significant

@@ -13,8 +13,8 @@ import numpy as np
 
 from surogate_command_report import charts, compare, contents, heat
 from surogate_command_report.card import card_of
-from surogate_core.drawing import palette
-from surogate_core.drawing.curves import POINTS, kept_places, smoothed
+from surogate_commands import palette
+from surogate_commands.curves import POINTS, kept_places, smoothed
 from surogate_core.files.records import RunRecord
 
 if TYPE_CHECKING:

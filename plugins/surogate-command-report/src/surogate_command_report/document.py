@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 
 from surogate_command_report.data import embedded, layout
-from surogate_core.drawing import palette
+from surogate_commands import palette
 
 PURE, CHARTS, HEAT = "figures.js", "charts.js", "heat.js"
 """Scripts of both pages: functions without a document, the charts, and the heat maps."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from surogate_core.drawing import palette
-from surogate_core.drawing.curves import LEFT, RIGHT, TOP, WIDTH, ticks
-from surogate_core.drawing.curves import figure as number
+from surogate_commands import palette
+from surogate_commands.curves import LEFT, RIGHT, TOP, WIDTH, ticks
+from surogate_commands.curves import figure as number
 from surogate_core.files.loads import Column, Loads, loads
 from surogate_core.numbers import significant
 

@@ -9,7 +9,7 @@ from surogate_command_report import charts, compare, contents, heat
 from surogate_command_report.card import Card, card_of
 from surogate_command_report.data import embedded, experts, figures, tables
 from surogate_command_report.document import static_page
-from surogate_core.drawing.curves import Curve, chart, legend
+from surogate_commands.curves import Curve, chart, legend
 from surogate_core.files.records import RunRecord
 
 SVG_POINTS = 400

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surogate_command_serve.access import LEAST_TOKEN, LOOPBACK, is_token
-from surogate_core.app.flags import ENGINE, TOOL_PARSER, Flag, shown
-from surogate_core.app.sampling import number, sampling_of
-from surogate_core.app.words import Flags, Words
+from surogate_commands.flags import ENGINE, TOOL_PARSER, Flag, shown
+from surogate_commands.sampling import number, sampling_of
+from surogate_commands.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:

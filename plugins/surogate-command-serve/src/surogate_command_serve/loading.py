@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from surogate_command_serve.models import ServedModel
 from surogate_command_serve.server import Note, Server
 from surogate_command_serve.worker import Worker
+from surogate_commands.adapters import Adapters, prepare_beside
 from surogate_core.bundles import RolloutSettings, Sampling
 from surogate_core.config.schema import RunConfig
 from surogate_core.errors import UserError
-from surogate_core.inference.adapters import Adapters, prepare_beside
 from surogate_core.inference.generation import (
     PreparedModel,
     named,

@@ -40,8 +40,8 @@ def serve(
     """
     with contained():
         from surogate_command_serve.loading import Serving, check_address, listen, load
+        from surogate_commands.sampling import flags_of, sampling_of
         from surogate_core.app.arguments import Arguments, registry_for
-        from surogate_core.app.sampling import flags_of, sampling_of
         from surogate_core.config.resolve import load_run_config
         from surogate_core.config.yamlfile import with_keywords
         from surogate_core.inference.texts import counted

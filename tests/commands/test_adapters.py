@@ -12,12 +12,12 @@ from mixture import save_qwen3_moe
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from surogate_commands.adapters import Adapters, prepare_beside
 from surogate_core.bundles import Request, RolloutSettings, Sampling
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import UserError
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
-from surogate_core.inference.adapters import Adapters, prepare_beside
 from surogate_core.inference.generation import named, prepare, with_adapter
 from surogate_core.plugins.registry import Registry
 from surogate_testing.pretrained import random_adapter

@@ -18,7 +18,7 @@ class Flag:
 
     kind: Literal["text", "list", "count", "number", "switch"]
     """A text, of which the last one counts; texts, as it may be repeated; a whole number from 1; a number of
-    `surogate_core.app.sampling.NUMBERS`; no value.
+    `surogate_commands.sampling.NUMBERS`; no value.
     """
     form: str
     """The name with its value, such as ``--max-new-tokens N``; several are separated by commas."""

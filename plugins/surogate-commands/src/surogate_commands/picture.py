@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from surogate_core.drawing import palette
-from surogate_core.drawing.curves import HEIGHT, WIDTH, Curve, chart
+from surogate_commands import palette
+from surogate_commands.curves import HEIGHT, WIDTH, Curve, chart
 
 STYLE = """
 svg { font: 11px system-ui, sans-serif; } rect.back { fill: #fff; }

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from surogate_command_generate.command import _show
 
-from surogate_core.app.words import Words
-from surogate_core.cli.generate import _show
+from surogate_commands.words import Words
 from surogate_core.cli.main import main
 from surogate_core.inference.completions import GrowingText
 from surogate_core.inference.texts import Text

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from surogate_core.drawing.curves import POINTS, Curve, chart, figure, smoothed, thinned
+from surogate_commands.curves import POINTS, Curve, chart, figure, smoothed, thinned
 
 
 def test_thinning_keeps_spikes_ends_and_gaps() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from surogate_core.app.flags import FILTERS, Flag
-from surogate_core.app.words import Flags
+from surogate_commands.flags import FILTERS, Flag
+from surogate_commands.words import Flags
 from surogate_core.errors import UserError
 
 FLAGS = Flags(

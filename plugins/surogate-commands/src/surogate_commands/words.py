@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from surogate_core.app.flags import Flag
-from surogate_core.app.sampling import NUMBERS, number
+from surogate_commands.flags import Flag
+from surogate_commands.sampling import NUMBERS, number
 from surogate_core.errors import UserError
 
 

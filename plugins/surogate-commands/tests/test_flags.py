@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.app.flags import FILTERS, Flag, shown
+from surogate_commands.flags import FILTERS, Flag, shown
 
 
 def test_help_is_wrapped_in_its_column_and_begins_below_a_long_form() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.app.flags import (
+from surogate_commands.flags import (
     ADAPTER,
     CHAT,
     ENGINE,
@@ -23,9 +23,9 @@ from surogate_core.app.flags import (
     Flag,
     shown,
 )
-from surogate_core.app.kept import json_line, kept_lines
-from surogate_core.app.sampling import sampling_of
-from surogate_core.app.words import Flags, Words
+from surogate_commands.kept import json_line, kept_lines
+from surogate_commands.sampling import sampling_of
+from surogate_commands.words import Flags, Words
 from surogate_core.errors import UserError
 
 if TYPE_CHECKING:

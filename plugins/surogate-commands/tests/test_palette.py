@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from surogate_core.drawing import palette
+from surogate_commands import palette
 
 # Viénot, Brettel and Mollon 1999: how dichromats see linear RGB.
 PROTAN = np.array([[0.11238, 0.88762, 0.0], [0.11238, 0.88762, 0.0], [0.00401, -0.00401, 1.0]])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from surogate_core.drawing import palette
+from surogate_commands import palette
 from surogate_core.numbers import significant
 
 if TYPE_CHECKING:
