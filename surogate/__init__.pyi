@@ -10,8 +10,8 @@ from surogate_command_serve.serving import serve as serve
 
 from surogate_core.api.results import HeldOutLoss as HeldOutLoss
 from surogate_core.api.results import Paths as Paths
-from surogate_core.api.results import RunReport as RunReport
 from surogate_core.api.results import Run as Run
+from surogate_core.api.results import RunReport as RunReport
 from surogate_core.api.results import Sample as Sample
 from surogate_core.api.results import load as load
 from surogate_core.errors import ConfigError as ConfigError
