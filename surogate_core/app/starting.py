@@ -47,10 +47,22 @@ def start(config: RunConfig, registry: Registry, watch: Watch | None = None) -> 
     if is_follower(config):
         return launch(config, registry, watch)
     with placed(config) as (config, place):
-        if place.note:
-            print(place.note, file=sys.stderr, flush=True)
+        for note in filter(None, (place.note, _left_out(registry))):
+            print(note, file=sys.stderr, flush=True)
         open_run_log(config)
         code = launch(config, registry, watch)
         if code == 0:
             place.done()
         return code
+
+
+def _left_out(registry: Registry) -> str:
+    """A note about the default monitors that are not installed; empty if all are, or if others are named."""
+    from surogate_core.plugins.catalogue import install_command
+
+    if not registry.left_out:
+        return ""
+    names = ", ".join(registry.left_out)
+    fix = install_command(*registry.left_out.values())
+    registry.left_out.clear()  # The runs of a sweep say it once.
+    return f"note: without the default monitors {names}, which are not installed. Fix: {fix}"

@@ -114,6 +114,8 @@ class Registry:
     """(kind or config group, name) that two plugins offer. Nobody has it: a run that asks for it is refused."""
     _offers: dict[str, dict[str, Offered]] = field(default_factory=dict)
     _flat_keys: dict[str, FlatKey] | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Default monitors that are not installed, which a run does without → their distributions."""
     _told: set[str] = field(default_factory=set)
 
     # ------------------------------------------------------------------------- bundles

@@ -24,6 +24,7 @@ from surogate_core.config.yamlfile import plain_scalar
 from surogate_core.errors import ConfigError, Problem
 from surogate_core.plugins import Registry, load_plugins
 from surogate_core.plugins.catalogue import catalogue, install_command
+from surogate_core.plugins.discovery import InstalledPlugin, installed_plugins
 
 Problems = Callable[..., list[Problem]]
 
@@ -405,7 +406,7 @@ def test_a_plugin_that_is_not_installed_is_named(registry: Registry, monkeypatch
 
 
 def test_all_missing_plugins_come_at_once_with_one_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The core alone: everything that a run of one's own needs, monitors and the default type of data among it."""
+    """The core alone: everything that a run of one's own needs, the default type of data among it."""
     monkeypatch.setattr("surogate_core.plugins.registry.installed_plugins", list)
     monkeypatch.setattr("surogate_core.plugins.discovery.installed_plugins", list)
     bare = load_plugins()
@@ -418,9 +419,6 @@ def test_all_missing_plugins_come_at_once_with_one_command(monkeypatch: pytest.M
             "model-qwen3",
             "recipe-bf16",
             "optimizer-adamw-8bit",
-            "monitor-console",
-            "monitor-jsonl",
-            "monitor-adaptive",
             "dataset-auto",
             "quant-nf4",
         )
@@ -436,6 +434,24 @@ def test_all_missing_plugins_come_at_once_with_one_command(monkeypatch: pytest.M
         install_command("a", "b")
         == "pip install a b; without an index: pip install --no-index --find-links /wheels a b"
     )
+
+
+def test_default_monitors_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a user names, also by `report_to`, are missed; with names of their own nothing is left out."""
+
+    def installed() -> list[InstalledPlugin]:
+        return [plugin for plugin in installed_plugins() if not plugin.name.startswith("monitor-")]
+
+    monkeypatch.setattr("surogate_core.plugins.registry.installed_plugins", installed)
+    monkeypatch.setattr("surogate_core.plugins.discovery.installed_plugins", installed)
+    left = {name: f"surogate-monitor-{name}" for name in ("console", "jsonl", "adaptive")}
+    for words, monitors in ([], left), (["monitor=[]"], {}), (["report_to=[]"], left):
+        bare = load_plugins()
+        assert load_run_config(words, registry=bare).monitor == []
+        assert bare.left_out == monitors
+    for words in ["monitor=[console]"], ["report_to=[jsonl]"]:
+        with pytest.raises(ConfigError, match=r"its plugin surogate-monitor-\w+ is not installed"):
+            load_run_config(words, registry=load_plugins())
 
 
 def test_a_monitor_option_without_its_package(problems: Problems, install_plugin: Any) -> None:

@@ -406,6 +406,7 @@ class UserSettings:
                 message = f"the preset model={','.join(model.options)} and model.path are both given."
                 self.problems.append(Problem(key="model", message=message, where=model.where, fix="model=PATH"))
 
+        self.registry.left_out.clear()
         self._add_reported_to()
         self._check_defaults()
 
@@ -417,7 +418,7 @@ class UserSettings:
         chosen = self.choices.get("monitor")
         if not isinstance(names, list) or (chosen is not None and chosen.sweep):
             return
-        options = list(chosen.options if chosen else default_groups()["monitor"])
+        options = list(chosen.options) if chosen else self._installed_defaults("monitor")
         for name in names:
             if not isinstance(name, str):
                 return
@@ -436,13 +437,26 @@ class UserSettings:
         for group, default in default_groups().items():
             if group in self.choices:
                 continue
-            names = list(default) if isinstance(default, list) else [default]
+            names = self._installed_defaults(group) if group in LIST_GROUPS else [default]
             missing = [n for n in names if n not in self._options(group)]
             if group not in refused:
                 for name in missing:
                     self._no_option(group, name, "the default")
-            if missing:
+            if missing or (group in LIST_GROUPS and names != default):
                 self.choices[group] = GroupChoice([n for n in names if n not in missing], "the default", implied=True)
+
+    def _installed_defaults(self, group: str) -> list[str]:
+        """The default options of a list group without those of plugins that are not installed, which a run can do
+        without: the registry keeps their names for a note."""
+        found = []
+        for name in default_groups()[group]:
+            known = self._options(group)
+            needs = "" if name in known else self.registry.explain_missing(group, name, known).needs
+            if needs:
+                self.registry.left_out[name] = needs
+            else:
+                found.append(name)
+        return found
 
     def overrides(self) -> list[str]:
         """Everything as Hydra overrides, groups first."""
