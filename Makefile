@@ -86,6 +86,7 @@ docs: $(STAMP) ## Write the pages of docs/ that are made from the code
 	$(BIN)/python scripts/make_plugins_page.py
 	$(BIN)/python scripts/make_reference.py
 	$(BIN)/python scripts/make_stub.py
+	$(BIN)/python scripts/make_surface.py
 	$(BIN)/python scripts/make_dockerfiles.py
 
 site: $(STAMP) ## Build the documentation into site/; its links are checked

@@ -61,13 +61,9 @@ SUROGATE_API = ">=2,<3"
 
 Surogate reads it from the source. It does not import a plugin that does not support this version; `surogate plugins
 list`, or a run that selects the plugin, gives the reason. A plugin that states nothing counts as written for
-`{unstated}`. Version 2 is the present one:
-plugins for version 1 are refused. Install a newer version of the plugin, or an older surogate.
-
-A new hook, or a new field with a default, does not increase the version. A plugin that uses one requires the core that
-has it (`surogate-core>=0.2`); with an older core it is left out, and the message names the field and asks for a newer
-core. Public are the modules that the templates of `surogate plugins new` and the examples of
-[writing-a-plugin.md](writing-a-plugin.md) import. Names that begin with an underscore may change at any time.
+`{unstated}`. Version 2 is the present one: plugins for version 1 are refused. From version 3 on, a core serves its own
+version and the one before. [public-surface.md](public-surface.md) lists what plugins may import, and says what counts
+as an addition and how a name is dropped.
 
 Two plugins that offer one name, or one config option, do not stop runs that use another: `surogate plugins list` and
 `surogate doctor` show it, and a run that asks for the name is refused. Kernel packs are used by every run, so two packs

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
-    from surogate_core.generate.weights import Weights
 
 
 @hookimpl
@@ -135,7 +134,7 @@ def surogate_command() -> list[bundles.CommandSpec]:
     return [*COMMANDS]
 
 
-def _native(weights: Weights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
+def _native(weights: bundles.ModelWeights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
     from surogate_core.generate.native import NativeEngine
 
     return NativeEngine(weights, settings)

@@ -530,7 +530,7 @@ def test_every_package_of_the_core_is_importable():
 
 
 MAKERS = ["make_catalogue", "make_config_docs", "make_hook_tables", "make_plugins_page", "make_reference", "make_stub"]
-MAKERS += ["make_dockerfiles"]
+MAKERS += ["make_dockerfiles", "make_surface"]
 
 
 @pytest.mark.parametrize("script", [f"{name}.py" for name in MAKERS])

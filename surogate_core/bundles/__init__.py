@@ -17,6 +17,15 @@ from surogate_core.bundles.data import DatasetFormat, FormatChoice
 from surogate_core.bundles.evals import BenchmarkResult, EvalSettings, Evaluator, EvaluatorSpec
 from surogate_core.bundles.exports import Exported, ExportFormat, ExportJob
 from surogate_core.bundles.fabrics import Fabric, FabricContext, FabricSpec
+from surogate_core.bundles.handed import (
+    ChosenBundle,
+    MeasuredModel,
+    ModelWeights,
+    Plugins,
+    RunKeys,
+    TrainedModel,
+    TrainedTensors,
+)
 from surogate_core.bundles.kernels import Kernel, KernelPack
 from surogate_core.bundles.launchers import Job, Launcher
 from surogate_core.bundles.models import ModelFamily, decoder_presets
@@ -98,6 +107,7 @@ __all__ = [
     "Arriving",
     "BenchmarkResult",
     "Bundle",
+    "ChosenBundle",
     "Code",
     "CommandSpec",
     "Completion",
@@ -128,7 +138,9 @@ __all__ = [
     "KernelPack",
     "Launcher",
     "Lengths",
+    "MeasuredModel",
     "ModelFamily",
+    "ModelWeights",
     "Monitor",
     "MonitorSpec",
     "NoOptions",
@@ -145,6 +157,7 @@ __all__ = [
     "PanelOp",
     "ParamGroup",
     "Part",
+    "Plugins",
     "PolicyLoss",
     "PolicyLossSpec",
     "PolicyTerms",
@@ -162,6 +175,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutEngineSpec",
     "RolloutSettings",
+    "RunKeys",
     "Sampling",
     "ScheduleContext",
     "ScheduleSpec",
@@ -178,6 +192,8 @@ __all__ = [
     "ToolParser",
     "ToolParserSpec",
     "ToolPart",
+    "TrainedModel",
+    "TrainedTensors",
     "Turn",
     "WeightFormat",
     "WeightFormatSpec",

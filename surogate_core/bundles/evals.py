@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from surogate_core.measure.subject import Subject
+    from surogate_core.bundles.handed import MeasuredModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class EvalSettings:
 class Evaluator(Protocol):
     """Tasks that are checked and ready to run."""
 
-    def run(self, subject: Subject, taken: Callable[[Mapping[str, Any]], None]) -> list[BenchmarkResult]:
+    def run(self, subject: MeasuredModel, taken: Callable[[Mapping[str, Any]], None]) -> list[BenchmarkResult]:
         """Measure a model. `taken` receives each row's completion and verdict as it is known."""
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from surogate_core.bundles.options import NoOptions
 
 if TYPE_CHECKING:
-    from surogate_core.mesh.mesh import Mesh
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.bundles.handed import Plugins
 
 
 class Job(Protocol):
@@ -37,8 +36,8 @@ class Job(Protocol):
         *,
         rank: int = 0,
         world: int = 1,
-        registry: Registry | None = None,
-        mesh: Callable[[], Mesh] | None = None,
+        registry: Plugins | None = None,
+        mesh: Callable[[], Any] | None = None,
     ) -> int:
         """Run the part of process `rank` of `world` in this process; returns the exit code. Errors are raised.
 
@@ -53,7 +52,7 @@ class Launcher:
 
     name: str
     """The value of `launcher`."""
-    launch: Callable[[Job, Any, Registry], int]
+    launch: Callable[[Job, Any, Plugins], int]
     """(job, options, the plugins that this process has loaded) → exit code. Calls `job.run` here, with the plugins, or
     in processes that get a copy of the job; every rank must run, and all processes must be gone, before it returns."""
     options: type = NoOptions

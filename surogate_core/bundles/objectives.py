@@ -11,7 +11,7 @@ from surogate_core.bundles.options import NoOptions, options_from_flat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles.handed import RunKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +102,6 @@ class ObjectiveSpec:
     options: type = NoOptions
     """Dataclass of its own options; every field has a default. Flat keys set them."""
 
-    def options_of(self, config: RunConfig) -> Any:
+    def options_of(self, config: RunKeys) -> Any:
         """The options, which flat keys of the configuration set."""
         return options_from_flat(self.options, config.flat)

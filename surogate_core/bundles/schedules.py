@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from surogate_core.bundles.options import NoOptions, options_from_flat
 
 if TYPE_CHECKING:
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles.handed import RunKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,6 @@ class ScheduleSpec:
     cooldown: float = 0.0
     """If `cooldown_steps` is 0, the core's cool-down takes this share of the run's steps, rounded up."""
 
-    def options_of(self, config: RunConfig) -> Any:
+    def options_of(self, config: RunKeys) -> Any:
         """The options, which flat keys of the configuration set."""
         return options_from_flat(self.options, config.flat)

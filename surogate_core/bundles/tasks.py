@@ -15,14 +15,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from surogate_core.batch import BatchCounts, MicroBatch
+    from surogate_core.bundles.handed import ModelWeights, Plugins, RunKeys, TrainedModel
     from surogate_core.bundles.objectives import Objective
-    from surogate_core.config.schema import RunConfig
     from surogate_core.data.pipeline import PreparedData
-    from surogate_core.engine.engine import Engine
     from surogate_core.errors import Problem
     from surogate_core.events import Event, Progress
-    from surogate_core.generate.weights import Weights
-    from surogate_core.plugins.registry import Registry
 
 
 class Steps(Protocol):
@@ -101,10 +98,10 @@ class Task(Protocol):
 class PrepareContext:
     """What `PreparingTask.prepare` may use."""
 
-    config: RunConfig
+    config: RunKeys
     """The run's configuration."""
     tokenizer: PreTrainedTokenizerBase
-    registry: Registry
+    registry: Plugins
     show: Callable[[Progress], None]
     """Shows progress; may raise to end the preparation."""
 
@@ -141,7 +138,7 @@ class OnlineSteps(Steps, Protocol):
     Steps that hold processes or files may have a method ``close()``, which is called after the last step or evaluation.
     """
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: TrainedModel) -> None:
         """Called once, before the first step: the engine with its weights, after a resume with the restored ones."""
 
 
@@ -204,12 +201,12 @@ class Together:
 class OnlineContext:
     """What an online task is built from."""
 
-    config: RunConfig
+    config: RunKeys
     """The run's configuration."""
     options: Any
     """An instance of `TaskSpec.options`."""
     tokenizer: PreTrainedTokenizerBase
-    registry: Registry
+    registry: Plugins
     """The installed plugins, for the environment and the rollout engine that the configuration names."""
     generation_config: Mapping[str, Any]
     """``generation_config.json`` of the base model; empty if it has none."""
@@ -245,7 +242,7 @@ class TaskSpec:
     objective: Callable[..., Objective] | None = None
     """Options → the objective that the task trains; the key `objective` is then refused. None: the key chooses it. A
     task with `parts` gets them, kind → `Part`, as second argument."""
-    parts: Callable[[Any, Registry], Mapping[str, str]] | None = None
+    parts: Callable[[Any, Plugins], Mapping[str, str]] | None = None
     """(options, the installed plugins) → kind → the name of the bundle of that kind which the options choose, such as
     ``policy_loss``. A name that no plugin offers is a mistake in the configuration. Flat keys set a part's options.
     """
@@ -253,11 +250,11 @@ class TaskSpec:
     """Instead of `build`: makes a task whose steps are sampled from the model while it is trained."""
     reads_data: bool = False
     """Whether an online task reads `datasets`; otherwise they are refused, and the run needs none."""
-    planned: Callable[[RunConfig, Any, Weights], tuple[int, str]] | None = None
+    planned: Callable[[RunKeys, Any, ModelWeights], tuple[int, str]] | None = None
     """For `surogate plan`: (the configuration, the options, the weights as a rollout engine gets them, but without
     values) → (bytes that an online task needs of what training leaves free on the device, a sentence about them).
     """
-    check: Callable[[RunConfig, Any, Registry], Iterable[Problem]] | None = None
+    check: Callable[[RunKeys, Any, Plugins], Iterable[Problem]] | None = None
     """(a configuration whose keys are right one by one, the options, the installed plugins) → what is missing or
     contradicts itself. Every command that reads the configuration reports it, before anything is loaded.
     """
@@ -285,23 +282,23 @@ class TaskSpec:
         """Whether a run of it has `datasets`."""
         return self.online is None or self.reads_data
 
-    def options_of(self, config: RunConfig) -> Any:
+    def options_of(self, config: RunKeys) -> Any:
         """The options, which flat keys of the configuration set."""
         return options_from_flat(self.options, config.flat)
 
-    def chosen(self, config: RunConfig, registry: Registry) -> Mapping[str, str]:
+    def chosen(self, config: RunKeys, registry: Plugins) -> Mapping[str, str]:
         """Kind → the name of the part that the options choose of it."""
         return {} if self.parts is None else self.parts(self.options_of(config), registry)
 
-    def parts_of(self, config: RunConfig, registry: Registry) -> dict[str, Part]:
+    def parts_of(self, config: RunKeys, registry: Plugins) -> dict[str, Part]:
         """Kind → the part that the options choose of it."""
         found = {}
         for kind, name in self.chosen(config, registry).items():
-            spec, plugin = registry.get(kind, name), registry.bundles(kind)[name].plugin
-            found[kind] = part_of(kind, spec, spec.options_of(config), plugin=plugin.label)
+            spec = registry.get(kind, name)
+            found[kind] = part_of(kind, spec, spec.options_of(config), plugin=registry.offerer(kind, name))
         return found
 
-    def task_of(self, config: RunConfig, data: PreparedData) -> Task:
+    def task_of(self, config: RunKeys, data: PreparedData) -> Task:
         """The task that `build` makes."""
         assert self.build is not None
         more = () if self.options is NoOptions else (self.options_of(config),)

@@ -8,7 +8,7 @@ bundle's options.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MinLen
@@ -375,6 +375,10 @@ class RunConfig:
     the weight format that is chosen."""
     weight_format: str | None = field(default=None, metadata={"key": False})
     """The weight format that `qlora_format` or its own flat key chooses."""
+
+    def with_keys(self, **keys: Any) -> RunConfig:
+        """A copy with other values, which are not checked again."""
+        return replace(self, **keys)
 
     @property
     def place(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.bundles import OffloaderSpec, OptimizerSpec, TensorKind
+from surogate_core.bundles.handed import RunKeys, whole
 from surogate_core.config import offload
 from surogate_core.config.checks import EXACT_RANKS, SEVERAL, row_groups, several
 from surogate_core.config.schema import KEYS, RunConfig
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
 
 
-def axes(config: RunConfig, *, moves_gradients: bool = False, varying: bool = False) -> Axes:
+def axes(given: RunKeys, *, moves_gradients: bool = False, varying: bool = False) -> Axes:
     """The plan of the run's ranks; of one rank while their number is not known yet (``gpus=0``).
 
     `moves_gradients`: whether the offloader keeps gradients off the device, where exact sums are not possible;
     `off_the_device` refuses to ask for both. `varying`: whether the task, not the configuration, decides how many
     micro-batches a step has.
     """
+    config = whole(RunConfig, given)
     ranks, size, level = max(config.gpus, 1), config.context_parallel_size, _level(config)
     return Axes.of(
         ranks,

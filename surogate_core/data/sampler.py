@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from surogate_core.bundles import Steps
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles.handed import RunKeys
     from surogate_core.data.pipeline import PreparedData
     from surogate_core.data.shards import PackedRows, Row
 
@@ -234,7 +234,7 @@ class EvalBatches:
 class PackedTask:
     """The core's tasks: the packed rows of the data sets, each epoch in an order of its own."""
 
-    def __init__(self, config: RunConfig, data: PreparedData):
+    def __init__(self, config: RunKeys, data: PreparedData):
         self._config, self._data = config, data
 
     def make(self, rows: PackedRows, indices: Sequence[int | None]) -> MicroBatch:

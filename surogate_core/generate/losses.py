@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
+from surogate_core.bundles.handed import ModelWeights, whole
 from surogate_core.dsl.mixers import Packed, mixing
 from surogate_core.dsl.sides import REAL
 from surogate_core.generate.weights import Weights
@@ -58,8 +59,9 @@ def documents_of(weights: Weights, batches: Iterable[MicroBatch]) -> Iterator[li
         ]
 
 
-def logits_of(weights: Weights, batch: MicroBatch) -> Iterator[tuple[slice, Tensor]]:
+def logits_of(given: ModelWeights, batch: MicroBatch) -> Iterator[tuple[slice, Tensor]]:
     """(positions of a part of the micro-batch, [n, V] their logits on the device), in order, without gradients."""
+    weights = whole(Weights, given)
     device, model = weights.device, weights.plan.assembly.model
     tables = [*model.tables(batch.positions.to(device), weights.parameters.dtype).values()]
     tables.append(batch.cu_seqlens.to(device))

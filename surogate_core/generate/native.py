@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Reason, Request, RolloutSettings
+from surogate_core.bundles.handed import ModelWeights, whole
 from surogate_core.errors import UserError
 from surogate_core.generate.cache import Cache, mixers_of
 from surogate_core.generate.decoding import SteppedRunner
@@ -33,16 +34,17 @@ LOGIT_ROWS = 256
 class NativeEngine:
     """Generation with the weights of a run where they are."""
 
-    def __init__(self, weights: Weights, settings: RolloutSettings, *, stepped: bool | None = None):
+    def __init__(self, weights: ModelWeights, settings: RolloutSettings, *, stepped: bool | None = None):
         """`stepped`: whether layers run as on a GPU; by default on a GPU only."""
-        self.weights, self.slots, self.frozen = weights, settings.slots, settings.frozen
+        own = whole(Weights, weights)
+        self.weights, self.slots, self.frozen = own, settings.slots, settings.frozen
         self.context = -(-settings.context // SEGMENT) * SEGMENT
-        parameters = weights.parameters
+        parameters = own.parameters
         self.cache = Cache(
-            mixers_of(weights), slots=self.slots, context=self.context, dtype=parameters.dtype, device=parameters.device
+            mixers_of(own), slots=self.slots, context=self.context, dtype=parameters.dtype, device=parameters.device
         )
         on_cpu = parameters.device.type == "cpu" if stepped is None else not stepped
-        self._runner: Runner = FixedRunner(weights, self.cache) if on_cpu else SteppedRunner(weights, self.cache)
+        self._runner: Runner = FixedRunner(own, self.cache) if on_cpu else SteppedRunner(own, self.cache)
         self._prompts: list[tuple[int, ...]] = [()] * self.slots
         """For each slot the prompt whose keys and values it begins with."""
         self._used, self._uses = [0] * self.slots, count(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Store
+from surogate_core.bundles.handed import ModelWeights, TrainedModel, whole
+from surogate_core.dsl import Model
+from surogate_core.dsl.declare import LoRA
+from surogate_core.dsl.tensors import TensorSpec
 from surogate_core.dsl.trace import Function
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import Parameters
@@ -85,6 +89,30 @@ class Weights:
         """The device that computes."""
         return self.parameters.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the forward."""
+        return self.parameters.dtype
+
+    @property
+    def model(self) -> Model:
+        """What its family declares."""
+        return self.plan.assembly.model
+
+    @property
+    def lora(self) -> LoRA | None:
+        """Where the adapters are and their form; None without adapters."""
+        return self.plan.assembly.lora
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Name → the declaration of each tensor."""
+        return self.parameters.specs
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, value) of each adapter's tensors."""
+        return self.parameters.adapter_tensors()
+
     def layers(self, function: Callable[[Piece], Function] | None = None) -> Iterator[Layer]:
         """The layers in order, each with its weights until the next one is asked for.
 
@@ -144,3 +172,8 @@ class Weights:
         found = self.plan.assembly.model.logits(x_ND, tensors)
         self.store.release(head.key)
         return found
+
+
+def weights_of(model: TrainedModel) -> ModelWeights:
+    """The weights of a model that is trained, as rollout engines take them; nothing is copied."""
+    return Weights.of(whole(Engine, model))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surogate_core.bundles import Sampling
+from surogate_core.bundles.handed import whole
 from surogate_core.config.composing.grammar import encode
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
@@ -25,6 +26,7 @@ from surogate_core.files.runs import among_runs, config_of_run, run_directory
 from surogate_core.generate.weights import Weights
 from surogate_core.hf.lora_files import InitialAdapter, LoraAdapter, another_base, check_merging
 from surogate_core.hf.weights import generation_config_in
+from surogate_core.plugins.registry import Registry
 from surogate_core.setup.assemble import (
     DTYPES,
     ResolvedModel,
@@ -41,7 +43,7 @@ from surogate_core.setup.trained import named_base, open_trained, own_base
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.bundles.handed import Plugins
 
 
 PLACE = ("device", "model_dtype", "data_cache_dir")
@@ -176,11 +178,11 @@ class PreparedModel:
             raise UserError(f"generation_config.json: {error}. Fix: correct it.") from error
 
     def load(
-        self, registry: Registry, *, progress: Callable[[str, int, int], None] = lambda task, done, total: None
+        self, registry: Plugins, *, progress: Callable[[str, int, int], None] = lambda task, done, total: None
     ) -> Weights:
         """The weights."""
         config, resolved = self.config, self.resolved
-        assembly = assemble(config, registry, resolved, borders=2)
+        assembly = assemble(config, whole(Registry, registry), resolved, borders=2)
         settings = assembly.settings
         directory = config.offload_dir or config.place
         assembly = replace(
@@ -192,7 +194,7 @@ class PreparedModel:
         quantising = " and quantising" if assembly.weight_format is not None else ""
         return Weights.load(
             assembly,
-            weights_source(config, registry, resolved, assembly),
+            weights_source(config, whole(Registry, registry), resolved, assembly),
             progress=lambda done, total: progress(f"loading{quantising} weights", done, total),
         )
 

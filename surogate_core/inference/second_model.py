@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from surogate_core.bundles.handed import whole
 from surogate_core.config.resolve import load_run_config
+from surogate_core.config.schema import RunConfig
 from surogate_core.data.cache import digest_of
 from surogate_core.dsl.heads import ScoreHead
 from surogate_core.errors import ConfigError, Problem, UserError
@@ -13,29 +15,29 @@ from surogate_core.hf.contents import Contents, digest_cache
 from surogate_core.hf.lora_files import stack_fingerprint
 from surogate_core.hf.weights import config_in, locate
 from surogate_core.inference.generation import Named, PreparedModel, named, on_its_base, placed, prepare
+from surogate_core.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_core.config.schema import RunConfig
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.bundles.handed import Plugins, RunKeys
 
 
-def open_model(key: str, word: str, config: RunConfig, registry: Registry) -> PreparedModel:
+def open_model(key: str, word: str, config: RunKeys, registry: Plugins) -> PreparedModel:
     """The language model that `key` names, on the device and in the dtype of the run; no weight is read.
 
     Raises `ConfigError` if there is none, and `UserError` for one that cannot be used.
     """
     found = found_model(key, word)
     try:
-        return prepare(found, _config_of(found, config, registry), registry)
+        return prepare(found, _config_of(found, config, registry), whole(Registry, registry))
     except ConfigError as error:
         raise _absent(key, word) from error
     except UserError as error:
         raise UserError(f"{key}={word}: {error}") from error
 
 
-def open_reward_model(key: str, word: str, config: RunConfig, registry: Registry) -> PreparedModel:
+def open_reward_model(key: str, word: str, config: RunKeys, registry: Plugins) -> PreparedModel:
     """The same of a reward model with one score: a directory, a run, or an adapter with the head on its base.
 
     Raises `ConfigError` also for a language model, and for a model with several labels.
@@ -51,7 +53,7 @@ def open_reward_model(key: str, word: str, config: RunConfig, registry: Registry
         raise _absent(key, word) from error
     _check_head(key, word, found)
     try:
-        return prepare(found, own, registry, generates=False)
+        return prepare(found, own, whole(Registry, registry), generates=False)
     except UserError as error:
         raise UserError(f"{key}={word}: {error}") from error
 
@@ -64,8 +66,9 @@ def found_model(key: str, word: str) -> Named:
         raise _absent(key, word, str(error)) from error
 
 
-def _config_of(found: Named, config: RunConfig, registry: Registry, *more: str) -> RunConfig:
-    own = load_run_config([*found.overrides, *placed(config), *more], registry=registry)
+def _config_of(found: Named, given: RunKeys, registry: Plugins, *more: str) -> RunConfig:
+    config = whole(RunConfig, given)
+    own = load_run_config([*found.overrides, *placed(config), *more], registry=whole(Registry, registry))
     return replace(own, data_cache_dir=config.data_cache_dir, deterministic=config.deterministic)
 
 

@@ -26,6 +26,7 @@ from surogate_core.files.prompts import tools_of
 from surogate_core.generate.cache import Cache, mixers_of
 from surogate_core.generate.decoding import why_eager, working_bytes
 from surogate_core.generate.sequences import SEGMENT
+from surogate_core.generate.weights import Weights
 from surogate_core.inference.completions import GrowingText
 from surogate_core.inference.generation import PreparedModel
 from surogate_core.inference.tool_calls import Calling
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_core.generate.weights import Weights
+from surogate_core.bundles.handed import ModelWeights, whole
 
 MOST_SLOTS = {"cpu": 32, "cuda": 256}
 """Sequences at a time on a device, unless the user says otherwise."""
@@ -266,7 +267,7 @@ def longest_of(requests: Sequence[Request]) -> int:
     return max(len(r.prompt) + r.max_new_tokens for r in requests)
 
 
-def fitting_slots(weights: Weights, context: int, wanted: int, *, least: int = 1, fix: str) -> int:
+def fitting_slots(weights: ModelWeights, context: int, wanted: int, *, least: int = 1, fix: str) -> int:
     """The slots of a context that fit into the free memory (`needed_bytes`), at most `wanted`.
 
     Raises `MachineError` with `fix` if fewer than `least` fit.
@@ -282,8 +283,9 @@ def fitting_slots(weights: Weights, context: int, wanted: int, *, least: int = 1
     return fitting
 
 
-def needed_bytes(weights: Weights, context: int) -> Callable[[int], int]:
+def needed_bytes(given: ModelWeights, context: int) -> Callable[[int], int]:
     """From the number of slots, what an engine allocates: keys and values, and on a GPU working memory."""
+    weights = whole(Weights, given)
     context, mixers = -(-context // SEGMENT) * SEGMENT, mixers_of(weights)
     one = Cache.slot_bytes(mixers, context, weights.parameters.dtype)
     on_gpu = weights.plan.assembly.settings.device.type == "cuda"

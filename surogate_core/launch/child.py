@@ -30,6 +30,7 @@ LEAVE_0 = 300.0
 """The same for the process of rank 0, where a monitor may still send what it has."""
 LAST_LINES = 20
 RESUME = "Fix: run the same command again, which resumes the last checkpoint, or set max_restarts=1."
+"""What a user does after a process of the run was lost."""
 _LAST_BYTES = 16_384
 _KINDS: dict[int, type[SurogateError]] = {2: UserError, 3: MachineError}
 

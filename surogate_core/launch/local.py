@@ -23,12 +23,13 @@ from surogate_core.launch.restarts import Restarts
 from surogate_core.launch.supervisor import LaunchPlan, supervise
 
 if TYPE_CHECKING:
+    from surogate_core.bundles.handed import Plugins
     from surogate_core.bundles.launchers import Job
-    from surogate_core.plugins.registry import Registry
 
 log = structlog.get_logger(__name__)
 
 THREADS = "OMP_NUM_THREADS"
+"""The variable that says how many threads a rank computes with on the CPU."""
 QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
 """Without it a rank that ends early has the last word with a warning about its process group or store."""
 LOOPBACK = Path("/sys/class/net/lo")
@@ -46,7 +47,7 @@ class LocalOptions:
     """Seconds without a step, and at least 20 median steps, after which a process counts as hung; 0 is never."""
 
 
-def launch(job: Job, options: LocalOptions, registry: Registry) -> int:
+def launch(job: Job, options: LocalOptions, registry: Plugins) -> int:
     """Run the job with as many processes as it has GPUs; the exit code. One process is this one."""
     found = rank_of(os.environ)
     if found is not None:
@@ -142,7 +143,7 @@ def sent(
     return {"job": f"{kind.__module__}:{kind.__qualname__}", "values": values, "world": world, "path": list(path)}
 
 
-def _join(job: Job, found: Rank, registry: Registry) -> int:
+def _join(job: Job, found: Rank, registry: Plugins) -> int:
     """Run this process's part beside those that another program started."""
     check_count(found, job.config["gpus"])
     if job.config["device"] != "cpu":

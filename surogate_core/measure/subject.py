@@ -121,6 +121,11 @@ class Subject:
         """Its tokenizer."""
         return self.prepared.tokenizer
 
+    @property
+    def context(self) -> float:
+        """Tokens of the longest sequence; infinite if the model has no end."""
+        return self.prepared.context
+
     def complete(
         self,
         prompts: Sequence[Prompt],

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from surogate_core import API_VERSION, __version__
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 NEWER_CORE = f"pip install -U {CORE_DISTRIBUTION}"
 UNSTATED = ">=1,<2"
 """The range of a plugin that states none: the versions that there were when it could not."""
+OLDEST = 2
+"""The first version of the hook API that a release had."""
+
+
+def served(api: int = API_VERSION) -> range:
+    """The versions of the hook API that a core of version `api` serves: its own, and the one before."""
+    return range(max(min(OLDEST, api), api - 1), api + 1)
 
 
 def supported_api(plugin: InstalledPlugin) -> str | None:
@@ -43,9 +51,19 @@ def incompatible(plugin: InstalledPlugin, api: int = API_VERSION) -> str | None:
     fits = _range(stated)
     if fits is None:
         return f"refused: its SUROGATE_API is {stated!r}, not a range such as '>={api},<{api + 1}'"
-    if fits.contains(str(api)):
+    if any(fits.contains(str(version)) for version in served(api)):
         return None
-    return f"refused: it was written for hook API {stated}, and this surogate has version {api}"
+    versions = " and ".join(map(str, served(api)))
+    return f"refused: it was written for hook API {stated}, and this surogate has version {versions}"
+
+
+def outdated(plugin: InstalledPlugin, api: int = API_VERSION) -> str:
+    """A sentence about a plugin that was not written for the core's own version but for the one before; else empty."""
+    stated = None if plugin.entry_point is None else supported_api(plugin)
+    fits = _range(stated) if stated is not None else None
+    if fits is None or fits.contains(str(api)) or incompatible(plugin, api) is not None:
+        return ""
+    return f"was written for hook API {stated}, which hook API {api + 1} drops: pip install -U {plugin.distribution}"
 
 
 def remedy(plugin: InstalledPlugin, api: int = API_VERSION) -> str:
@@ -70,7 +88,7 @@ def _core_for(plugin: InstalledPlugin) -> str:
     return f"one of hook API {supported_api(plugin)}; {plugin.distribution} does not say which versions have it"
 
 
-_UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+_UNKNOWN_FIELD = re.compile(r"([\w.]+)\(\) got an unexpected keyword argument '(\w+)'")
 _UNKNOWN_NAME = re.compile(r"cannot import name '(\w+)' from '(surogate_core[\w.]*)'")
 _UNKNOWN_ATTRIBUTE = re.compile(r"module '(surogate_core[\w.]*)' has no attribute '(\w+)'")
 _UNKNOWN_MODULE = re.compile(r"No module named '(surogate_core[\w.]*)'")
@@ -78,11 +96,10 @@ _UNKNOWN_MODULE = re.compile(r"No module named '(surogate_core[\w.]*)'")
 
 def needs_newer_core(error: BaseException) -> str:
     """What of this core a plugin has asked for in vain, so that it needs a newer one; empty for other errors."""
-    from surogate_core import bundles
-
     text = str(error)
-    if isinstance(error, TypeError) and (found := _UNKNOWN_FIELD.search(text)) and hasattr(bundles, found[1]):
-        what = f"no field {found[2]} of {found[1]}"
+    if isinstance(error, TypeError) and (found := _UNKNOWN_FIELD.search(text)) and _is_public(found[1], error):
+        owner = found[1].removesuffix(".__init__")
+        what = f"no {'argument' if owner == found[1] else 'field'} {found[2]} of {owner}"
     elif isinstance(error, ImportError) and (found := _UNKNOWN_NAME.search(text)):
         what = f"no {found[1]} in {found[2]}"
     elif isinstance(error, AttributeError) and (found := _UNKNOWN_ATTRIBUTE.search(text)):
@@ -91,7 +108,21 @@ def needs_newer_core(error: BaseException) -> str:
         what = f"no module {found[1]}"
     else:
         return ""
-    return f"this core, {CORE_DISTRIBUTION} {__version__}, knows {what}; the plugin needs a newer core"
+    return f"this core, {CORE_DISTRIBUTION} {__version__}, knows {what}; the plugin needs a newer surogate-core"
+
+
+def _is_public(called: str, error: TypeError) -> bool:
+    """Whether a function or a class, as a `TypeError` names it, is one that the core offers to plugins."""
+    from surogate_core import bundles, events, plugin
+
+    name, traceback = called.removesuffix(".__init__").partition(".")[0], error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    homes = [plugin, bundles, events, *(value for value in vars(plugin).values() if isinstance(value, ModuleType))]
+    # A plugin may have a function of that name too. What has been called is loaded, so the modules have it by now.
+    scopes = [] if traceback is None else [traceback.tb_frame.f_locals, traceback.tb_frame.f_globals]
+    found = next((scope[name] for scope in (*scopes, *map(vars, homes)) if name in scope), None)
+    return str(getattr(found, "__module__", "")).startswith("surogate_core.")
 
 
 def _range(stated: str) -> SpecifierSet | None:

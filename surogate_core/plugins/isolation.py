@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surogate_core.masking import masked
+from surogate_core.plugins.contract import NEWER_CORE, needs_newer_core
 from surogate_core.plugins.discovery import InstalledPlugin, installed_plugins
 from surogate_core.plugins.static import locate
 
@@ -21,7 +22,7 @@ SLOW_SECONDS = 1.0
 HEAVY = ("torch", "hydra", "transformers", "datasets")
 """Packages that a plugin's module should leave to its hooks."""
 
-_LIBRARY = ("dsl", "kernels")
+_LIBRARY = ("dsl", "kernels", "lazy.py", "plugin")
 """Parts of the core that plugins call: an error below them is the caller's."""
 
 _SHOWN = 80
@@ -118,4 +119,6 @@ def bug_text(error: BaseException, log: Path) -> str:
     plugin = culprit(error)
     where = f" in {plugin.label}" if plugin is not None else ""
     text = masked(" ".join(str(error).split())).rstrip(".")
+    if plugin is not None and (newer := needs_newer_core(error)):
+        return f"{plugin.label} failed: {newer}. Fix: {NEWER_CORE}. The traceback is in {log}"
     return f"a bug{where}: {type(error).__name__}: {text}. The traceback is in {log}"

@@ -20,7 +20,8 @@ from surogate_core.bundles import KINDS, Bundle, ModelFamily
 from surogate_core.caches import use_private_caches
 from surogate_core.errors import PluginError
 from surogate_core.plugins.catalogue import catalogue, install_command
-from surogate_core.plugins.contract import NEWER_CORE, incompatible, needs_newer_core, remedy, verify
+from surogate_core.plugins.contract import NEWER_CORE, incompatible, needs_newer_core, outdated, remedy, verify
+from surogate_core.plugins.deprecated import deprecations
 from surogate_core.plugins.discovery import (
     CORE,
     ImportPolicy,
@@ -166,6 +167,11 @@ class Registry:
         """Entry-point name of the plugin that offers the bundle."""
         self.get(kind, name)
         return self.bundles(kind)[name].plugin.name
+
+    def offerer(self, kind: str, name: str) -> str:
+        """The plugin that offers the bundle, as messages name it."""
+        self.get(kind, name)
+        return self.bundles(kind)[name].plugin.label
 
     def flat_keys(self) -> Mapping[str, FlatKey]:
         """The flat keys that the plugins' options declare, by key.
@@ -345,6 +351,8 @@ def _load(registry: Registry, plugin: InstalledPlugin) -> None:
         registry.broken[plugin.name] = Broken(plugin=plugin, doing=doing, error=error)
     else:
         registry.plugins[plugin.name] = plugin
+        old = [text for text in (outdated(plugin), *deprecations(plugin)) if text]
+        registry.remarks += [Remark(plugin=plugin, text=text) for text in old]
 
 
 def _check_pending(registry: Registry) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core import logs
+from surogate_core.bundles.handed import whole
 from surogate_core.config import sharing
 from surogate_core.config.resolve import config_from, policy_from, to_dict
 from surogate_core.errors import ConfigError, PluginError, Problem, UserError
@@ -16,13 +17,13 @@ from surogate_core.imports import quick_import
 from surogate_core.launch.ranks import joined, rank_of
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.discovery import import_policy
-from surogate_core.plugins.registry import load_plugins
+from surogate_core.plugins.registry import Registry, load_plugins
 from surogate_core.run.place import placed
 from surogate_core.run.watch import Watch
 
 if TYPE_CHECKING:
+    from surogate_core.bundles.handed import Plugins
     from surogate_core.config.schema import RunConfig
-    from surogate_core.plugins.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class RunJob:
         *,
         rank: int = 0,
         world: int = 1,
-        registry: Registry | None = None,
+        registry: Plugins | None = None,
         mesh: Callable[[], Mesh] | None = None,
     ) -> int:
         """As `bundles.Job.run`.
@@ -76,17 +77,17 @@ class RunJob:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
         fresh = registry is None
-        registry = self._load_plugins() if registry is None else registry
-        config = config_from(self.config, registry)
+        known = self._load_plugins() if registry is None else whole(Registry, registry)
+        config = config_from(self.config, known)
         if world == 1 and config.gpus > 1:
             message = f"launcher={config.launcher.name} started one process for {config.gpus} GPUs."
             raise ConfigError([Problem(key="gpus", message=message, fix="launcher=local, or gpus=1")])
         config = replace(config, gpus=world)
-        sharing.check(config, registry.get("optimizer", config.optimizer.name))
+        sharing.check(config, known.get("optimizer", config.optimizer.name))
         quick_import("surogate_core.setup.assemble")
         from surogate_core.setup.assemble import resolve_offloader
 
-        resolve_offloader(config, registry)  # before there is a lock and a report
+        resolve_offloader(config, known)  # before there is a lock and a report
         met = mesh() if mesh is not None else _met(world)
         # Under torchrun, only rank 0 gives a run without `output_dir` its directory.
         place = met.gather(config.output_dir)[0]
@@ -98,7 +99,7 @@ class RunJob:
         quick_import("surogate_core.run.run")
         from surogate_core.run.run import train
 
-        code = train(config, registry, watch=self.watch, mesh=met)
+        code = train(config, known, watch=self.watch, mesh=met)
         # After an error nothing is closed: that would wait for the other ranks.
         met.close()
         return code

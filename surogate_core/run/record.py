@@ -23,6 +23,7 @@ from surogate_core.files.run_lock import LOCK
 from surogate_core.hf.lora_files import MARKER
 
 FACTS = "run.json"
+"""Name of the file with the facts of a run, in its output directory."""
 CONFIG = "config.yaml"
 PATIENCE = 0.2
 """Seconds to wait for the lock: who asks whether a run is going on holds it for less."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Evaluation, Steps, Stopped
+from surogate_core.bundles import Evaluation, RunKeys, Steps, Stopped
 from surogate_core.bundles.tasks import is_online
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.engine import Engine, StepResult
@@ -103,7 +103,7 @@ class _Launched:
     result: StepResult
 
 
-def total_steps(config: RunConfig, loader: Steps, *, done: int) -> int:
+def total_steps(config: RunKeys, loader: Steps, *, done: int) -> int:
     """Optimizer steps of the whole run when `done` of them have brought the loader where it is.
 
     `num_epochs` counts rows, so that a run that is resumed with another batch size still sees each as often.
@@ -115,7 +115,7 @@ def total_steps(config: RunConfig, loader: Steps, *, done: int) -> int:
     return done + max(0, math.ceil(left - 1e-6))
 
 
-def most_steps(config: RunConfig, loader: Steps) -> int:
+def most_steps(config: RunKeys, loader: Steps) -> int:
     """The steps of a whole run, or of an epoch if that has more and `epoch_adjustment` may still add some."""
     steps = total_steps(config, loader, done=0)
     return max(steps, math.ceil(loader.steps_per_epoch)) if config.epoch_adjustment else steps

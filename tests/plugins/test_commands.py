@@ -151,6 +151,16 @@ def test_a_bug_in_a_command_names_its_plugin(install_plugin: Any, capsys: pytest
     assert "a bug in plugin hello (distribution dist-hello 1.2.3): ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_a_command_of_a_newer_core_says_so(install_plugin: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    used = "__import__('surogate_core.bundles').bundles.Sampling(hologram=1)"
+    install_plugin("hello", source("hello", "plugin_hello").replace('print("hello", *words)', used))
+    assert main(["hello"]) == 1
+    error = capsys.readouterr().err
+    assert "knows no field hologram of Sampling; the plugin needs a newer surogate-core" in error
+    assert "Fix: pip install -U surogate-core." in error
+    assert "TypeError" not in error
+
+
 def test_a_command_may_end_as_argparse_does(install_plugin: Any, capsys: pytest.CaptureFixture[str]) -> None:
     parsing = (
         "import argparse\n\ndef main(words):\n    argparse.ArgumentParser(prog='x').parse_args(words)\n    return 0\n"

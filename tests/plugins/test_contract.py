@@ -11,7 +11,7 @@ import pytest
 from surogate_core import API_VERSION
 from surogate_core.errors import PluginError
 from surogate_core.plugins import import_policy, load_plugins
-from surogate_core.plugins.contract import incompatible, supported_api
+from surogate_core.plugins.contract import incompatible, outdated, served, supported_api
 from surogate_core.plugins.discovery import installed_plugins
 
 BODY = """
@@ -82,6 +82,16 @@ def test_the_older_core_is_the_one_that_the_plugin_requires(install_plugin: Any)
     install_plugin("old", 'SUROGATE_API = ">=1,<2"' + BODY, requires=["numpy", "surogate-core >=0.0.3, <0.1"])
     missing = load_plugins(import_policy(None, {})).explain_missing("recipe", "wanted", [])
     assert missing.fix.endswith("; or an older core: pip install 'surogate-core>=0.0.3,<0.1'.")
+
+
+def test_two_versions_of_the_hook_api_are_served(install_plugin: Any) -> None:
+    assert [list(served(api)) for api in (2, 3, 4)] == [[2], [2, 3], [3, 4]]
+    install_plugin("acme", 'SUROGATE_API = ">=2,<3"' + BODY)
+    (plugin,) = (p for p in installed_plugins() if p.name == "acme")
+    assert [incompatible(plugin, api) is None for api in (1, 2, 3, 4)] == [False, True, True, False]
+    assert (incompatible(plugin, 4) or "").endswith("and this surogate has version 3 and 4")
+    assert not outdated(plugin, 2)
+    assert outdated(plugin, 3) == "was written for hook API >=2,<3, which hook API 4 drops: pip install -U dist-acme"
 
 
 def test_a_source_that_is_no_python_fails_when_it_is_imported(install_plugin: Any) -> None:

@@ -213,11 +213,27 @@ def test_taken_names_of_kernel_packs_stop_every_run(install_plugin: Any) -> None
     [
         (
             "@hookimpl\ndef surogate_recipe():\n    return bundles.RecipeSpec(name='x', build=None, schedule_free=1)\n",
-            r"knows no field schedule_free of RecipeSpec; the plugin needs a newer core",
+            r"knows no field schedule_free of RecipeSpec; the plugin needs a newer surogate-core",
         ),
         ("from surogate_core.bundles import Hologram\n", r"knows no Hologram in surogate_core\.bundles; the plugin"),
         ("import surogate_core.dsl.holograms\n", r"knows no module surogate_core\.dsl\.holograms; the plugin"),
         ("bundles.Hologram\n", r"knows no Hologram in surogate_core\.bundles; the plugin needs"),
+        (
+            "from surogate_core.plugin import Hologram\n",
+            r"knows no Hologram in surogate_core\.plugin; the plugin",
+        ),
+        (
+            "from surogate_core.plugin import compute\ncompute.hologram\n",
+            r"knows no hologram in surogate_core\.plugin\.compute; the plugin needs",
+        ),
+        (
+            "from surogate_core.plugin import events\nevents.Notice(level='info', message='', hologram=1)\n",
+            r"knows no field hologram of Notice; the plugin needs",
+        ),
+        (
+            "from surogate_core.plugin import significant\nsignificant(1.0, 2, hologram=1)\n",
+            r"knows no argument hologram of significant; the plugin needs",
+        ),
     ],
 )
 def test_a_plugin_of_a_newer_core_says_so(install_plugin: Any, body: str, said: str) -> None:
@@ -231,7 +247,10 @@ def test_a_plugin_of_a_newer_core_says_so(install_plugin: Any, body: str, said: 
 
 def test_an_error_of_a_plugin_itself_does_not_ask_for_a_newer_core(install_plugin: Any) -> None:
     install_plugin("own", "class Box:\n    def __init__(self): pass\nBox(size=1)\n")
-    assert load().broken["own"].fix.startswith("Repair or update dist-own")
+    install_plugin("named", "def significant(): pass\nsignificant(hologram=1)\n")
+    broken = load().broken
+    assert broken["own"].fix.startswith("Repair or update dist-own")
+    assert broken["named"].fix.startswith("Repair or update dist-named")
 
 
 def test_two_distributions_with_the_same_entry_point_are_refused(install_plugin: Any) -> None:

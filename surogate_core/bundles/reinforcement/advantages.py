@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles.handed import RunKeys
 
     Values = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ class AdvantageSpec:
     options: type = NoOptions
     """Dataclass of its own options. Every field has a default and a flat key, `Annotated[T, Flat("key")]`."""
 
-    def options_of(self, config: RunConfig) -> Any:
+    def options_of(self, config: RunKeys) -> Any:
         """The options, which flat keys of the configuration set."""
         return options_from_flat(self.options, config.flat)
 

@@ -14,7 +14,7 @@ from surogate_core.bundles.options import NoOptions, options_from_flat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles.handed import RunKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +163,6 @@ class PolicyLossSpec:
     advantage: str = "group"
     """Name of the `AdvantageSpec` that a run takes if it chooses none."""
 
-    def options_of(self, config: RunConfig) -> Any:
+    def options_of(self, config: RunKeys) -> Any:
         """The options, which flat keys of the configuration set."""
         return options_from_flat(self.options, config.flat)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from surogate_core.bundles.options import NoOptions
 
 if TYPE_CHECKING:
-    from surogate_core.generate.weights import Weights
+    from surogate_core.bundles.handed import ModelWeights
 
 Reason = Literal["stop", "length"]
 """Why a completion ended: at a stop token or by the caller, or at the largest number of tokens."""
@@ -161,7 +161,7 @@ class RolloutEngineSpec:
 
     name: str
     """The value of `rollout`; ``native`` is the core's."""
-    open: Callable[[Weights, RolloutSettings], RolloutEngine]
+    open: Callable[[ModelWeights, RolloutSettings], RolloutEngine]
     """Makes an engine of weights that are in use: it reads them where they are, so a later call sees later weights."""
     caches: bool = True
     """Whether it keeps keys and values on the run's device, so that memory must be left for them."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from surogate_core.data.encoded import EncodeContext, Encoded
 
 Messages = list[dict[str, Any]]
+"""A conversation: each message with `role` and `content`."""
 
 _BEGINNING = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
 """How a list of messages begins: one that ends too early is no text."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surogate_command_eval.benchmarks import BETWEEN, LocalBenchmark, Question, Verdict, judged
-from surogate_core.bundles import BenchmarkResult, Evaluator, RolloutEngineSpec
+from surogate_core.bundles import BenchmarkResult, Evaluator, MeasuredModel, RolloutEngineSpec
 from surogate_core.data.text.chat import encode_text
 from surogate_core.errors import UserError
 from surogate_core.events import Progress
@@ -41,14 +41,14 @@ class LocalBenchmarks:
                     f"{chat.name}: this example is a chat, and {text.name} is a text. Fix: --chat, or rows of one kind"
                 )
 
-    def run(self, subject: Subject, taken: Taken) -> list[BenchmarkResult]:
+    def run(self, subject: MeasuredModel, taken: Taken) -> list[BenchmarkResult]:
         """The figures of a model."""
         found: list[BenchmarkResult] = []
         for task in self.tasks:
             found += _OneBenchmark(self, task, subject, taken).results()
         return found
 
-    def context(self, task: LocalBenchmark, row: Question, subject: Subject) -> Prompt:
+    def context(self, task: LocalBenchmark, row: Question, subject: MeasuredModel) -> Prompt:
         """The tokens before the answer, the examples included."""
         if row.prompt is None or self.chat:
             turns = [turn for shot in task.shots for turn in (*self._turns(shot), _answered(shot))]
@@ -71,7 +71,7 @@ class LocalBenchmarks:
     def _turns(self, row: Question) -> list[Mapping[str, Any]]:
         return [message for message in self._all(row) if message.get("role") != "system"]
 
-    def pairs(self, task: LocalBenchmark, row: Question, subject: Subject) -> list[JudgedText]:
+    def pairs(self, task: LocalBenchmark, row: Question, subject: MeasuredModel) -> list[JudgedText]:
         """The context with each of the row's choices."""
         context = self.context(task, row, subject).ids
         found = []
@@ -103,7 +103,7 @@ class _OneBenchmark:
 
     plan: LocalBenchmarks
     task: LocalBenchmark
-    subject: Subject
+    subject: MeasuredModel
     taken: Taken
     samples: list[Mapping[str, Any]] = field(default_factory=list)
 

@@ -12,9 +12,8 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from surogate_core.bundles import BenchmarkResult, EvalSettings
+from surogate_core.bundles import BenchmarkResult, EvalSettings, MeasuredModel
 from surogate_core.errors import UserError
-from surogate_core.measure.subject import Subject
 from surogate_eval_lm_eval.model import SurogateLM
 
 
@@ -49,7 +48,7 @@ class HarnessBenchmarks:
         tops = [group for key, group in found["groups"].items() if key not in nested]
         return [*tops, *(task for key, task in found["tasks"].items() if key not in grouped)]
 
-    def run(self, subject: Subject, taken: Callable[[Mapping[str, Any]], None]) -> list[BenchmarkResult]:
+    def run(self, subject: MeasuredModel, taken: Callable[[Mapping[str, Any]], None]) -> list[BenchmarkResult]:
         """Measure a model."""
         settings = self._settings
         results: Any = simple_evaluate(

@@ -13,11 +13,11 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-from surogate_core.bundles import Sampling
+from surogate_core.bundles import MeasuredModel, Sampling
 from surogate_core.data.text.whole_text import encode_whole
 from surogate_core.errors import UserError
 from surogate_core.inference.texts import Prompt, PromptOptions
-from surogate_core.measure.subject import JudgedText, Subject
+from surogate_core.measure.subject import JudgedText
 
 LENGTH = 2048
 """Tokens of a sequence, if the model has no end."""
@@ -29,7 +29,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class SurogateLM(TemplateLM):
     """lm-eval's interface to a loaded model."""
 
-    def __init__(self, subject: Subject, *, seed: int = 0):
+    def __init__(self, subject: MeasuredModel, *, seed: int = 0):
         super().__init__()
         self.subject, self.seed = subject, seed
         self.tokenizer = subject.tokenizer
@@ -37,7 +37,7 @@ class SurogateLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """Tokens of the longest sequence."""
-        context = self.subject.prepared.context
+        context = self.subject.context
         return int(context) if context != float("inf") else LENGTH
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from surogate_core.errors import PluginError
 
 if TYPE_CHECKING:
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.bundles import Plugins
 
 Installed = Mapping[str, tuple[str, str]]
 """Name of a plugin or program → its version, and the SHA-256 of its files, which may be empty."""
@@ -35,7 +35,7 @@ class Facts:
         return f"{self.host} ({self.address})"
 
 
-def installed_in(registry: Registry) -> dict[str, tuple[str, str]]:
+def installed_in(registry: Plugins) -> dict[str, tuple[str, str]]:
     """The plugins and the core of this process with digests of their files, Python and torch."""
     found = {facts["name"]: (facts["version"], facts.get("sha256", "")) for facts in registry.plugin_set(digests=True)}
     return {**found, "python": (platform.python_version(), ""), "torch": (metadata.version("torch"), "")}

@@ -41,8 +41,8 @@ from surogate_launcher_ray.options import RayOptions
 from surogate_launcher_ray.watch import RanksWatch
 
 if TYPE_CHECKING:
+    from surogate_core.bundles import Plugins
     from surogate_core.bundles.launchers import Job
-    from surogate_core.plugins.registry import Registry
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +61,7 @@ class Fewer(Exception):  # noqa: N818
     """A restart waits for a machine that is gone, and can go on without it."""
 
 
-def launch(job: Job, options: RayOptions, registry: Registry) -> int:
+def launch(job: Job, options: RayOptions, registry: Plugins) -> int:
     """Run the job on machines of the cluster; the exit code. Raises the first failure as a `SurogateError`."""
     refuse_client(options.ray_address, os.environ)
     ray_module()
@@ -77,7 +77,7 @@ def launch(job: Job, options: RayOptions, registry: Registry) -> int:
 class _Run:
     """What every start of the run has in common."""
 
-    def __init__(self, ray: Any, job: Job, options: RayOptions, registry: Registry, signals: Forwarding):
+    def __init__(self, ray: Any, job: Job, options: RayOptions, registry: Plugins, signals: Forwarding):
         self._ray, self._job, self._options, self._signals = ray, job, options, signals
         self._head = HeadProbe.of(ray, os.environ)
         self._here = installed_in(registry)

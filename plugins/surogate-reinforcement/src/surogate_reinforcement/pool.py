@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from surogate_core.bundles.handed import ChosenBundle, Plugins, whole
 from surogate_core.bundles.reinforcement.environments import EnvironmentProblem, Fault, Rewards, Turn
 from surogate_core.bundles.tasks import Stopped
 from surogate_core.config.resolve import plain
-from surogate_core.config.schema import Selection
 from surogate_core.errors import UserError
 from surogate_core.plugins.registry import Registry
 from surogate_reinforcement.process import BUILD_LATE, BUILD_SECONDS, REFUSED, WorkerProcess
@@ -52,8 +52,8 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        environment: Selection,
-        registry: Registry,
+        environment: ChosenBundle,
+        registry: Plugins,
         *,
         workers: int = 1,
         timeout: float = 10.0,
@@ -75,7 +75,8 @@ class EnvironmentPool:
         self._fault: Fault | None = None
         """The first fault of all."""
         self._told = False
-        offered = registry.bundles("environment")[environment.name]
+        known = whole(Registry, registry)
+        offered = known.bundles("environment")[environment.name]
         self.name = environment.name
         self.spec = offered.bundle
         given = {
@@ -84,7 +85,7 @@ class EnvironmentPool:
             "options": plain(environment.options) if environment.options is not None else {},
             "timeout": timeout,
             "limits": {"memory": memory, "processes": processes, "file_size": FILE_SIZE},
-            "policy": _policy_of_workers(registry, offered.plugin.name),
+            "policy": _policy_of_workers(known, offered.plugin.name),
         }
         self._workers = [WorkerProcess(given, timeout, build_timeout) for _ in range(max(1, workers))]
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="environment")

@@ -26,7 +26,7 @@ from surogate_rollout_vllm.wire import models_of, scored
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surogate_core.generate.weights import Weights
+    from surogate_core.bundles import ModelWeights
 
 IGNORED = 0.1
 """The server ignored an update if its log-probabilities are the same to the last digit although those of the trainer
@@ -39,7 +39,7 @@ UNLOADING = 10.0
 class ServerAdapter:
     """Keeps a server's adapter equal to that of the weights."""
 
-    def __init__(self, weights: Weights, client: Client, options: VllmOptions, base: str):
+    def __init__(self, weights: ModelWeights, client: Client, options: VllmOptions, base: str):
         self.weights, self.client, self.options, self.base = weights, client, options, base
         self.name = base
         """The model that requests ask for: the base, or the adapter that was loaded last."""
@@ -62,7 +62,7 @@ class ServerAdapter:
         """
         if not self.stale:
             return
-        tensors = dict(self.weights.parameters.adapter_tensors())
+        tensors = dict(self.weights.adapter_tensors())
         digest = _digest(tensors)
         if digest != self._digest:
             if tensors:
@@ -83,7 +83,7 @@ class ServerAdapter:
     # ------------------------------------------------------------------------------ load
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
-        lora = self.weights.plan.assembly.lora
+        lora = self.weights.lora
         assert lora is not None
         adapter, former = lora.adapter, self.name
         name = f"surogate-{self._run}-{self._updates}"
@@ -96,7 +96,7 @@ class ServerAdapter:
             dropout=0.0,
             base_model=None,
             card=CardFacts(title=name),
-            expert_names=self.weights.plan.assembly.model.expert_names(),
+            expert_names=self.weights.model.expert_names(),
         )
         self._updates += 1
         try:
@@ -165,8 +165,8 @@ class ServerAdapter:
             self._before = (trainer, server)
 
 
-def _check_trained(weights: Weights) -> None:
-    specs = weights.parameters.specs.values()
+def _check_trained(weights: ModelWeights) -> None:
+    specs = weights.specs.values()
     whole = [spec.hf_name for spec in specs if spec.trainable and spec.role != "adapter"]
     if whole:
         adapters = any(spec.role == "adapter" for spec in specs)

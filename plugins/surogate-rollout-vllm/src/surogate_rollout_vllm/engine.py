@@ -18,7 +18,7 @@ from surogate_rollout_vllm.options import VllmOptions
 from surogate_rollout_vllm.wire import completed, models_of, scored
 
 if TYPE_CHECKING:
-    from surogate_core.generate.weights import Weights
+    from surogate_core.bundles import ModelWeights
 
 T = TypeVar("T")
 POLL = 0.02
@@ -28,7 +28,7 @@ POLL = 0.02
 class VllmEngine:
     """Completions by a server that has the base model and receives the adapter whenever it has changed."""
 
-    def __init__(self, weights: Weights, settings: RolloutSettings, options: VllmOptions):
+    def __init__(self, weights: ModelWeights, settings: RolloutSettings, options: VllmOptions):
         """Asks the server for its models. Raises `MachineError` if it does not answer or has another context."""
         key = os.environ.get(options.key_variable)
         self.client = Client(options.url, key=key, timeout=options.timeout, retries=options.retries)

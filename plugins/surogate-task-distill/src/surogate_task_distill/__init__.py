@@ -8,7 +8,7 @@ from surogate_core import bundles, hookimpl
 from surogate_task_distill.options import DistillOptions
 
 if TYPE_CHECKING:
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles import RunKeys
     from surogate_core.data.pipeline import PreparedData
 
 SUROGATE_API = ">=2,<3"
@@ -32,7 +32,7 @@ def surogate_task() -> bundles.TaskSpec:
     )
 
 
-def _build(config: RunConfig, data: PreparedData, options: DistillOptions) -> bundles.Task:
+def _build(config: RunKeys, data: PreparedData, options: DistillOptions) -> bundles.Task:
     from surogate_task_distill.task import DistillTask
 
     return DistillTask(config, data, options)

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from surogate_core.batch import MicroBatch
-    from surogate_core.bundles import PrepareContext
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles import PrepareContext, RunKeys
     from surogate_core.data.pipeline import PreparedData
     from surogate_core.data.shards import PackedRows
     from surogate_task_distill.options import DistillOptions
@@ -44,7 +43,7 @@ PASS_TOKENS = 4096
 class DistillTask(PackedTask):
     """The packed rows of the data sets, each epoch in an order of its own, with the teacher's tokens."""
 
-    def __init__(self, config: RunConfig, data: PreparedData, options: DistillOptions):
+    def __init__(self, config: RunKeys, data: PreparedData, options: DistillOptions):
         super().__init__(config, data)
         self._options = options
         self._train: TeacherStore | None = None

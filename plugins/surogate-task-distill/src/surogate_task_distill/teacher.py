@@ -14,15 +14,14 @@ from surogate_core.inference import second_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles import Plugins, RunKeys
     from surogate_core.inference.generation import PreparedModel
-    from surogate_core.plugins.registry import Registry
     from surogate_task_distill.store import Forward
 
 KEY = "distill_teacher"
 
 
-def open_teacher(word: str, config: RunConfig, registry: Registry) -> PreparedModel:
+def open_teacher(word: str, config: RunKeys, registry: Plugins) -> PreparedModel:
     """The teacher, on the device and in the dtype of the run; no weight is read."""
     return second_model.open_model(KEY, word, config, registry)
 
@@ -39,7 +38,7 @@ def check_context(prepared: PreparedModel, longest: int, *, word: str) -> None:
         raise ConfigError([Problem(key=KEY, message=message, fix=f"max_length={int(prepared.context)}")])
 
 
-def forward_of(prepared: PreparedModel, registry: Registry, show: Callable[[Progress], None]) -> Forward:
+def forward_of(prepared: PreparedModel, registry: Plugins, show: Callable[[Progress], None]) -> Forward:
     """The teacher's forward, with its weights on the device."""
     weights = prepared.load(
         registry, progress=lambda task, done, total: show(Progress(task=f"teacher: {task}", done=done, total=total))

@@ -10,8 +10,7 @@ from surogate_task_grpo.checks import problems
 from surogate_task_grpo.options import GRPOOptions, parts
 
 if TYPE_CHECKING:
-    from surogate_core.config.schema import RunConfig
-    from surogate_core.generate.weights import Weights
+    from surogate_core.bundles import ModelWeights, RunKeys
     from surogate_task_grpo.task import GRPOTask
 
 SUROGATE_API = ">=2,<3"
@@ -66,7 +65,7 @@ def _task(context: bundles.OnlineContext) -> GRPOTask:
     return GRPOTask(context)
 
 
-def _planned(config: RunConfig, options: GRPOOptions, weights: Weights) -> tuple[int, str]:
+def _planned(config: RunKeys, options: GRPOOptions, weights: ModelWeights) -> tuple[int, str]:
     from surogate_task_grpo.task import planned
 
     return planned(config, options, weights)

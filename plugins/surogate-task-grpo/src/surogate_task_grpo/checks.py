@@ -10,16 +10,14 @@ from surogate_core.errors import Problem
 from surogate_task_grpo.options import GRPOOptions
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import TaskSpec
-    from surogate_core.config.schema import RunConfig
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.bundles import Plugins, RunKeys, TaskSpec
     from surogate_reinforcement.policy import Policy
 
 LARGEST_WEIGHT = 1e18
 """Largest size of a reward's weight; a reward is not larger either."""
 
 
-def problems(config: RunConfig, options: GRPOOptions, registry: Registry) -> Iterator[Problem]:
+def problems(config: RunKeys, options: GRPOOptions, registry: Plugins) -> Iterator[Problem]:
     """The mistakes of a configuration, as `TaskSpec.check` reports them."""
     if config.environment is None:
         message = "is not set, and task grpo needs one to learn in."
@@ -48,7 +46,7 @@ def problems(config: RunConfig, options: GRPOOptions, registry: Registry) -> Ite
         yield from _of_staleness(config, options, registry, kl)
 
 
-def policy_of(config: RunConfig, options: GRPOOptions, registry: Registry) -> Policy:
+def policy_of(config: RunKeys, options: GRPOOptions, registry: Plugins) -> Policy:
     """The policy loss of a run."""
     from surogate_reinforcement.policy import Policy
 
@@ -56,7 +54,7 @@ def policy_of(config: RunConfig, options: GRPOOptions, registry: Registry) -> Po
     return Policy(task.parts_of(config, registry)["policy_loss"], options)
 
 
-def _of_several_gpus(config: RunConfig, options: GRPOOptions, registry: Registry) -> Iterator[Problem]:
+def _of_several_gpus(config: RunKeys, options: GRPOOptions, registry: Plugins) -> Iterator[Problem]:
     rollout = config.rollout.name
     if rollout in registry.names("rollout") and registry.get("rollout", rollout).apart:
         message = f"is {rollout}, an engine with weights of its own, which takes those of one GPU."
@@ -66,7 +64,7 @@ def _of_several_gpus(config: RunConfig, options: GRPOOptions, registry: Registry
         yield Problem(key="beta", message=message, fix="zero_level=0, lora=true, or beta=0")
 
 
-def _of_staleness(config: RunConfig, options: GRPOOptions, registry: Registry, kl: str | None) -> Iterator[Problem]:
+def _of_staleness(config: RunKeys, options: GRPOOptions, registry: Plugins, kl: str | None) -> Iterator[Problem]:
     rollout, key, fix = config.rollout.name, "max_staleness", "max_staleness=0"
     if not registry.get("rollout", rollout).apart:
         message = f"is {options.max_staleness}, and rollout={rollout} samples with the weights that are being trained."

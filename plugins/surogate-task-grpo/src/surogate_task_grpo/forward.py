@@ -24,13 +24,13 @@ from surogate_task_grpo.packing import Document, Shape, Values, arranged, micro_
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surogate_core.engine.engine import Engine
+    from surogate_core.bundles import TrainedModel
 
 NAME = "reference.safetensors"
 
 
 def logprobs(
-    engine: Engine, documents: Sequence[Document], shape: Shape, *, temperature: float, together: Together
+    engine: TrainedModel, documents: Sequence[Document], shape: Shape, *, temperature: float, together: Together
 ) -> list[Values]:
     """[T] of each document: the log-probability of its trained tokens under the trainer's forward, otherwise 0.
 
@@ -73,7 +73,7 @@ def shared_values(together: Together, parts: Sequence[int], compute: Callable[[i
 class Reference:
     """The trained tensors of step 0."""
 
-    def __init__(self, engine: Engine, directory: Path, *, begun: bool, together: Together):
+    def __init__(self, engine: TrainedModel, directory: Path, *, begun: bool, together: Together):
         """`begun`: whether the run has taken steps, so that the tensors are read instead of written. Rank 0 writes.
 
         Raises `UserError` if they are gone or are those of another model.

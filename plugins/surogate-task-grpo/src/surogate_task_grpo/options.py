@@ -10,8 +10,7 @@ from annotated_types import Ge, Gt, Interval
 from surogate_core.bundles import Flat
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import PolicyLossSpec
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.bundles import Plugins, PolicyLossSpec
 
 Advantage = Literal["group", "batch", "none"]
 
@@ -126,7 +125,7 @@ def truncation(options: GRPOOptions) -> Literal["keep", "mask", "penalty"]:
     return "mask" if options.mask_truncated_completions else options.truncated_completions
 
 
-def parts(options: GRPOOptions, registry: Registry) -> dict[str, str]:
+def parts(options: GRPOOptions, registry: Plugins) -> dict[str, str]:
     """The policy loss and the advantage that options choose, as `TaskSpec.parts` gives them."""
     chosen = {"policy_loss": options.loss_type}
     spec: PolicyLossSpec | None = registry.all("policy_loss").get(options.loss_type)

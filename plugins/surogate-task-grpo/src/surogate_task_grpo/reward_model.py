@@ -28,8 +28,7 @@ from surogate_task_grpo.forward import shared_values
 from surogate_task_grpo.packing import Document, Shape, arranged, micro_batch
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import OnlineContext
-    from surogate_core.generate.weights import Weights
+    from surogate_core.bundles import ModelWeights, OnlineContext
 
 KEY = "reward_model"
 NAME = KEY
@@ -56,7 +55,7 @@ class RewardModel:
         self._check(shape.sequence_len)
         length = -(-(shape.sequence_len + len(self._ending)) // ALIGNED) * ALIGNED
         self._shape = replace(shape, sequence_len=length, columns=())
-        self._weights: Weights | None = None
+        self._weights: ModelWeights | None = None
 
     def _check(self, sequence_len: int) -> None:
         theirs = self._prepared.tokenizer

@@ -57,10 +57,8 @@ from surogate_task_grpo.rollout import (
 )
 
 if TYPE_CHECKING:
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles import ModelWeights, RunKeys, TrainedModel
     from surogate_core.dsl import Model
-    from surogate_core.engine.engine import Engine
-    from surogate_core.generate.weights import Weights
 
 STATE_VERSION = 1
 MOST_WORKERS = 8
@@ -115,16 +113,16 @@ class GRPOTask:
         return steps.evaluate if steps.held_out else None
 
 
-def caches(config: RunConfig, options: GRPOOptions, model: Model, weights: Weights) -> tuple[int, int]:
+def caches(config: RunKeys, options: GRPOOptions, model: Model, weights: ModelWeights) -> tuple[int, int]:
     """(tokens of the longest sequence, sequences at a time if memory allows them)."""
     completions = options.prompts_per_step * options.num_generations
     longest = int(min(config.sequence_len, model.positions))
-    return longest, min(MOST_SLOTS.get(weights.plan.assembly.settings.device.type, 32), completions)
+    return longest, min(MOST_SLOTS.get(weights.device.type, 32), completions)
 
 
-def planned(config: RunConfig, options: GRPOOptions, weights: Weights) -> tuple[int, str]:
+def planned(config: RunKeys, options: GRPOOptions, weights: ModelWeights) -> tuple[int, str]:
     """(bytes that generation needs of what training leaves free, a sentence about them)."""
-    longest, slots = caches(config, options, weights.plan.assembly.model, weights)
+    longest, slots = caches(config, options, weights.model, weights)
     nbytes = needed_bytes(weights, longest)(slots)
     sentence = (
         f"rollouts: {slots} sequences of {longest:,} tokens need {human_bytes(nbytes)} of what training leaves free; "
@@ -132,7 +130,7 @@ def planned(config: RunConfig, options: GRPOOptions, weights: Weights) -> tuple[
     )
     if options.reward_model is None:
         return nbytes, sentence
-    more, said = needed(options.reward_model, weights.parameters.dtype)
+    more, said = needed(options.reward_model, weights.dtype)
     return nbytes + more, f"{sentence}; {said}"
 
 
@@ -182,7 +180,7 @@ class GRPOSteps:
         self.taken = 0
         """Optimizer steps made."""
         self._player: Player | None = None
-        self._engine: Engine | None = None
+        self._engine: TrainedModel | None = None
         self._rollout: RolloutEngine | None = None
         self._apart: ApartEngine | None = None
         """The rollout engine, if it has weights of its own."""
@@ -248,12 +246,12 @@ class GRPOSteps:
         if self.record is not None:
             self.record.bytes = int(state["record"])
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: TrainedModel) -> None:
         """Open the rollout engine on the weights of the run."""
-        from surogate_core.generate.weights import Weights
+        from surogate_core.generate.weights import weights_of
 
         config, context = self.context.config, self.context
-        weights = Weights.of(engine)
+        weights = weights_of(engine)
         longest, wanted = caches(config, self.options, engine.model, weights)
         if self._judge is not None:
             # Before the caches, which take what is left of the memory.

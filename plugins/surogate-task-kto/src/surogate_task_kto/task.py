@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from surogate_core.batch import MicroBatch
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles import RunKeys
     from surogate_core.data.pipeline import PreparedData
     from surogate_core.data.shards import PackedRows
     from surogate_task_kto.options import KTOOptions
@@ -34,7 +34,7 @@ class KTOTask(ReferencedTask):
     With the KL divergence, half of a micro-batch's rows are the mismatched rows of the other half.
     """
 
-    def __init__(self, config: RunConfig, data: PreparedData, options: KTOOptions):
+    def __init__(self, config: RunKeys, data: PreparedData, options: KTOOptions):
         self._mismatched = options.loss_type == "kto"
         rows = config.per_device_train_batch_size
         if self._mismatched:
@@ -45,7 +45,7 @@ class KTOTask(ReferencedTask):
                 )
                 fix = f"per_device_train_batch_size={rows + 1}, or kto_loss_type=apo_zero_unpaired"
                 raise ConfigError([Problem(key="per_device_train_batch_size", message=message, fix=fix)])
-            config = replace(config, per_device_train_batch_size=rows // 2)
+            config = config.with_keys(per_device_train_batch_size=rows // 2)
         if config.truncation_strategy == "split":
             message = "split makes several documents of one answer, and its parts cannot be judged."
             raise ConfigError([Problem(key="truncation_strategy", message=message, fix="truncation_strategy=delete")])

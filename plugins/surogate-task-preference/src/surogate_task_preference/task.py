@@ -13,8 +13,7 @@ from surogate_core.data.sampler import PackedTask
 from surogate_task_preference.options import DPOOptions, IPOOptions, ORPOOptions, SimPOOptions
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import Objective
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles import Objective, RunKeys
     from surogate_core.data.pipeline import PreparedData
     from surogate_core.data.shards import PackedRows
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 class PairTask(PackedTask):
     """Pairs for a loss without a reference."""
 
-    def __init__(self, config: RunConfig, data: PreparedData, *, lengths: bool):
+    def __init__(self, config: RunKeys, data: PreparedData, *, lengths: bool):
         """`lengths`: whether the loss reads the number of trained tokens."""
         super().__init__(config, data)
         self._lengths = lengths
@@ -35,7 +34,7 @@ class PairTask(PackedTask):
 class ReferencedPairTask(ReferencedTask):
     """Pairs for a loss that compares with the model of step 0."""
 
-    def __init__(self, config: RunConfig, data: PreparedData, *, lengths: bool):
+    def __init__(self, config: RunKeys, data: PreparedData, *, lengths: bool):
         """`lengths`: whether the loss reads the number of trained tokens."""
         super().__init__(config, data)
         self._lengths = lengths
@@ -61,17 +60,17 @@ def of_pairs(batch: MicroBatch, sequence_len: int, *, lengths: bool) -> MicroBat
     return replace(batch, columns=columns, divisor=int(documents_R.sum()) / 2)
 
 
-def _dpo(config: RunConfig, data: PreparedData, options: DPOOptions) -> PackedTask:
+def _dpo(config: RunKeys, data: PreparedData, options: DPOOptions) -> PackedTask:
     lengths = options.loss_type == "ipo" or options.sft_weight > 0
     kind = PairTask if options.reference_free else ReferencedPairTask
     return kind(config, data, lengths=lengths)
 
 
-def _ipo(config: RunConfig, data: PreparedData, options: IPOOptions) -> PackedTask:
+def _ipo(config: RunKeys, data: PreparedData, options: IPOOptions) -> PackedTask:
     return ReferencedPairTask(config, data, lengths=True)
 
 
-def _without_reference(config: RunConfig, data: PreparedData, options: Any) -> PackedTask:
+def _without_reference(config: RunKeys, data: PreparedData, options: Any) -> PackedTask:
     return PairTask(config, data, lengths=True)
 
 

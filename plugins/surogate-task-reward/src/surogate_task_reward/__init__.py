@@ -8,7 +8,7 @@ from surogate_core import bundles, hookimpl
 from surogate_task_reward.options import RewardOptions
 
 if TYPE_CHECKING:
-    from surogate_core.config.schema import RunConfig
+    from surogate_core.bundles import RunKeys
     from surogate_core.data.pipeline import PreparedData
 
 SUROGATE_API = ">=2,<3"
@@ -28,7 +28,7 @@ def surogate_task() -> bundles.TaskSpec:
     )
 
 
-def _build(config: RunConfig, data: PreparedData, options: RewardOptions) -> bundles.Task:
+def _build(config: RunKeys, data: PreparedData, options: RewardOptions) -> bundles.Task:
     from surogate_task_reward.task import RewardTask
 
     return RewardTask(config, data)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from surogate_core.bundles import Launcher
+from surogate_core.bundles import Launcher, Plugins
 from surogate_core.errors import ConfigError, MachineError, Problem, SurogateError, UserError
-from surogate_core.plugins import Registry, import_policy, load_plugins
+from surogate_core.plugins import import_policy, load_plugins
 from surogate_testing.check import NotApplicable, ensure
 
 
@@ -40,7 +40,7 @@ class Probe:
         """The probe from what `to_json` returned."""
         return cls(**values)
 
-    def run(self, *, rank: int = 0, world: int = 1, registry: Registry | None = None, mesh: object = None) -> int:
+    def run(self, *, rank: int = 0, world: int = 1, registry: Plugins | None = None, mesh: object = None) -> int:
         """Write the file ``RANK of WORLD``; returns the code or raises `RuntimeError`."""
         if world < self.gpus:
             raise ConfigError([Problem(key="gpus", message=f"{world} processes for {self.gpus} GPUs.")])
