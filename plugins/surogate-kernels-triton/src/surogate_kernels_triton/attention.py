@@ -41,6 +41,8 @@ class Tile:
     t: int
     warps: int
     stages: int
+    apart: bool = False
+    """Whether dk and dv have a launch each, where registers hold one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +67,13 @@ HOPPER = {
     ),
     256: Tiles(
         forward=Tile(m=128, t=64, warps=8, stages=2),
-        queries=Tile(m=64, t=64, warps=4, stages=2),
-        keys=Tile(m=64, t=64, warps=8, stages=2),
+        queries=Tile(m=128, t=32, warps=8, stages=2),
+        keys=Tile(m=32, t=64, warps=8, stages=2),
     ),
     512: Tiles(
         forward=Tile(m=64, t=32, warps=8, stages=2),
         queries=Tile(m=64, t=16, warps=8, stages=2),
-        keys=Tile(m=32, t=32, warps=8, stages=1),
+        keys=Tile(m=16, t=64, warps=8, stages=2, apart=True),
     ),
 }
 """Padded head size → tiles for GPUs with 227 KiB of shared memory a block (sm_90, sm_100). 64 and 128 are measured on
@@ -90,12 +92,12 @@ SMALL = {
     256: Tiles(
         forward=Tile(m=64, t=32, warps=8, stages=1),
         queries=Tile(m=32, t=32, warps=4, stages=1),
-        keys=Tile(m=16, t=32, warps=4, stages=1),
+        keys=Tile(m=16, t=64, warps=8, stages=2, apart=True),
     ),
     512: Tiles(
         forward=Tile(m=32, t=16, warps=4, stages=1),
         queries=Tile(m=16, t=16, warps=4, stages=1),
-        keys=Tile(m=16, t=16, warps=4, stages=1),
+        keys=Tile(m=16, t=16, warps=4, stages=1, apart=True),
     ),
 }
 """For the others, which may have 99 KiB (sm_86, sm_89, sm_120); chosen by what fits, not measured."""
@@ -242,20 +244,22 @@ def _key_gradients(case: _Case, dy: Tensor, lse_HN: Tensor, delta_HN: Tensor, dk
     """Fills dk and dv; delta comes from `_query_gradients`."""
     n, kv_heads = case.q.shape[0], case.k.shape[1]
     tile = case.tiles().keys
-    programs.attention_backward_keys[triton.cdiv(n, tile.t) * kv_heads,](
-        *case.inputs(tile.m, tile.t),
-        _descriptor(dy, tile.m),
-        lse_HN,
-        delta_HN,
-        dk,
-        dv,
-        *case.documents(),
-        case.scale,
-        case.scale * math.log2(math.e),
-        case.window,
-        K=kv_heads,
-        **case.options(tile),
-    )
+    for wanted in ({"DK": True, "DV": False}, {"DK": False, "DV": True}) if tile.apart else ({"DK": True, "DV": True},):
+        programs.attention_backward_keys[triton.cdiv(n, tile.t) * kv_heads,](
+            *case.inputs(tile.m, tile.t),
+            _descriptor(dy, tile.m),
+            lse_HN,
+            delta_HN,
+            dk,
+            dv,
+            *case.documents(),
+            case.scale,
+            case.scale * math.log2(math.e),
+            case.window,
+            K=kv_heads,
+            **wanted,
+            **case.options(tile),
+        )
 
 
 _attention = packed_attention("surogate_triton", _forward, _backward, ROOM)

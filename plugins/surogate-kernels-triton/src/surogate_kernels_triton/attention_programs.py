@@ -387,6 +387,8 @@ def _backward_rows(
     factor,
     M: tl.constexpr,
     C: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """dk (without the scale) and dv of one key block over one head's queries [begin, end)."""
@@ -401,7 +403,8 @@ def _backward_rows(
             lses = tl.load(lse + rows)
             deltas = tl.load(delta + rows)
         g = dy_desc.load([first, dy_column])
-        dp = tl.dot(v, g.T)
+        if DK:
+            dp = tl.dot(v, g.T)
         if C > 0:
             bent = _tanh(scores * (factor * (2.0 / C)))
             p = tl.exp2(bent * (C * LOG2E) - lses[None, :])
@@ -410,11 +413,13 @@ def _backward_rows(
         if MASKED:
             seen = (keys[:, None] <= rows[None, :]) & (rows[None, :] < tl.minimum(stops, end)[:, None])
             p = tl.where(seen, p, 0.0)
-        dv = tl.dot(p.to(g.dtype), g, dv)
-        ds = p * (dp - deltas[None, :])
-        if C > 0:
-            ds = ds * (1.0 - bent * bent)
-        dk = tl.dot(ds.to(q.dtype), q, dk)
+        if DV:
+            dv = tl.dot(p.to(g.dtype), g, dv)
+        if DK:
+            ds = p * (dp - deltas[None, :])
+            if C > 0:
+                ds = ds * (1.0 - bent * bent)
+            dk = tl.dot(ds.to(q.dtype), q, dk)
     return dk, dv
 
 
@@ -442,10 +447,12 @@ def attention_backward_keys(
     FP: tl.constexpr,
     WINDOWED: tl.constexpr,
     C: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
 ):
-    """One program: dk and dv of one key/value head's block of T keys, over the query heads of its group in order."""
+    """One program: dk and dv, or one of them, of one key/value head's block of T keys; query heads follow in order."""
     tile = tl.program_id(0) // K
     kv_head = tl.program_id(0) % K
     first = tile * T
@@ -459,29 +466,32 @@ def attention_backward_keys(
         base = head * tokens
         acc_k, acc_v = _backward_rows(
             acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, first,
-            whole, factor, M, C, True,
+            whole, factor, M, C, DK, DV, True,
         )  # fmt: skip
         acc_k, acc_v = _backward_rows(
             acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, whole,
-            edge, factor, M, C, False,
+            edge, factor, M, C, DK, DV, False,
         )  # fmt: skip
         if WINDOWED:
             acc_k, acc_v = _backward_rows(
                 acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, edge,
-                end, factor, M, C, True,
+                end, factor, M, C, DK, DV, True,
             )  # fmt: skip
     inside = (keys < tokens)[:, None]
-    features, columns = tl.arange(0, EP), tl.arange(0, FP)
-    offsets = keys.to(tl.int64)[:, None] * (K * E) + kv_head * E + features[None, :]
-    stored = inside
-    if EP != E:
-        stored = stored & (features < E)[None, :]
-    tl.store(dk + offsets, (acc_k * scale).to(dk.dtype.element_ty), mask=stored)
-    offsets = keys.to(tl.int64)[:, None] * (K * F) + kv_head * F + columns[None, :]
-    stored = inside
-    if FP != F:
-        stored = stored & (columns < F)[None, :]
-    tl.store(dv + offsets, acc_v.to(dv.dtype.element_ty), mask=stored)
+    if DK:
+        columns = tl.arange(0, EP)
+        offsets = keys.to(tl.int64)[:, None] * (K * E) + kv_head * E + columns[None, :]
+        stored = inside
+        if EP != E:
+            stored = stored & (columns < E)[None, :]
+        tl.store(dk + offsets, (acc_k * scale).to(dk.dtype.element_ty), mask=stored)
+    if DV:
+        columns = tl.arange(0, FP)
+        offsets = keys.to(tl.int64)[:, None] * (K * F) + kv_head * F + columns[None, :]
+        stored = inside
+        if FP != F:
+            stored = stored & (columns < F)[None, :]
+        tl.store(dv + offsets, acc_v.to(dv.dtype.element_ty), mask=stored)
 
 
 @triton.jit
