@@ -40,7 +40,7 @@ EXPERTS = (
     *("router_aux_loss_coef=0", "eval_steps=100"),
 )
 SUMS = (
-    *("env", "tasks", "arithmetic", "digits=1", "operators=+"),
+    *("env", "problems", "arithmetic", "digits=1", "operators=+"),
     *("--limit", "3000", "--solved", "--output", "sums.jsonl"),
 )
 READING = (

@@ -125,11 +125,11 @@ class RunStart(Event):
 class Progress(Event):
     """Long work outside the steps: loading, tokenising, tracing, compiling, saving.
 
-    `total` 0 means unknown; `done == total` ends the task.
+    `total` 0 means unknown; `done == total` ends the stage.
     """
 
     task: str
-    """The task in words, e.g. `loading weights`."""
+    """The stage in words, e.g. `loading weights`."""
     done: int
     """Finished part, in `unit`."""
     total: int = 0
@@ -345,12 +345,12 @@ class RolloutSamples(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutEval(Event):
-    """An evaluation of reinforcement learning: the reward of held-out tasks, without sampling."""
+    """An evaluation of reinforcement learning: the reward of held-out problems, without sampling."""
 
     step: int
     """Optimizer steps done."""
     tasks: int
-    """Number of held-out tasks."""
+    """Number of held-out problems."""
     reward: Spread | None
     """Rewards of the completions; None if no completion has a reward."""
     rewards: Mapping[str, Spread] = field(default_factory=dict)

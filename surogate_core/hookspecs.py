@@ -116,12 +116,12 @@ def surogate_export_format() -> Offer[b.ExportFormat]:
 
 @hookspec
 def surogate_evaluator() -> Offer[b.EvaluatorSpec]:
-    """Evaluators: sources of tasks that `surogate eval` measures a model on."""
+    """Evaluators: sources of benchmarks that `surogate eval` measures a model on."""
 
 
 @hookspec
 def surogate_environment() -> Offer[b.EnvironmentSpec]:
-    """Environments: tasks of reinforcement learning and the rewards of their answers."""
+    """Environments: problems of reinforcement learning and the rewards of their answers."""
 
 
 # --------------------------------------------------------------------- where and who watches

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from surogate_core.events import Progress
 
 PROGRESS_SECONDS = 5.0
-"""Time between two lines about one task where there is no terminal; a shorter task has none."""
+"""Time between two lines about one stage where there is no terminal; a shorter stage has none."""
 
 
 @contextmanager
@@ -62,9 +62,9 @@ class _Lines:
     def __init__(self) -> None:
         self._clock = _Clock()
         self._last: dict[str, float] = {}
-        """Seconds of each task at its last line."""
+        """Seconds of each stage at its last line."""
         self._first: dict[str, tuple[float, int]] = {}
-        """(seconds, what was done) at the first event of each task, before which other work may have run."""
+        """(seconds, what was done) at the first event of each stage, before which other work may have run."""
 
     def take(self, event: Progress) -> None:
         seconds = self._clock.seconds(event)
@@ -72,7 +72,7 @@ class _Lines:
         if _finished(event):
             del self._first[event.task]
         last = self._last.pop(event.task, None) if _finished(event) else self._last.get(event.task)
-        # A task that has had a line has one at its end too.
+        # A stage that has had a line has one at its end too.
         if seconds - (last or 0.0) < PROGRESS_SECONDS and not (_finished(event) and last is not None):
             return
         if not _finished(event):
@@ -84,18 +84,18 @@ class _Lines:
 
 
 class _Clock:
-    """How long each task takes. It begins where the one before ended: its first event comes when some of it is done."""
+    """How long each stage takes. It begins where the last one ended: its first event comes when some of it is done."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._began: dict[str, float] = {}
 
     def seconds(self, event: Progress) -> float:
-        """Since the event's task began."""
+        """Since the event's stage began."""
         now = time.monotonic()
         began = self._began.setdefault(event.task, self._last)
         self._last = now
-        if _finished(event):  # another task may have the same name
+        if _finished(event):  # another stage may have the same name
             del self._began[event.task]
         return now - began
 

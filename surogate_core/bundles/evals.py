@@ -1,4 +1,4 @@
-"""Evaluation on tasks: what measures a model, and the figures that it returns."""
+"""Benchmarks: what measures a model, and the figures that it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkResult:
-    """One figure of one model on one task."""
+    """One figure of one model on one benchmark."""
 
     model: str
     """As it was named."""
@@ -43,23 +43,23 @@ class BenchmarkResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    """What applies to every task of an evaluation."""
+    """What applies to every benchmark of an evaluation."""
 
     shots: int | None = None
-    """Solved examples before each prompt; None is the task's own number."""
+    """Solved examples before each prompt; None is the benchmark's own number."""
     limit: int | None = None
-    """Rows of each task at most."""
+    """Rows of each benchmark at most."""
     chat: bool = False
     """Whether the chat template is applied to prompts."""
     system: str | None = None
     """The system message of chats."""
     max_new_tokens: int | None = None
-    """Tokens of a completion at most; None is the task's own number."""
+    """Tokens of a completion at most; None is the benchmark's own number."""
     seed: int = 0
 
 
 class Evaluator(Protocol):
-    """Tasks that are checked and ready to run."""
+    """Benchmarks that are checked and ready to run."""
 
     def run(self, subject: MeasuredModel, taken: Callable[[Mapping[str, Any]], None]) -> list[BenchmarkResult]:
         """Measure a model. `taken` receives each row's completion and verdict as it is known."""
@@ -67,11 +67,11 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorSpec:
-    """A source of tasks for `surogate eval --tasks NAME:TASK`."""
+    """A source of benchmarks for `surogate eval --tasks NAME:TASK`."""
 
     name: str
     """The part before the colon."""
     open: Callable[[Sequence[str], EvalSettings], Evaluator]
-    """(names of tasks, settings) → the tasks. Called before any model is loaded; raises `UserError` for a task that
-    does not exist.
+    """(names of benchmarks, settings) → the benchmarks. Called before any model is loaded; raises `UserError` for one
+    that does not exist.
     """

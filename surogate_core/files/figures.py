@@ -16,8 +16,8 @@ def named_figures(record: Mapping[str, Any]) -> dict[str, float]:
     """Name → value of the figures of a record as `metrics.jsonl` has it; empty for other kinds of records.
 
     ``train/NAME`` and ``eval/NAME`` for the objective; ``reward/…``, ``completions/…``, ``rollouts/…`` and
-    ``time/PHASE`` for rollouts; ``eval/reward/…`` and ``eval/completions/…`` for held-out tasks. A figure that was not
-    measured is left out.
+    ``time/PHASE`` for rollouts; ``eval/reward/…`` and ``eval/completions/…`` for held-out problems. A figure that
+    was not measured is left out.
     """
     match record.get("event"):
         case "step_end":

@@ -29,10 +29,10 @@ from surogate_core import bundles, hookimpl
 class Even:
     size, held_out = 7, 3
 
-    def task(self, number, seed):
+    def problem(self, number, seed):
         return bundles.EnvironmentProblem(messages=({"role": "user", "content": f"Say {number}"},))
 
-    def start(self, task):
+    def start(self, problem):
         return Episode()
 
 class Episode:
@@ -51,7 +51,7 @@ class Episode:
         return {"even": sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1), "long": len(text)}
 
 class Faulty(Even):
-    def start(self, task):
+    def start(self, problem):
         raise RuntimeError("no episode here")
 
 def broken(options):

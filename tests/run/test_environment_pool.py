@@ -37,8 +37,8 @@ class Odd(Exception):
         raise ValueError
 
 class Episode:
-    def __init__(self, task):
-        self.task, self.said = task, []
+    def __init__(self, problem):
+        self.problem, self.said = problem, []
 
     def reply(self, text):
         self.said.append(text)
@@ -48,7 +48,7 @@ class Episode:
         return bundles.Turn(messages=({"role": "user", "content": text.upper()},), done=False)
 
     def rewards(self):
-        given = self.task.data.get("rewards", "length")
+        given = self.problem.data.get("rewards", "length")
         return {"length": len(" ".join(self.said))} if given == "length" else REWARDS[given]
 
 def fork_bomb(self):
@@ -175,20 +175,20 @@ class Hostile:
             time.sleep(600)
         self.size, self.held_out, self.options = options.size, 2, options
 
-    def task(self, number, seed):
+    def problem(self, number, seed):
         if number == 5:
             raise KeyError("five")
         if number == 6:
-            return "task"
+            return "problem"
         if number == 7:
             return bundles.EnvironmentProblem(messages=())
         data = {"number": number, "seed": seed, "words": self.options.words, "pid": os.getpid()}
         return bundles.EnvironmentProblem(messages=({"role": "user", "content": "go"},), data=data)
 
-    def start(self, task):
-        if task.data.get("never"):
+    def start(self, problem):
+        if problem.data.get("never"):
             raise ValueError("never starts")
-        return Episode(task)
+        return Episode(problem)
 
 class Compared(Hostile):
     def group_rewards(self, episodes):
@@ -251,18 +251,18 @@ def end_worker(pool: EnvironmentPool, place: int) -> None:
 def test_tasks_and_facts(opened: Opener) -> None:
     pool = opened(options={"words": ("a", "b")}, workers=2)
     assert (pool.size, pool.held_out) == (8, 2)
-    found = pool.tasks([4, 0, 5, 6, 7], 11)
-    tasks = [task for task in found if isinstance(task, EnvironmentProblem)]
-    assert [(task.data["number"], task.data["seed"], task.data["words"]) for task in tasks] == [
+    found = pool.problems([4, 0, 5, 6, 7], 11)
+    problems = [problem for problem in found if isinstance(problem, EnvironmentProblem)]
+    assert [(problem.data["number"], problem.data["seed"], problem.data["words"]) for problem in problems] == [
         (4, 11, ["a", "b"]),
         (0, 11, ["a", "b"]),
     ]
-    assert tasks[0].data["pid"] != tasks[1].data["pid"]
-    assert os.getpid() not in {task.data["pid"] for task in tasks}
+    assert problems[0].data["pid"] != problems[1].data["pid"]
+    assert os.getpid() not in {problem.data["pid"] for problem in problems}
     assert found[2:] == [
         Fault(reason="exception", detail="KeyError: 'five'" + place('KeyError("five")')),
-        Fault(reason="invalid", detail="task returned str, not an EnvironmentProblem"),
-        Fault(reason="invalid", detail="the task has no message"),
+        Fault(reason="invalid", detail="problem returned str, not an EnvironmentProblem"),
+        Fault(reason="invalid", detail="the problem has no message"),
     ]
 
 
@@ -298,7 +298,7 @@ def test_a_signal_ends_a_turn_after_the_present_requests(opened: Opener, workers
     replied = [len(episode.replies) for episode in pool._episodes.values()]
     assert replied.count(2) == len(stop) <= workers
     with pytest.raises(Stopped):
-        pool.tasks([0], 1)
+        pool.problems([0], 1)
 
 
 FAULTS = [
@@ -508,7 +508,7 @@ def test_all_workers_start_with_the_pool_and_are_waited_for_when_asked(opened: O
     guardians = [worker._guardian for worker in pool._workers]
     assert None not in guardians
     assert [worker._is_building for worker in pool._workers] == [False, True, True]
-    found = [task.data["pid"] for task in pool.tasks([0, 1, 2], 0) if isinstance(task, EnvironmentProblem)]
+    found = [problem.data["pid"] for problem in pool.problems([0, 1, 2], 0) if isinstance(problem, EnvironmentProblem)]
     assert [[pid] for pid in found] == [descendants(one.pid) for one in guardians if one is not None]
     assert not any(worker._is_building for worker in pool._workers)
 
@@ -516,10 +516,10 @@ def test_all_workers_start_with_the_pool_and_are_waited_for_when_asked(opened: O
 def test_a_worker_that_ended_while_it_started_is_a_fault_and_starts_again(opened: Opener) -> None:
     pool = opened(workers=2)
     end_worker(pool, 1)
-    first, second = pool.tasks([0, 1], 0)
+    first, second = pool.problems([0, 1], 0)
     assert isinstance(first, EnvironmentProblem)
     assert isinstance(second, EnvironmentProblem) or second.reason == "exit"
-    assert all(isinstance(task, EnvironmentProblem) for task in pool.tasks([0, 1], 0))
+    assert all(isinstance(problem, EnvironmentProblem) for problem in pool.problems([0, 1], 0))
 
 
 def test_nothing_is_left_when_the_pool_is_closed(opened: Opener) -> None:

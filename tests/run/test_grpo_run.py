@@ -187,10 +187,10 @@ from surogate_core import bundles, hookimpl
 class Moody:
     size = None
 
-    def task(self, number, seed):
+    def problem(self, number, seed):
         return bundles.EnvironmentProblem(messages=({"role": "user", "content": f"Say {number}"},))
 
-    def start(self, task):
+    def start(self, problem):
         return Episode()
 
 class Episode:
@@ -234,10 +234,10 @@ from surogate_core import bundles, hookimpl
 class Chatty:
     size = 4
 
-    def task(self, number, seed):
+    def problem(self, number, seed):
         return bundles.EnvironmentProblem(messages=({"role": "user", "content": f"what is {number}?"},))
 
-    def start(self, task):
+    def start(self, problem):
         return Episode()
 
 class Episode:
@@ -286,11 +286,11 @@ from surogate_core import bundles, hookimpl
 class Fickle:
     size = 4
 
-    def task(self, number, seed):
+    def problem(self, number, seed):
         text = f"what is {random.random()}?"
         return bundles.EnvironmentProblem(messages=({"role": "user", "content": text},))
 
-    def start(self, task):
+    def start(self, problem):
         raise AssertionError
 
 @hookimpl
@@ -305,7 +305,7 @@ def test_an_environment_that_is_not_as_deterministic_as_it_says_ends_the_run(
 ) -> None:
     install_plugin("environment-fickle", FICKLE)
     changed = ("environment=fickle", f"environment_workers={workers}", "eval_steps=0", "max_steps=2")
-    words = r"environment=fickle says .*, asked for twice, had the messages .* Fix: draw every choice from the task's"
+    words = r"environment=fickle says .*asked for twice, had the messages .* Fix: draw every choice from the problem's"
     with pytest.raises(UserError, match=words):
         run_here(tmp_path / "run", *keys, *changed, registry=load_plugins())
 

@@ -38,7 +38,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_is_wrong_with_rewards(changes: dict[str, Any], line: str | None) -> None:
     sound = Checked(
-        tasks=2, episodes=4, differences=(), faults={}, names=(("a",),), rewards={"fixed": 1.0}, unknown_weights=()
+        problems=2, episodes=4, differences=(), faults={}, names=(("a",),), rewards={"fixed": 1.0}, unknown_weights=()
     )
     found = wrong_with(replace(sound, **changes), declared=True)
     assert [one[: len(line or "")] for one in found] == ([line] if line else [])
@@ -64,13 +64,13 @@ def test_wrong_words(words: list[str], message: str) -> None:
 
 def test_a_model_is_compared_with_the_first_task_by_task() -> None:
     first = Scores(
-        model="a", environment="e", tasks=3, samples=1, reward=1.0, stderr=0.0, rewards={}, solved=1.0, pass_at=1.0,
-        truncated=0.0, faults={}, turns=1.0, tokens=2.0, by_task={0: 1.0, 1: 2.0, 2: 3.0},
+        model="a", environment="e", problems=3, samples=1, reward=1.0, stderr=0.0, rewards={}, solved=1.0, pass_at=1.0,
+        truncated=0.0, faults={}, turns=1.0, tokens=2.0, by_problem={0: 1.0, 1: 2.0, 2: 3.0},
     )  # fmt: skip
-    found = compared(first, replace(first, model="b", by_task={1: 2.5, 2: 4.5, 7: 100.0}))
-    assert found.difference == 1.0, "over the tasks that both have"
+    found = compared(first, replace(first, model="b", by_problem={1: 2.5, 2: 4.5, 7: 100.0}))
+    assert found.difference == 1.0, "over the problems that both have"
     assert found.difference_stderr == pytest.approx(0.5)
-    assert compared(first, replace(first, by_task={9: 1.0})).difference is None
-    one = compared(first, replace(first, by_task={0: 1.0}))
+    assert compared(first, replace(first, by_problem={9: 1.0})).difference is None
+    one = compared(first, replace(first, by_problem={0: 1.0}))
     assert one.difference == 0.0
     assert math.isnan(float(one.difference_stderr or 0.0))

@@ -99,8 +99,8 @@ def made(server: Guessing, **changes: Any) -> ServerProblems:
     return ServerProblems(OpenEnvOptions(**{**options, **changes}))
 
 
-def secret_of(task: EnvironmentProblem) -> int:
-    return int(task.data["seed"]) % 10
+def secret_of(problem: EnvironmentProblem) -> int:
+    return int(problem.data["seed"]) % 10
 
 
 def test_it_conforms(server: Guessing) -> None:
@@ -112,13 +112,13 @@ def test_it_conforms(server: Guessing) -> None:
 
 def test_an_episode_of_several_steps(server: Guessing) -> None:
     environment = made(server, system="Play.", prompt="{observation}?", reset={"level": 2})
-    task = environment.task(3, seed=1)
-    secret = secret_of(task)
-    assert task.messages == (
+    problem = environment.problem(3, seed=1)
+    secret = secret_of(problem)
+    assert problem.messages == (
         {"role": "system", "content": "Play."},
         {"role": "user", "content": f"Guess {secret} // 3?"},
     )
-    episode = environment.start(task)
+    episode = environment.start(problem)
     turn = episode.reply("<think>12</think> <action>-1</action>")
     assert turn.messages == ({"role": "user", "content": "higher"},)
     assert not turn.done
@@ -127,26 +127,26 @@ def test_an_episode_of_several_steps(server: Guessing) -> None:
     assert episode.reply(f"{secret}").done
     assert episode.reply("again").done
     assert episode.rewards() == {"reward": 0.75, "steps": 4.0}
-    assert {"type": "reset", "data": {"level": 2, "seed": task.data["seed"]}} in server.seen
+    assert {"type": "reset", "data": {"level": 2, "seed": problem.data["seed"]}} in server.seen
     assert {"type": "step", "data": {"guess": -1}} in server.seen
 
 
 def test_the_last_reward_and_an_episode_that_ends_before_it_is_done(server: Guessing) -> None:
     environment = made(server, reward="last")
-    task = environment.task(0, seed=0)
-    episode = environment.start(task)
+    problem = environment.problem(0, seed=0)
+    episode = environment.start(problem)
     assert episode.rewards() == {"reward": 0.0, "steps": 0.0}
-    episode = environment.start(task)
+    episode = environment.start(problem)
     episode.reply("-1")
     assert episode.rewards() == {"reward": -0.25, "steps": 1.0}
 
 
 def test_tags_and_whole_observations(server: Guessing) -> None:
     environment = made(server, reply="tag", observation="", action={"say": "I: {reply}!", "more": [1, "{reply}"]})
-    task = environment.task(0, seed=0)
-    assert json.loads(task.messages[0]["content"]) == {"prompt_id": 1, "text": f"Guess {secret_of(task)} // 3"}
+    problem = environment.problem(0, seed=0)
+    assert json.loads(problem.messages[0]["content"]) == {"prompt_id": 1, "text": f"Guess {secret_of(problem)} // 3"}
     assert environment.action("so <action>go</action>") == {"say": "I: go!", "more": [1, "go"]}
-    episode = environment.start(task)
+    episode = environment.start(problem)
     assert "between <action> and </action>" in episode.reply("go").messages[0]["content"]
 
 
@@ -165,7 +165,7 @@ def test_a_server_that_misbehaves_is_a_fault_of_the_episode(server: Guessing, fa
     server.faults.add(fault)
 
     def play() -> None:
-        environment.start(environment.task(0, seed=0)).reply("1")
+        environment.start(environment.problem(0, seed=0)).reply("1")
 
     with pytest.raises(RuntimeError, match=message):
         play()
@@ -195,4 +195,4 @@ def test_wrong_options_are_one_clear_message(server: Guessing, changes: dict[str
 
 def test_a_field_that_observations_do_not_have(server: Guessing) -> None:
     with pytest.raises(RuntimeError, match=r"has no field 'board'; it has prompt_id, text"):
-        made(server, observation="board").task(0, seed=0)
+        made(server, observation="board").problem(0, seed=0)

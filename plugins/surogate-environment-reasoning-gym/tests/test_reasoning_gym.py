@@ -24,8 +24,8 @@ def made(**changes: Any) -> ReasoningGym:
     return ReasoningGym(ReasoningGymOptions(**{"config": EASY, **changes}))
 
 
-def scored(environment: ReasoningGym, task: EnvironmentProblem, reply: str) -> dict[str, float | None]:
-    episode = environment.start(task)
+def scored(environment: ReasoningGym, problem: EnvironmentProblem, reply: str) -> dict[str, float | None]:
+    episode = environment.start(problem)
     assert episode.reply(reply).done
     return dict(episode.rewards())
 
@@ -37,36 +37,36 @@ def test_it_conforms(check: Any) -> None:
 
 def test_a_right_answer_in_tags_is_worth_one() -> None:
     environment = made()
-    task = environment.task(3, seed=5)
-    answer = task.data["answer"].removeprefix("<answer>").removesuffix("</answer>")
-    assert task.data["question"] in task.messages[-1]["content"]
+    problem = environment.problem(3, seed=5)
+    answer = problem.data["answer"].removeprefix("<answer>").removesuffix("</answer>")
+    assert problem.data["question"] in problem.messages[-1]["content"]
     right = {"score": 1.0, "answered": 1.0, "failed": 0.0}
-    assert scored(environment, task, f"It is <answer>{answer}</answer>") == right
+    assert scored(environment, problem, f"It is <answer>{answer}</answer>") == right
     thought = f"<think><answer>{answer}</answer></think> I do not know"
     for wrong in (f"It is {answer}", "<answer>no</answer>", "", thought):
-        found = scored(environment, task, wrong)
+        found = scored(environment, problem, wrong)
         assert found["score"] == 0.0
         assert found["answered"] == float(wrong == "<answer>no</answer>")
-    assert scored(made(answer="text"), task, f" {answer}\n")["score"] == 1.0
+    assert scored(made(answer="text"), problem, f" {answer}\n")["score"] == 1.0
 
 
 def test_tasks_follow_from_number_and_seed_in_another_environment() -> None:
-    """Also in chunks that training never reaches, and after the task went through JSON."""
+    """Also in chunks that training never reaches, and after the problem went through JSON."""
     for number in (0, 499, 500, 2**40 + 7):
-        first, second = made().task(number, seed=1), made().task(number, seed=1)
+        first, second = made().problem(number, seed=1), made().problem(number, seed=1)
         assert first == second
         moved = EnvironmentProblem(messages=first.messages, data=json.loads(json.dumps(dict(first.data))))
         assert scored(made(), moved, first.data["answer"])["score"] == 1.0
-    questions = {made().task(n, seed=s).data["question"] for n in range(20) for s in range(20)}
-    assert len(questions) > 80, "seeds and numbers that add up to the same are different tasks"
+    questions = {made().problem(n, seed=s).data["question"] for n in range(20) for s in range(20)}
+    assert len(questions) > 80, "seeds and numbers that add up to the same are different problems"
 
 
 def test_several_data_sets_are_mixed_by_their_weights() -> None:
     environment = made(dataset=["chain_sum", "leg_counting"], weights=[3.0, 1.0], config={"chain_sum": EASY})
-    names = [environment.task(n, seed=0).data["dataset"] for n in range(200)]
+    names = [environment.problem(n, seed=0).data["dataset"] for n in range(200)]
     assert 0.6 < names.count("chain_sum") / 200 < 0.9
-    task = next(t for t in (environment.task(n, 0) for n in range(50)) if t.data["dataset"] == "leg_counting")
-    assert scored(environment, task, task.data["answer"])["score"] == 1.0
+    problem = next(t for t in (environment.problem(n, 0) for n in range(50)) if t.data["dataset"] == "leg_counting")
+    assert scored(environment, problem, problem.data["answer"])["score"] == 1.0
 
 
 def test_an_answer_that_cannot_be_scored_is_wrong_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_an_answer_that_cannot_be_scored_is_wrong_and_counted(monkeypatch: pytes
             return result
 
         monkeypatch.setattr(type(dataset), "score_answer", score)
-        found = scored(environment, environment.task(0, 0), "<answer>1</answer>")
+        found = scored(environment, environment.problem(0, 0), "<answer>1</answer>")
         assert found == {"score": 0.0, "answered": 1.0, "failed": 1.0}
 
 

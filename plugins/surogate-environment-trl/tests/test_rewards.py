@@ -63,7 +63,7 @@ def made(*functions: str, **changes: Any) -> Any:
 
 
 def rewards(environment: Any, number: int, text: str) -> dict[str, float | None]:
-    episode = environment.start(environment.task(number, seed=0))
+    episode = environment.start(environment.problem(number, seed=0))
     assert episode.reply(text).done
     return dict(episode.rewards())
 
@@ -81,7 +81,7 @@ def test_it_conforms(place: Path, call: Any) -> None:
 def test_functions_receive_columns_and_give_their_names_to_the_rewards(place: Path) -> None:
     environment = made("right", "slow")
     assert environment.size == 2
-    assert environment.task(1, seed=3).messages == ({"role": "user", "content": "1 + 2"},)
+    assert environment.problem(1, seed=3).messages == ({"role": "user", "content": "1 + 2"},)
     assert rewards(environment, 0, "2") == {"right": 1.0, "slow": 1.0}
     assert rewards(environment, 1, "no") == {"right": 0.0, "slow": 2.0}
 
@@ -89,14 +89,14 @@ def test_functions_receive_columns_and_give_their_names_to_the_rewards(place: Pa
 def test_conversations_are_answered_by_conversations(place: Path) -> None:
     written(place / "rows.jsonl", [{"prompt": [{"role": "user", "content": c}]} for c in ("?", "!")])
     environment = made("polite", system="Be kind.")
-    assert [m["role"] for m in environment.task(0, seed=0).messages] == ["system", "user"]
+    assert [m["role"] for m in environment.problem(0, seed=0).messages] == ["system", "user"]
     assert rewards(environment, 0, "please") == {"polite": None}
     assert rewards(environment, 1, "please") == {"polite": 1.0}
 
 
 def test_a_function_may_see_all_completions_of_a_prompt(place: Path) -> None:
     environment = made("longest", "right", call="group")
-    episodes = [environment.start(environment.task(0, seed=0)) for _ in range(3)]
+    episodes = [environment.start(environment.problem(0, seed=0)) for _ in range(3)]
     for episode, text in zip(episodes, ("2", "two", "no"), strict=True):
         episode.reply(text)
     assert all(episode.rewards() == {} for episode in episodes)
@@ -166,6 +166,6 @@ def test_the_environments_policy_forbids_code_that_is_no_plugins(place: Path, mo
 @pytest.mark.parametrize("call", ["completion", "group"])
 def test_without_functions_there_are_prompts_and_no_rewards(place: Path, call: Literal["completion", "group"]) -> None:
     environment = build(RewardFunctionOptions(path="rows.jsonl", reward_funcs=[], call=call))
-    episode = environment.start(environment.task(0, 0))
+    episode = environment.start(environment.problem(0, 0))
     assert episode.reply("?").done
     assert episode.rewards() == {}

@@ -110,23 +110,23 @@ def test_it_conforms() -> None:
 def test_one_turn() -> None:
     environment = made()
     assert (environment.size, environment.held_out) == (5, 2)
-    task = environment.task(2, seed=0)
-    assert [m["role"] for m in task.messages] == ["system", "user"]
-    assert task.messages[1]["content"] == "2 + 1?"
+    problem = environment.problem(2, seed=0)
+    assert [m["role"] for m in problem.messages] == ["system", "user"]
+    assert problem.messages[1]["content"] == "2 + 1?"
     for text, reward in (("3", 1.0), ("4", 0.0)):
-        episode = environment.start(task)
+        episode = environment.start(problem)
         assert episode.reply(text).done
         assert episode.rewards() == {"right": reward}
-    assert environment.start(task).rewards() == {"right": 0.0}, "a model may have no room for a reply"
+    assert environment.start(problem).rewards() == {"right": 0.0}, "a model may have no room for a reply"
 
 
 def test_several_turns_and_what_the_environment_says() -> None:
     environment = made(kind="hint", funcs=["length"], weights=[0.5])
-    episode = environment.start(environment.task(0, seed=0))
+    episode = environment.start(environment.problem(0, seed=0))
     turn = episode.reply("7")
     assert turn.messages == ({"role": "user", "content": "Wrong, try again (3)."},)
     assert not turn.done
-    other = environment.start(environment.task(1, seed=0))  # two episodes side by side
+    other = environment.start(environment.problem(1, seed=0))  # two episodes side by side
     assert episode.reply("tell me, please").done
     assert not other.reply("8").done
     assert episode.rewards() == {"length": 0.5 * 4}, "two replies and two messages of the environment"
@@ -135,16 +135,16 @@ def test_several_turns_and_what_the_environment_says() -> None:
 
 def test_turns_end_at_the_environments_limit() -> None:
     environment = made(kind="hint", funcs=["length"], weights=[1.0])
-    episode = environment.start(environment.task(0, seed=0))
+    episode = environment.start(environment.problem(0, seed=0))
     assert [episode.reply("no").done for _ in range(3)] == [False, False, True]
     assert episode.reply("more").done
 
 
 def test_tools() -> None:
     environment = made(kind="tool")
-    task = environment.task(1, seed=0)
-    assert task.tools[0]["function"]["name"] == "add"
-    episode = environment.start(task)
+    problem = environment.problem(1, seed=0)
+    assert problem.tools[0]["function"]["name"] == "add"
+    episode = environment.start(problem)
     turn = episode.reply('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>')
     assert turn.messages == ({"role": "tool", "content": "2"},)
     assert episode.reply("2").done
@@ -153,7 +153,7 @@ def test_tools() -> None:
 
 def test_rewards_that_compare_a_group() -> None:
     environment = made(funcs=["best", "right"], weights=[1.0, 2.0])
-    episodes = [environment.start(environment.task(1, seed=0)) for _ in range(2)]
+    episodes = [environment.start(environment.problem(1, seed=0)) for _ in range(2)]
     for episode, text in zip(episodes, ("2", "two"), strict=True):
         episode.reply(text)
         assert episode.rewards() == {}
@@ -170,7 +170,7 @@ def test_rewards_that_compare_a_group() -> None:
 )
 def test_what_fails_is_a_fault_of_the_episode(args: dict[str, Any], message: str) -> None:
     environment = made(**args)
-    episode = environment.start(environment.task(0, seed=0))
+    episode = environment.start(environment.problem(0, seed=0))
 
     def play() -> None:
         episode.reply("1")

@@ -77,7 +77,7 @@ def test_a_taskset_of_one_turn(written: Any) -> None:
     options = VerifiersOptions(module=written("v1_sums"), args={"largest": 3})
     environment = load(options)
     assert environment.size == 3
-    task = environment.task(1, seed=0)
+    task = environment.problem(1, seed=0)
     assert task.messages == ({"role": "system", "content": "Calculate."}, {"role": "user", "content": "1 + 1?"})
     for text, reward in (("2", 2.0), ("3", 0.0)):
         episode = environment.start(task)

@@ -21,8 +21,8 @@ def built(name: str, **options: Any) -> Any:
     return SPECS[name].build(SPECS[name].options(**options))
 
 
-def rewards(environment: Any, task: EnvironmentProblem, *replies: str) -> dict[str, Any]:
-    episode = environment.start(task)
+def rewards(environment: Any, problem: EnvironmentProblem, *replies: str) -> dict[str, Any]:
+    episode = environment.start(problem)
     turns = [episode.reply(reply) for reply in replies]
     assert [turn.done for turn in turns] == [False] * (len(turns) - 1) + [True]
     return dict(episode.rewards())
@@ -41,24 +41,24 @@ def test_it_conforms(name: str) -> None:
 def test_copy_and_reverse() -> None:
     for name in ("copy", "reverse"):
         environment = built(name, length=3, alphabet="xyz")
-        task = environment.task(0, 1)
-        asked = task.messages[0]["content"].partition(": ")[2]
+        problem = environment.problem(0, 1)
+        asked = problem.messages[0]["content"].partition(": ")[2]
         right = asked if name == "copy" else asked[::-1]
-        assert task.data["answer"] == right
-        assert rewards(environment, task, right.replace(" ", "")) == {"match": 1.0, "exact": 1.0}
-        assert rewards(environment, task, f"<think>hm</think> {right}")["match"] == 1.0
-        assert rewards(environment, task, right[:1])["match"] == pytest.approx(1 / 3)
-        assert rewards(environment, task, right + " x y z")["match"] == 0.5
-        assert rewards(environment, task, "") == {"match": 0.0, "exact": 0.0}
+        assert problem.data["answer"] == right
+        assert rewards(environment, problem, right.replace(" ", "")) == {"match": 1.0, "exact": 1.0}
+        assert rewards(environment, problem, f"<think>hm</think> {right}")["match"] == 1.0
+        assert rewards(environment, problem, right[:1])["match"] == pytest.approx(1 / 3)
+        assert rewards(environment, problem, right + " x y z")["match"] == 0.5
+        assert rewards(environment, problem, "") == {"match": 0.0, "exact": 0.0}
         assert total_reward({"match": 0.5, "exact": 1.0}, SPECS[name].weights) == 0.5
 
 
 def test_lengths_of_copy() -> None:
     environment = built("copy", length=6, min_length=2)
-    lengths = {len(environment.task(n, 0).data["answer"].split()) for n in range(60)}
+    lengths = {len(environment.problem(n, 0).data["answer"].split()) for n in range(60)}
     assert lengths == {2, 3, 4, 5, 6}
     environment = built("copy", length=3)
-    assert {len(environment.task(n, 0).data["answer"].split()) for n in range(20)} == {3}
+    assert {len(environment.problem(n, 0).data["answer"].split()) for n in range(20)} == {3}
     with pytest.raises(UserError, match=r"environment.min_length: is 5, and environment.length 4"):
         built("copy", length=4, min_length=5)
 
@@ -66,12 +66,12 @@ def test_lengths_of_copy() -> None:
 def test_arithmetic() -> None:
     environment = built("arithmetic", digits=2, operators="+-*")
     for number in range(30):
-        task = environment.task(number, 3)
-        question = task.messages[0]["content"].removeprefix("What is ").removesuffix("?")
+        problem = environment.problem(number, 3)
+        question = problem.messages[0]["content"].removeprefix("What is ").removesuffix("?")
         answer = evaluate(question)
         assert answer >= 0
-        assert rewards(environment, task, f"It is {shown(answer)}.") == {"correct": 1.0}
-        assert rewards(environment, task, f"It is {shown(answer + 1)}.") == {"correct": 0.0}
+        assert rewards(environment, problem, f"It is {shown(answer)}.") == {"correct": 1.0}
+        assert rewards(environment, problem, f"It is {shown(answer + 1)}.") == {"correct": 0.0}
     with pytest.raises(UserError, match=r"environment.operators: '/' is not available"):
         built("arithmetic", operators="+/")
 
@@ -79,38 +79,38 @@ def test_arithmetic() -> None:
 def test_countdown_has_a_solution_and_takes_no_other_numbers() -> None:
     environment = built("countdown", numbers=4)
     for number in range(30):
-        task = environment.task(number, 3)
-        assert rewards(environment, task, task.data["answer"]) == {"correct": 1.0, "valid": 1.0}
-    target = task.data["target"]
-    assert rewards(environment, task, f"<answer>{target}</answer>") == {"correct": 0.0, "valid": 0.0}
-    first = task.data["numbers"][0]
-    assert rewards(environment, task, f"<answer>{first}</answer>") == {"correct": 0.0, "valid": 1.0}
-    assert rewards(environment, task, "<answer>(</answer>")["valid"] == 0.0
-    assert rewards(environment, task, "no idea")["valid"] == 0.0
+        problem = environment.problem(number, 3)
+        assert rewards(environment, problem, problem.data["answer"]) == {"correct": 1.0, "valid": 1.0}
+    target = problem.data["target"]
+    assert rewards(environment, problem, f"<answer>{target}</answer>") == {"correct": 0.0, "valid": 0.0}
+    first = problem.data["numbers"][0]
+    assert rewards(environment, problem, f"<answer>{first}</answer>") == {"correct": 0.0, "valid": 1.0}
+    assert rewards(environment, problem, "<answer>(</answer>")["valid"] == 0.0
+    assert rewards(environment, problem, "no idea")["valid"] == 0.0
 
 
 @pytest.mark.parametrize("call", ["tag", "json"])
 def test_the_calculator_answers_until_the_model_does(call: str) -> None:
     environment = built("tool-calculator", call=call)
-    task = environment.task(0, 1)
-    question = task.messages[0]["content"].partition("What is ")[2].partition("?")[0]
-    assert bool(task.tools) == (call == "json")
+    problem = environment.problem(0, 1)
+    question = problem.messages[0]["content"].partition("What is ")[2].partition("?")[0]
+    assert bool(problem.tools) == (call == "json")
 
     def called(expression: str) -> str:
         if call == "tag":
             return f"<calculator>{expression}</calculator>"
         return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': expression}})}</tool_call>"
 
-    episode = environment.start(task)
+    episode = environment.start(problem)
     turn = episode.reply(called("1 / 0"))
     assert turn.messages[0]["content"] == "Error: division by zero."
     assert turn.messages[0]["role"] == ("user" if call == "tag" else "tool")
     turn = episode.reply(called(question))
-    assert turn.messages[0]["content"] == task.data["answer"]
-    assert episode.reply(task.data["answer"]).done
+    assert turn.messages[0]["content"] == problem.data["answer"]
+    assert episode.reply(problem.data["answer"]).done
     assert episode.rewards() == {"correct": 1.0, "calls": 2.0}
 
-    episode = environment.start(task)
+    episode = environment.start(problem)
     turns = [episode.reply(called(question)) for _ in range(4)]
     assert [turn.done for turn in turns] == [False, False, False, True]
     assert episode.rewards() == {"correct": 0.0, "calls": 3.0}
@@ -118,7 +118,7 @@ def test_the_calculator_answers_until_the_model_does(call: str) -> None:
 
 def test_broken_calls_get_an_error() -> None:
     environment = built("tool-calculator", call="json")
-    episode = environment.start(environment.task(0, 1))
+    episode = environment.start(environment.problem(0, 1))
     for text in ("<tool_call>{</tool_call>", '<tool_call>{"arguments": 3}</tool_call>', "<tool_call>[]</tool_call>"):
         assert "Error" in episode.reply(text).messages[0]["content"]
 
@@ -129,12 +129,12 @@ def test_problems_of_a_file(tmp_path: Path) -> None:
     held_out.write_text('{"question": "City?", "answer": "Paris"}\n')
     environment = built("problems", path=str(file), eval_path=str(held_out), system="Be brief.")
     assert (environment.size, environment.held_out) == (2, 1)
-    task = environment.task(0, 1)
-    assert [m["role"] for m in task.messages] == ["system", "user"]
-    assert task.messages[1]["content"].startswith("1 + 1?\n\nThink")
-    assert rewards(environment, task, r"I think \boxed{2}") == {"correct": 1.0}
-    assert rewards(environment, environment.task(1, 1), "5/2") == {"correct": 1.0}
-    assert rewards(environment, environment.task(2, 1), r"\boxed{paris}") == {"correct": 1.0}
+    problem = environment.problem(0, 1)
+    assert [m["role"] for m in problem.messages] == ["system", "user"]
+    assert problem.messages[1]["content"].startswith("1 + 1?\n\nThink")
+    assert rewards(environment, problem, r"I think \boxed{2}") == {"correct": 1.0}
+    assert rewards(environment, environment.problem(1, 1), "5/2") == {"correct": 1.0}
+    assert rewards(environment, environment.problem(2, 1), r"\boxed{paris}") == {"correct": 1.0}
 
 
 def test_problems_of_two_splits(tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_problems_of_two_splits(tmp_path: Path) -> None:
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = built("problems", path=str(tmp_path), eval_split="test", prompt="{question}")
     assert (environment.size, environment.held_out) == (3, 2)
-    assert [environment.task(n, 0).messages[0]["content"] for n in (2, 3)] == ["train 2", "test 0"]
+    assert [environment.problem(n, 0).messages[0]["content"] for n in (2, 3)] == ["train 2", "test 0"]
     environment = built("problems", path=str(tmp_path), held_out=2, prompt="{question}")
     assert (environment.size, environment.held_out) == (1, 2)
-    assert environment.task(2, 0).messages[0]["content"] == "train 2"
+    assert environment.problem(2, 0).messages[0]["content"] == "train 2"
     with pytest.raises(UserError, match=r"environment.held_out: .* has 3 problems. Fix: fewer"):
         built("problems", path=str(tmp_path), held_out=3)
     with pytest.raises(UserError, match=r"environment.held_out: eval_path or eval_split is set too"):

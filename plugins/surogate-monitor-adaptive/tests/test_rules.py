@@ -230,7 +230,7 @@ CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
         reinforced(without_signal=from_50(0.8)),
         {},
     ),
-    "tasks_too_easy": (
+    "problems_too_easy": (
         58,
         reinforced(reward=lambda at: 0.95, without_signal=from_50(0.9)),
         reinforced(reward=lambda at: 0.85, without_signal=from_50(0.9)),

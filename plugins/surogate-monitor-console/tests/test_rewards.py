@@ -114,9 +114,9 @@ def test_held_out_rewards_and_the_summary() -> None:
     nothing = replace(ROLLOUTS, step=3, reward=None)
     end = replace(END, first_eval_loss=None, first_reward=0.5, last_reward=0.625, best_reward=0.75, best_step=2)
     lines = plain(ONLINE, ROLLOUTS, EVAL, after, better, nothing, end)
-    assert "step 2: held-out reward 0.5000 ± 0.1000  (16 tasks, length 8 in 1.5 s)" in lines
+    assert "step 2: held-out reward 0.5000 ± 0.1000  (16 problems, length 8 in 1.5 s)" in lines
     assert (
-        "step 3: held-out reward 0.6250 ± 0.1000  (16 tasks, length 8, 50% truncated, faults timeout 1 in 1.5 s)"
+        "step 3: held-out reward 0.6250 ± 0.1000  (16 problems, length 8, 50% truncated, faults timeout 1 in 1.5 s)"
         in lines
     )
     assert "Reward 0.2500 → 0.7500." in lines

@@ -18,7 +18,7 @@ WRONG: dict[str, list[Any]] = {
         {"size": 3, "held_out": -1, "groups": False},
         {"size": 3, "held_out": 0, "groups": "no"},
     ],
-    "task": [
+    "problem": [
         [],
         {"messages": [SAID]},
         {"messages": [], "data": {}, "tools": []},
@@ -41,7 +41,7 @@ WRONG: dict[str, list[Any]] = {
 }
 RIGHT: dict[str, Any] = {
     "build": {"size": None, "held_out": 0, "groups": True},
-    "task": {"messages": [SAID], "data": {"answer": [1, {}]}, "tools": [{}]},
+    "problem": {"messages": [SAID], "data": {"answer": [1, {}]}, "tools": [{}]},
     "start": None,
     "reply": {"messages": [SAID], "done": False},
     "rewards": {"a": None, "b": -1e18},

@@ -15,12 +15,12 @@ from surogate_testing.virtual import in_threads
 
 
 def episode(number: int, sample: int = 0) -> Played:
-    task = EnvironmentProblem(messages=({"role": "user", "content": f"Say {number} \ud800"},), data={"answer": 3})
+    problem = EnvironmentProblem(messages=({"role": "user", "content": f"Say {number} \ud800"},), data={"answer": 3})
     tokens = tuple(range(number, number + 4))
     one = TrainedSequence(ids=tokens, trained=[False, True, True, False], logprobs=[0.0, -1 / 3, math.nan, 0.0])
     return Played(
         key=(number, sample),
-        task=task,
+        problem=problem,
         samples=[one, TrainedSequence.of((5,))],
         replies=["é", ""],
         answers=[[{"role": "user", "content": "More"}]],
@@ -38,7 +38,7 @@ def facts(played: Sequence[Played]) -> list[Any]:
         (
             *(getattr(one, name) for name in names),
             list(one.rewards.items()),
-            None if one.task is None else one.task.messages,
+            None if one.problem is None else one.problem.messages,
             repr(one.samples),
         )
         for one in played
@@ -46,7 +46,7 @@ def facts(played: Sequence[Played]) -> list[Any]:
 
 
 def test_episodes_come_back_with_every_bit() -> None:
-    failed = Played(key=(8, 1), task=None)
+    failed = Played(key=(8, 1), problem=None)
     failed.fail("exception", "ValueError: no")
     given = [episode(7), failed, episode(9)]
     assert facts(unpacked(packed(given))) == facts(given)

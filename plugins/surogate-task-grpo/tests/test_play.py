@@ -47,14 +47,14 @@ class LocalArena:
     """Environments without processes: `answer` says what follows the replies of an episode, `judge` its rewards."""
 
     answer: Callable[[list[str]], Turn | Fault] = lambda replies: Turn(done=True)
-    judge: Callable[[EnvironmentProblem, list[str]], Mapping[str, float | None] | Fault] = lambda task, replies: {
+    judge: Callable[[EnvironmentProblem, list[str]], Mapping[str, float | None] | Fault] = lambda problem, replies: {
         "r": 1.0
     }
     size: int | None = None
     held_out: int = 0
     episodes: dict[Any, tuple[EnvironmentProblem, list[str]]] = field(default_factory=dict)
 
-    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem | Fault]:
+    def problems(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem | Fault]:
         return [
             EnvironmentProblem(
                 messages=({"role": "user", "content": f"Say {number % 7}."},), data={"number": number % 7}
@@ -63,7 +63,7 @@ class LocalArena:
         ]
 
     def start(self, items: Sequence[tuple[Any, EnvironmentProblem]], *, groups: Sequence[Any] = ()) -> None:
-        self.episodes |= {key: (task, []) for key, task in items}
+        self.episodes |= {key: (problem, []) for key, problem in items}
 
     def reply(self, items: Sequence[tuple[Any, str]]) -> list[Turn | Fault]:
         for key, text in items:
@@ -94,8 +94,8 @@ def play(renderer, arena, reply, *, completion=60, sequence=200, turns=8, prompt
         judge=judge,
     )
     numbers = range(prompts)
-    tasks = list(zip(numbers, arena.tasks(numbers, 0), strict=True))
-    played = player.play(tasks, samples, Sampling(), lambda left: None)
+    problems = list(zip(numbers, arena.problems(numbers, 0), strict=True))
+    played = player.play(problems, samples, Sampling(), lambda left: None)
     player.judged(played)
     return played, engine
 
@@ -104,7 +104,7 @@ def test_the_stop_token_is_trained_and_the_prompt_is_not(renderer_of):
     renderer = renderer_of("chatml-short")
     (one,), _ = play(renderer, LocalArena(), lambda request: f"five{END}")
     (sample,) = one.samples
-    prompt = len(renderer.prompt(one.task))
+    prompt = len(renderer.prompt(one.problem))
     assert sample.trained == [False] * prompt + [True] * 5
     assert sample.ids[-1] in renderer.stop_ids
     assert sample.logprobs[prompt:] == [-0.5, -1.5, -2.5, -3.5, -4.5]
@@ -120,7 +120,7 @@ def test_what_the_environment_says_is_in_the_sample_and_not_trained(renderer_of)
     assert renderer.tokenizer.decode(sampled) == f"ok{END}" * 3
     assert renderer.tokenizer.decode(sample.ids).count("Go on.") == 2
     assert one.length == 9
-    assert one.used == len(sample.ids) - len(renderer.prompt(one.task))
+    assert one.used == len(sample.ids) - len(renderer.prompt(one.problem))
     # Each turn has random numbers of its own.
     assert len({request.sample for request in engine.requests}) == 3
 
@@ -146,7 +146,7 @@ def test_room_of_completion_sequence_and_turns(renderer_of):
     assert (one.reason, len(one.replies), one.truncated) == ("turns", 2, True)
     (one,), _ = play(renderer, endless, lambda request: f"ok{END}", completion=20)
     assert (one.reason, one.used <= 20 + 40) == ("length", True)
-    prompt = len(renderer.prompt(one.task))
+    prompt = len(renderer.prompt(one.problem))
     (one,), _ = play(renderer, LocalArena(), lambda request: "x" * 100, sequence=prompt + 7)
     assert (one.reason, one.length) == ("length", 7)
     (one,), _ = play(renderer, LocalArena(), lambda request: "x", sequence=prompt)
@@ -207,7 +207,7 @@ class Scores:
 
 def test_a_score_is_one_of_the_rewards_and_no_number_is_a_fault(renderer_of):
     said = {0: {"r": 1.0}, 1: {"r": None}, 2: Fault(reason="timeout"), 3: {"r": None, "s": 0.0}, 4: {"r": 1.0}, 5: {}}
-    arena = LocalArena(judge=lambda task, replies: said[int(replies[0])])
+    arena = LocalArena(judge=lambda problem, replies: said[int(replies[0])])
     judge = Scores(0.5, 0.25, float("nan"), float("inf"))
     played, _ = play(renderer_of("chatml-short"), arena, lambda r: f"{r.sample}{END}", samples=6, judge=judge)
     assert [one.reward for one in played] == [1.5, None, None, 0.25, None, None]
@@ -232,6 +232,6 @@ def test_the_last_conversation_is_scored(renderer_of):
 
 
 def test_an_environment_without_rewards_needs_a_reward_model(renderer_of):
-    arena = LocalArena(judge=lambda task, replies: {})
+    arena = LocalArena(judge=lambda problem, replies: {})
     with pytest.raises(UserError, match="gives prompts and no rewards"):
         play(renderer_of("chatml-short"), arena, lambda r: f"a{END}")

@@ -20,48 +20,48 @@ COUNTER = itertools.count()
 class Sound:
     size: int | None = None
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         return EnvironmentProblem(messages=user_says(f"{number} {seed}"), data={"number": number})
 
-    def start(self, task: EnvironmentProblem) -> Any:
-        return OneReply(task, self.judged)
+    def start(self, problem: EnvironmentProblem) -> Any:
+        return OneReply(problem, self.judged)
 
-    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": len(text)}
 
 
 class Restless(Sound):
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         return EnvironmentProblem(messages=user_says(f"{next(COUNTER)}"))
 
 
 class Endless(Sound):
-    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": float("inf")}
 
 
 class Changing(Sound):
-    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
-        return {f"length {task.data['number']}": 1.0}
+    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+        return {f"length {problem.data['number']}": 1.0}
 
 
 class Drifting(Sound):
-    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": float(next(COUNTER))}
 
 
 class Needy(Sound):
-    def judged(self, task: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": float(text[0] == "T")}
 
 
 class Talkative(Sound):
-    def start(self, task: EnvironmentProblem) -> Any:
+    def start(self, problem: EnvironmentProblem) -> Any:
         class Episode(OneReply):
             def reply(self, text: str) -> Turn:
                 return Turn(messages=user_says("bye"), done=True)
 
-        return Episode(task, self.judged)
+        return Episode(problem, self.judged)
 
 
 class Short(Sound):
@@ -78,7 +78,7 @@ class Refusing(Sound):
     ("build", "message"),
     [
         (Sound, None),
-        (Restless, "task 0 differs the second time"),
+        (Restless, "problem 0 differs the second time"),
         (Endless, "reward length is inf"),
         (Changing, "the names differ"),
         (Drifting, "the rewards differ"),
@@ -113,7 +113,7 @@ def found_with(spec: EnvironmentSpec) -> list[str]:
 
 
 KNOWN = (
-    "task 0 differs the second time",
+    "problem 0 differs the second time",
     "reward length is inf",
     "the names differ",
     "the rewards differ",

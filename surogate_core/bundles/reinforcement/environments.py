@@ -19,7 +19,7 @@ much memory, wrote too much, or took too long.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentProblem:
-    """One task: the messages that a model answers, and what an episode needs to judge the answer."""
+    """One problem: the messages that a model answers, and what an episode needs to judge the answer."""
 
     messages: tuple[Mapping[str, Any], ...]
     """The conversation so far, as a chat template takes it: mappings with ``role`` and ``content``."""
@@ -52,7 +52,7 @@ class Fault:
 
 
 class Episode(Protocol):
-    """One attempt at a task."""
+    """One attempt at a problem."""
 
     def reply(self, text: str) -> Turn:
         """Take the model's next reply. It is called once in an environment of one turn."""
@@ -62,22 +62,22 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """A stream of tasks and their episodes, without access to the model.
+    """A stream of problems and their episodes, without access to the model.
 
     Two more members are optional. ``group_rewards(episodes: Sequence[Episode]) -> list[Rewards]`` compares the
-    attempts at one task with each other; its rewards are added to those of each episode. ``held_out: int`` is the
-    number of tasks after the first `size` that training never draws, for evaluation.
+    attempts at one problem with each other; its rewards are added to those of each episode. ``held_out: int`` is the
+    number of problems after the first `size` that training never draws, for evaluation.
     """
 
     @property
     def size(self) -> int | None:
-        """Number of tasks to train on, or None if there is no end of them."""
+        """Number of problems to train on, or None if there is no end of them."""
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
-        """The task of a number. The same number and seed give the same task, in every process."""
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+        """The problem of a number. The same number and seed give the same problem, in every process."""
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        """A new attempt at a task. All that it knows of the task is in the task."""
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        """A new attempt at a problem. All that it knows of the problem is in the problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class EnvironmentSpec:
     weights: Mapping[str, float] = field(default_factory=dict)
     """Name of a reward → its weight in the sum, 1 if it is not named. A reward of weight 0 is only reported."""
     deterministic: bool = True
-    """Whether equal replies to an equal task always get equal answers and rewards; `surogate env check` verifies it."""
+    """Whether equal replies to an equal problem always get equal answers and rewards; `surogate env check` tries it."""
 
 
 def total_reward(rewards: Rewards, weights: Mapping[str, float]) -> float | None:

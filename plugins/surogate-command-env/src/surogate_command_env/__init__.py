@@ -12,8 +12,8 @@ def surogate_command() -> bundles.CommandSpec:
     """`surogate env`."""
     return bundles.CommandSpec(
         name="env",
-        usage="env list|new|tasks|check|eval",
-        help="environments of reinforcement learning: tasks, rewards of a model",
+        usage="env list|new|problems|check|eval",
+        help="environments of reinforcement learning: problems, rewards of a model",
         main="surogate_command_env.command:main",
         rank=130,
         configured=True,

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 FLAGS = Flags(
     command="surogate env",
     flags=(
-        Flag("count", "--limit N", "number of tasks (tasks 10, check 20, eval 100)"),
-        Flag("number", "--seed N", "seed of the tasks, and of eval's random choices (1234, the default of train_seed)"),
-        Flag("switch", "--held-out", "tasks: those that training never draws"),
-        Flag("switch", "--solved", "tasks: conversations with the right answer"),
+        Flag("count", "--limit N", "number of problems (problems 10, check 20, eval 100)"),
+        Flag("number", "--seed N", "seed of the problems, and of eval's sampling (1234, the default of train_seed)"),
+        Flag("switch", "--held-out", "problems: those that training never draws"),
+        Flag("switch", "--solved", "problems: conversations with the right answer"),
         Flag("list", "--reply TEXT", "check: a reply to play too; further ones are the replies of later turns"),
-        Flag("switch", "--train", "eval: tasks of the training instead of held-out ones"),
-        Flag("count", "--samples N", "eval: attempts at each task (1)"),
+        Flag("switch", "--train", "eval: problems of the training instead of held-out ones"),
+        Flag("count", "--samples N", "eval: attempts at each problem (1)"),
         Flag("count", "--max-turns N", "eval: replies of an attempt at most (8)"),
         Flag("text", "--solved-at R", "eval: an attempt is solved from this reward (1)"),
         Flag("count", "--max-new-tokens N", "eval: tokens of a reply at most (512)"),
@@ -44,7 +44,7 @@ FLAGS = Flags(
         ),
         *(replace(flag, help=f"eval: {flag.help}") for flag in (ADAPTER, SLOTS, ENGINE)),
         Flag("count", "--workers N", "processes of the environment (1)"),
-        Flag("text", "--timeout S", "seconds of one task, reply or reward (10)"),
+        Flag("text", "--timeout S", "seconds of one problem, reply or reward (10)"),
         Flag(
             "text", "--build-timeout S", "seconds to build the environment (--timeout if that is given, otherwise 300)"
         ),
@@ -52,7 +52,7 @@ FLAGS = Flags(
         Flag(
             "text",
             "--output FILE",
-            "tasks: write them to a file; eval: write each attempt; new: the directory to write to",
+            "problems: write them to a file; eval: write each attempt; new: the directory to write to",
         ),
     ),
 )
@@ -60,21 +60,21 @@ FLAGS = Flags(
 USAGE = f"""\
 usage: surogate env list [--json]
        surogate env new NAME [--output DIR]
-       surogate env tasks NAME [OPTION=VALUE …] [--limit N] [--held-out] [--solved] [--output FILE.jsonl]
+       surogate env problems NAME [OPTION=VALUE …] [--limit N] [--held-out] [--solved] [--output FILE.jsonl]
        surogate env check NAME [OPTION=VALUE …] [--limit N] [--reply TEXT …] [--json]
        surogate env eval MODEL [MODEL …] NAME [OPTION=VALUE …] [--limit N] [--samples N] [--json] [--output FILE.jsonl]
 
-Environments of reinforcement learning: tasks, and rewards of the answers. OPTION=VALUE are options of the environment,
-such as digits=2, and keys of a run, such as device=cpu.
+Environments of reinforcement learning: problems, and rewards of the answers. OPTION=VALUE are options of the
+environment, such as digits=2, and keys of a run, such as device=cpu.
 
   list                 what is installed, with options and weights of rewards
   new                  write a package with an environment of your own, and its tests
-  tasks                print tasks as JSON lines; with --solved as conversations with the right answer, for tasks whose
-                       data have an `answer`: rows to fine-tune on before reinforcement learning
-  check                play tasks twice, in other processes and in another order, and compare every byte; exit code 1
-                       if they differ or every episode fails
-  eval                 mean reward of a model, a run or an adapter on held-out tasks, with its standard error; several
-                       are compared with the first, task by task
+  problems             print problems as JSON lines; with --solved as conversations with the right answer, for problems
+                       whose data have an `answer`: rows to fine-tune on before reinforcement learning
+  check                play problems twice, in other processes and in another order, and compare every byte; exit code
+                       1 if they differ or every episode fails
+  eval                 mean reward of a model, a run or an adapter on held-out problems, with its standard error;
+                       several are compared with the first, problem by problem
 
 {shown(FLAGS.flags)}"""
 
@@ -83,7 +83,7 @@ _OF_POOL = ("--timeout", "--build-timeout", "--workers")
 _OF: Mapping[str, tuple[str, ...]] = {
     "list": ("--json",),
     "new": ("--output",),
-    "tasks": ("--limit", "--seed", "--held-out", "--solved", "--output", *_OF_POOL),
+    "problems": ("--limit", "--seed", "--held-out", "--solved", "--output", *_OF_POOL),
     "check": ("--limit", "--seed", "--reply", "--json", *_OF_POOL),
 }
 """Command → its flags; eval has all but those of a single other one."""
@@ -92,7 +92,7 @@ _NOT_OF_EVAL = ("--held-out", "--solved", "--reply")
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    commands = {"list": _list, "new": _new, "tasks": _tasks, "check": _check, "eval": _eval}
+    commands = {"list": _list, "new": _new, "problems": _problems, "check": _check, "eval": _eval}
     if not argv or any(word in ("--help", "-h") for word in argv):
         print(USAGE, end="")
         return 0
@@ -164,7 +164,7 @@ def _new(words: Words) -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------------- tasks, check
+# ------------------------------------------------------------------------------------- problems, check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ def _chosen(name: str, overrides: Sequence[str], of_model: Sequence[str] = ()) -
     return _Chosen(config=config, registry=registry)
 
 
-def _tasks(words: Words) -> int:
+def _problems(words: Words) -> int:
     from surogate_core.bundles.reinforcement.environments import Fault
     from surogate_core.files.atomic import replace_file
     from surogate_reinforcement.checking import ANSWER
@@ -216,19 +216,19 @@ def _tasks(words: Words) -> int:
     chosen, seed, count = _chosen(words.models[0], words.overrides), _seed(words), words.counts.get("--limit", 10)
     with chosen.pool(words) as pool:
         numbers = _numbers(pool, count, seed, held_out="--held-out" in words.switches)
-        found = pool.tasks(numbers, seed)
+        found = pool.problems(numbers, seed)
     lines, faults = [], 0
-    for place, task in zip(numbers, found, strict=True):
-        if isinstance(task, Fault):
+    for place, problem in zip(numbers, found, strict=True):
+        if isinstance(problem, Fault):
             faults += 1
-            print(f"note: task {place}: {task}", file=sys.stderr)
+            print(f"note: problem {place}: {problem}", file=sys.stderr)
         elif "--solved" not in words.switches:
-            row = {"number": place, "messages": list(task.messages), "data": dict(task.data)}
-            lines.append(json_line(row | ({"tools": list(task.tools)} if task.tools else {})))
-        elif isinstance(answer := task.data.get(ANSWER), str):
-            lines.append(json_line({"messages": [*task.messages, {"role": "assistant", "content": answer}]}))
+            row = {"number": place, "messages": list(problem.messages), "data": dict(problem.data)}
+            lines.append(json_line(row | ({"tools": list(problem.tools)} if problem.tools else {})))
+        elif isinstance(answer := problem.data.get(ANSWER), str):
+            lines.append(json_line({"messages": [*problem.messages, {"role": "assistant", "content": answer}]}))
         else:
-            raise UserError(f"--solved: task {place} has no text `{ANSWER}` in its data. Fix: leave --solved out")
+            raise UserError(f"--solved: problem {place} has no text `{ANSWER}` in its data. Fix: leave --solved out")
     if output is None:
         print("".join(lines), end="")
     else:
@@ -242,7 +242,7 @@ def _numbers(pool: EnvironmentPool, count: int, seed: int, *, held_out: bool) ->
     if held_out and (numbers := held_out_numbers(count, size=pool.size, held_out=pool.held_out)):
         return numbers
     if held_out:
-        print(f"note: {pool.name} holds no task out, so these are tasks of the training.", file=sys.stderr)
+        print(f"note: {pool.name} holds no problem out, so these are problems of the training.", file=sys.stderr)
     return training_numbers(0, count if pool.size is None else min(count, pool.size), size=pool.size, seed=seed)
 
 
@@ -269,7 +269,7 @@ def _check(words: Words) -> int:
     chosen, seed = _chosen(words.models[0], words.overrides), _seed(words)
     with chosen.pool(words) as first, chosen.pool(words) as second:
         found = check(
-            first, second, tasks=words.counts.get("--limit", 20), seed=seed, replies=words.lists.get("--reply", ())
+            first, second, problems=words.counts.get("--limit", 20), seed=seed, replies=words.lists.get("--reply", ())
         )
         spec = first.spec
     wrong = wrong_with(found, declared=spec.deterministic)
@@ -279,7 +279,7 @@ def _check(words: Words) -> int:
         return 1 if wrong else 0
     count = len(found.differences)
     same = "all equal the second time" if not count else f"{count} differ the second time"
-    print(f"{spec.name}: {found.tasks} tasks, {found.episodes} episodes: {same}")
+    print(f"{spec.name}: {found.problems} problems, {found.episodes} episodes: {same}")
     print(f"rewards: {', '.join(' '.join(names) or 'none' for names in found.names) or 'none'}")
     shown = (f"{kind} {'none' if mean is None else f'{mean:.3f}'}" for kind, mean in found.rewards.items())
     print(f"mean reward by reply: {', '.join(shown)}")
@@ -379,13 +379,13 @@ def _measured(model: str, name: str, words: Words, taken: Callable[[Mapping[str,
 
 
 def _plain(scores: Scores) -> dict[str, Any]:
-    values = {key: value for key, value in asdict(scores).items() if key != "by_task"}
+    values = {key: value for key, value in asdict(scores).items() if key != "by_problem"}
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _shown(scores: Scores, has_others: bool) -> str:
     lines = [scores.model] if has_others else []
-    lines.append(f"{scores.environment}: {scores.tasks} tasks, {scores.samples} attempts each")
+    lines.append(f"{scores.environment}: {scores.problems} problems, {scores.samples} attempts each")
     lines.append(f"reward {_figure(scores.reward, scores.stderr)}")
     lines += [f"  {name} {_figure(value)}" for name, value in scores.rewards.items()]
     if scores.difference is not None:

@@ -1,4 +1,4 @@
-"""A model measured in an environment: it plays held-out tasks, and its rewards are averaged."""
+"""A model measured in an environment: it plays held-out problems, and its rewards are averaged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surogate_core.measure.subject import Subject
 from surogate_reinforcement.pool import EnvironmentPool
 
 Key = tuple[int, int]
-"""(number of the task, number of the attempt)."""
+"""(number of the problem, number of the attempt)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +24,19 @@ class Scores:
 
     model: str
     environment: str
-    tasks: int
+    problems: int
     samples: int
-    """Attempts at each task."""
+    """Attempts at each problem."""
     reward: float | None
-    """Mean over the tasks of the mean reward of their attempts; None if no attempt has one."""
+    """Mean over the problems of the mean reward of their attempts; None if no attempt has one."""
     stderr: float
-    """Standard error of the mean over the tasks."""
+    """Standard error of the mean over the problems."""
     rewards: Mapping[str, float | None]
     """Name → mean over the attempts to which it applies."""
     solved: float
     """Share of the attempts whose reward reaches the bar."""
     pass_at: float
-    """Share of the tasks with at least one such attempt."""
+    """Share of the problems with at least one such attempt."""
     truncated: float
     """Share of the attempts that ended for lack of room or turns."""
     faults: Mapping[str, int]
@@ -46,16 +46,18 @@ class Scores:
     tokens: float
     """Tokens of all replies of an attempt, on average."""
     difference: float | None = None
-    """Reward minus that of the first model, over the tasks that both have a reward for; None for the first."""
+    """Reward minus that of the first model, over the problems that both have a reward for; None for the first."""
     difference_stderr: float | None = None
-    """Standard error of the difference, from the tasks in pairs."""
-    by_task: Mapping[int, float] = field(default_factory=dict, repr=False)
-    """Number of a task → mean reward of its attempts."""
+    """Standard error of the difference, from the problems in pairs."""
+    by_problem: Mapping[int, float] = field(default_factory=dict, repr=False)
+    """Number of a problem → mean reward of its attempts."""
 
 
 def compared(first: Scores, other: Scores) -> Scores:
-    """The figures of a model with their difference from those of the first model, task by task."""
-    pairs = [other.by_task[task] - value for task, value in first.by_task.items() if task in other.by_task]
+    """The figures of a model with their difference from those of the first model, problem by problem."""
+    pairs = [
+        other.by_problem[problem] - value for problem, value in first.by_problem.items() if problem in other.by_problem
+    ]
     if not pairs:
         return other
     return replace(other, difference=_mean(pairs), difference_stderr=mean_stderr(pairs))
@@ -64,7 +66,7 @@ def compared(first: Scores, other: Scores) -> Scores:
 @dataclass(slots=True)
 class _Attempt:
     key: Key
-    task: EnvironmentProblem
+    problem: EnvironmentProblem
     messages: list[Mapping[str, Any]]
     turns: int = 0
     tokens: int = 0
@@ -75,7 +77,7 @@ class _Attempt:
 
     def row(self) -> dict[str, Any]:
         return {
-            "task": self.key[0],
+            "problem": self.key[0],
             "sample": self.key[1],
             "messages": self.messages,
             "rewards": dict(self.rewards),
@@ -90,10 +92,10 @@ class ScorePlan:
     """How a model is measured in an environment."""
 
     numbers: Sequence[int]
-    """The numbers of the tasks."""
+    """The numbers of the problems."""
     seed: int
     wanted: PromptOptions
-    """Tokens of a reply, attempts at a task, and how tokens are chosen."""
+    """Tokens of a reply, attempts at a problem, and how tokens are chosen."""
     turns: int
     """Replies of an attempt at most."""
     weights: Mapping[str, float]
@@ -104,15 +106,15 @@ class ScorePlan:
 def measure(
     subject: Subject, pool: EnvironmentPool, plan: ScorePlan, taken: Callable[[Mapping[str, Any]], None]
 ) -> Scores:
-    """Play the tasks. `taken` receives each attempt."""
+    """Play the problems. `taken` receives each attempt."""
     faults: Counter[str] = Counter()
     attempts = []
-    for number, task in zip(plan.numbers, pool.tasks(plan.numbers, plan.seed), strict=True):
-        if isinstance(task, Fault):
-            faults[task.reason] += plan.wanted.samples
+    for number, problem in zip(plan.numbers, pool.problems(plan.numbers, plan.seed), strict=True):
+        if isinstance(problem, Fault):
+            faults[problem.reason] += plan.wanted.samples
             continue
-        attempts += [_Attempt((number, s), task, list(task.messages)) for s in range(plan.wanted.samples)]
-    pool.start([(a.key, a.task) for a in attempts], groups=[a.key[0] for a in attempts])
+        attempts += [_Attempt((number, s), problem, list(problem.messages)) for s in range(plan.wanted.samples)]
+    pool.start([(a.key, a.problem) for a in attempts], groups=[a.key[0] for a in attempts])
     going = attempts
     for turn in range(plan.turns):
         going = _turn(subject, pool, plan, going, turn)
@@ -156,9 +158,9 @@ def _turn(
 
 
 def _prompt(subject: Subject, attempt: _Attempt) -> Prompt:
-    name = f"task {attempt.key[0]}"
+    name = f"problem {attempt.key[0]}"
     if subject.tokenizer.chat_template:
-        return prompt_of_messages(subject.tokenizer, attempt.messages, tools=attempt.task.tools, name=name)
+        return prompt_of_messages(subject.tokenizer, attempt.messages, tools=attempt.problem.tools, name=name)
     return prompt_of_text(subject.tokenizer, "\n".join(str(m["content"]) for m in attempt.messages), name=name)
 
 
@@ -178,7 +180,7 @@ def _scores(
     return Scores(
         model=model,
         environment=environment,
-        tasks=len(plan.numbers),
+        problems=len(plan.numbers),
         samples=plan.wanted.samples,
         reward=_mean(means) if means else None,
         stderr=mean_stderr(means) if means else math.nan,
@@ -189,7 +191,7 @@ def _scores(
         faults=dict(sorted(faults.items())),
         turns=sum(a.turns for a in attempts) / count,
         tokens=sum(a.tokens for a in attempts) / count,
-        by_task={task: _mean(some) for task, some in found.items()},
+        by_problem={problem: _mean(some) for problem, some in found.items()},
     )
 
 

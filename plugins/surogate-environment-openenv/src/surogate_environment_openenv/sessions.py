@@ -83,7 +83,7 @@ class Session:
 
 
 class ServerProblems:
-    """Tasks without an end: each has a seed of its own, which the server's environment is reset with."""
+    """Problems without an end: each has a seed of its own, which the server's environment is reset with."""
 
     size = None
 
@@ -93,7 +93,7 @@ class ServerProblems:
             raise UserError("environment.action: has no {reply}. Fix: environment.action={message: '{reply}'}")
         Session(options).close()
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         options = self.options
         own = Draws(seed, number).below(2**31)
         session = Session(options)
@@ -105,8 +105,8 @@ class ServerProblems:
         messages = (*system, *user_says(options.prompt.replace("{observation}", shown)))
         return EnvironmentProblem(messages=messages, data={"seed": own, "shown": shown})
 
-    def start(self, task: EnvironmentProblem) -> OpenEnvEpisode:
-        return OpenEnvEpisode(self, task)
+    def start(self, problem: EnvironmentProblem) -> OpenEnvEpisode:
+        return OpenEnvEpisode(self, problem)
 
     def reset(self, session: Session, seed: int) -> Mapping[str, Any]:
         """The first observation of a session."""
@@ -144,10 +144,10 @@ class ServerProblems:
 class OpenEnvEpisode:
     """An episode on the server."""
 
-    def __init__(self, owner: ServerProblems, task: EnvironmentProblem) -> None:
+    def __init__(self, owner: ServerProblems, problem: EnvironmentProblem) -> None:
         self._owner, self._rewards, self._done = owner, [0.0], False
         self._session = Session(owner.options)
-        if owner.shown(owner.reset(self._session, int(task.data["seed"]))) != task.data["shown"]:
+        if owner.shown(owner.reset(self._session, int(problem.data["seed"]))) != problem.data["shown"]:
             self._session.close()
             raise RuntimeError("the server's environment begins differently with the same seed, so it does not repeat")
 

@@ -13,7 +13,7 @@ class ReasoningGymOptions:
     """Data sets of reasoning-gym."""
 
     dataset: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["chain_sum"])
-    """Names of data sets, such as `chain_sum` or `leg_counting`; tasks of several are mixed."""
+    """Names of data sets, such as `chain_sum` or `leg_counting`; problems of several are mixed."""
     weights: list[Annotated[float, Interval(gt=0, le=10**6)]] = field(default_factory=list)
     """Share of each data set; empty gives all the same."""
     config: dict[str, Any] = field(default_factory=dict)

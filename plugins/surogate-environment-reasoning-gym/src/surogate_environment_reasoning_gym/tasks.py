@@ -1,4 +1,4 @@
-"""Tasks and scores of reasoning-gym."""
+"""Problems and scores of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from surogate_reinforcement.draws import Draws
 from surogate_reinforcement.episodes import OneReply, user_says
 
 CHUNK = 500
-"""Tasks of one seed. A data set of reasoning-gym has a size, and some make all of their tasks when they are created."""
+"""Problems of one seed. A data set of reasoning-gym has a size, and some make all problems when they are created."""
 
 
 class ReasoningGym:
-    """Data sets of reasoning-gym without an end: each `CHUNK` of tasks has a seed of its own."""
+    """Data sets of reasoning-gym without an end: each `CHUNK` of problems has a seed of its own."""
 
     size = None
 
@@ -28,11 +28,11 @@ class ReasoningGym:
         self._options = options
         self._configs = _configs(options)
         for name in options.dataset:
-            # Mistakes in parameters are found before the first task.
+            # Mistakes in parameters are found before the first problem.
             self._dataset(name, 0, 0)
         self._dataset = lru_cache(maxsize=16)(self._dataset)  # type: ignore[method-assign]
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         name, entry = self._entry(number, seed)
         question = str(entry["question"])
         system = ({"role": "system", "content": self._options.system},) if self._options.system else ()
@@ -43,20 +43,20 @@ class ReasoningGym:
         data = {"dataset": name, "number": number, "seed": seed, "question": question, "answer": right}
         return EnvironmentProblem(messages=messages, data=data)
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        return OneReply(task, self._judged)
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        return OneReply(problem, self._judged)
 
     # ----------------------------------------------------------------------------- judge
 
-    def _judged(self, task: EnvironmentProblem, reply: str) -> Mapping[str, float | None]:
+    def _judged(self, problem: EnvironmentProblem, reply: str) -> Mapping[str, float | None]:
         """`score` is that of the data set; `failed` says that it could not score the answer."""
         shown = visible(reply)
         answer = tagged(shown) if self._options.answer == "tag" else shown.strip()
-        number, seed = int(task.data["number"]), int(task.data["seed"])
+        number, seed = int(problem.data["number"]), int(problem.data["seed"])
         # The entry is made again: its metadata need not be JSON.
         name, entry = self._entry(number, seed)
-        if str(entry["question"]) != task.data["question"]:
-            raise RuntimeError(f"data set {name} made another task {number} of the same seed, so it does not repeat")
+        if str(entry["question"]) != problem.data["question"]:
+            raise RuntimeError(f"data set {name} made another problem {number} of the same seed, so it does not repeat")
         failed = False
         score: Any = 0.0
         if answer:
@@ -68,7 +68,7 @@ class ReasoningGym:
             score, failed = 0.0, True
         return {"score": score, "answered": float(bool(answer)), "failed": float(failed)}
 
-    # ----------------------------------------------------------------------------- tasks
+    # ----------------------------------------------------------------------------- problems
 
     def _entry(self, number: int, seed: int) -> tuple[str, Mapping[str, Any]]:
         names = self._options.dataset

@@ -24,9 +24,9 @@ class JudgedCompletion:
     """One completion, which functions judge when it is there."""
 
     def __init__(
-        self, task: EnvironmentProblem, judge: Callable[[JudgedCompletion], Mapping[str, float | None]]
+        self, problem: EnvironmentProblem, judge: Callable[[JudgedCompletion], Mapping[str, float | None]]
     ) -> None:
-        self.task, self.text = task, ""
+        self.problem, self.text = problem, ""
         self._judge = judge
 
     def reply(self, text: str) -> Turn:
@@ -38,7 +38,7 @@ class JudgedCompletion:
 
 
 class Rewarded:
-    """One task for each line of the file; held-out ones follow."""
+    """One problem for each line of the file; held-out ones follow."""
 
     def __init__(self, options: RewardFunctionOptions, functions: Mapping[str, Function]) -> None:
         self._options, self._functions = options, functions
@@ -48,7 +48,7 @@ class Rewarded:
         self.held_out = len(held_out)
         self._rows = [*rows, *held_out]
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         row = self._rows[number]
         prompt = row[self._options.prompt]
         messages = user_says(prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -56,8 +56,8 @@ class Rewarded:
             messages = ({"role": "system", "content": self._options.system}, *messages)
         return EnvironmentProblem(messages=messages, data={"row": row})
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        return JudgedCompletion(task, lambda episode: self._rewards([episode])[0])
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        return JudgedCompletion(problem, lambda episode: self._rewards([episode])[0])
 
     def _rewards(self, episodes: Sequence[JudgedCompletion]) -> list[dict[str, float | None]]:
         """By the name of their function, in the order of the episodes, which have the same columns."""
@@ -76,7 +76,7 @@ class Rewarded:
 
     def _arguments(self, episodes: Sequence[JudgedCompletion]) -> dict[str, list[Any]]:
         """`prompts`, `completions` and the columns as lists; completions are conversations where prompts are."""
-        rows = [episode.task.data["row"] for episode in episodes]
+        rows = [episode.problem.data["row"] for episode in episodes]
         own = self._options.prompt
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in (own, "prompt")}
         prompts = [row[own] for row in rows]
@@ -89,8 +89,8 @@ class Rewarded:
 class RewardedTogether(Rewarded):
     """The same, with functions that are called with all completions of a prompt."""
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        return JudgedCompletion(task, lambda episode: {})
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        return JudgedCompletion(problem, lambda episode: {})
 
     def group_rewards(self, episodes: Sequence[JudgedCompletion]) -> list[dict[str, float | None]]:
         """The rewards of all completions of one prompt."""

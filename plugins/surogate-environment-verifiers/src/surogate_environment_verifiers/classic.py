@@ -80,16 +80,16 @@ Waiting.__abstractmethods__ = frozenset()
 class ClassicEpisode:
     """A rollout of the environment, which waits for replies."""
 
-    def __init__(self, owner: Classic, task: EnvironmentProblem) -> None:
+    def __init__(self, owner: Classic, problem: EnvironmentProblem) -> None:
         self._owner, self._client = owner, Waiting()
         self.state: Any = None
         """What the environment keeps of the rollout; None until it is over."""
         rollout = owner.env.rollout(
-            input=dict(task.data["row"]), client=self._client, model=MODEL, sampling_args={"n": 1}
+            input=dict(problem.data["row"]), client=self._client, model=MODEL, sampling_args={"n": 1}
         )
         self._rollout = owner.loop.create_task(rollout)
         self._advance()
-        if self.state is None and [plain(m) for m in self._client.prompt] != [dict(m) for m in task.messages]:
+        if self.state is None and [plain(m) for m in self._client.prompt] != [dict(m) for m in problem.messages]:
             raise RuntimeError("the environment changes its prompt when an episode begins, which a run cannot follow")
 
     def reply(self, text: str) -> Turn:
@@ -141,10 +141,10 @@ class ClassicEpisode:
 
 
 class Classic:
-    """One task for each row of the environment's data; held-out ones follow."""
+    """One problem for each row of the environment's data; held-out ones follow."""
 
     together = False
-    """Whether rewards compare the attempts at one task."""
+    """Whether rewards compare the attempts at one problem."""
 
     def __init__(self, env: Any) -> None:
         self.env, self.loop = env, asyncio.new_event_loop()
@@ -154,7 +154,7 @@ class Classic:
         self._data = [*rows, *held_out]
         self._weights = _weights(env.rubric)
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         row = self._data[number]
         info = row.get("info")
         info = json.loads(info) if isinstance(info, str) and info else info or {}
@@ -163,11 +163,11 @@ class Classic:
             messages=tuple(row["prompt"]), data={"row": row}, tools=tuple(_function(tool) for tool in tools)
         )
 
-    def start(self, task: EnvironmentProblem) -> ClassicEpisode:
-        return ClassicEpisode(self, task)
+    def start(self, problem: EnvironmentProblem) -> ClassicEpisode:
+        return ClassicEpisode(self, problem)
 
     def scored(self, attempts: Sequence[ClassicEpisode]) -> list[Mapping[str, float | None]]:
-        """The rewards of attempts at one task, multiplied by their weights."""
+        """The rewards of attempts at one problem, multiplied by their weights."""
         states = [attempt.ended() for attempt in attempts]
         with _errors() as said:
             self.loop.run_until_complete(self.env.rubric.score_group(states))
@@ -182,12 +182,12 @@ class Classic:
 
 
 class ComparedRollouts(Classic):
-    """The same, with a rubric that compares the attempts at one task."""
+    """The same, with a rubric that compares the attempts at one problem."""
 
     together = True
 
     def group_rewards(self, episodes: Sequence[ClassicEpisode]) -> list[Mapping[str, float | None]]:
-        """The rewards of all attempts at one task."""
+        """The rewards of all attempts at one problem."""
         return self.scored(episodes)
 
 

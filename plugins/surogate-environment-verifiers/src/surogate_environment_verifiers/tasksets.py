@@ -26,15 +26,15 @@ class Tasks:
         self._tasks = tasks
         self.size = len(tasks)
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         messages = tuple({"role": m.role, "content": m.content} for m in _messages(self._tasks[number]))
         return EnvironmentProblem(messages=messages, data={"number": number})
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        return OneReply(task, self._judged)
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        return OneReply(problem, self._judged)
 
-    def _judged(self, task: EnvironmentProblem, reply: str) -> Mapping[str, float | None]:
-        found = self._tasks[int(task.data["number"])]
+    def _judged(self, problem: EnvironmentProblem, reply: str) -> Mapping[str, float | None]:
+        found = self._tasks[int(problem.data["number"])]
         trace = _trace(found, reply)
         asyncio.run(found.score(trace))
         return {name: None if one is None else float(one.value) for name, one in trace.rewards.items()}

@@ -19,9 +19,9 @@ def question_of(draws: Draws, *, digits: int, terms: int, operators: str) -> str
     return " ".join(parts)
 
 
-def correct(task: EnvironmentProblem, text: str) -> Rewards:
+def correct(problem: EnvironmentProblem, text: str) -> Rewards:
     """1 for the right answer."""
-    return {"correct": float(same_answer(answer_of(text), task.data["answer"]))}
+    return {"correct": float(same_answer(answer_of(text), problem.data["answer"]))}
 
 
 class Arithmetic:
@@ -34,7 +34,7 @@ class Arithmetic:
             raise UserError(f"environment.operators: {wrong[0]!r} is not available. Fix: a text of + - *, such as '+-'")
         self._options = options
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         options, draws = self._options, Draws(seed, number)
         while True:
             question = question_of(draws, digits=options.digits, terms=options.terms, operators=options.operators)
@@ -44,5 +44,5 @@ class Arithmetic:
         text = options.prompt.replace("{question}", question)
         return EnvironmentProblem(messages=user_says(text), data={"answer": shown(answer)})
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        return OneReply(task, correct)
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        return OneReply(problem, correct)

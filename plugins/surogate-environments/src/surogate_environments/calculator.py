@@ -41,7 +41,7 @@ class Calculator:
     def __init__(self, options: CalculatorOptions) -> None:
         self._options = options
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         options = self._options
         question = question_of(Draws(seed, number), digits=options.digits, terms=options.terms, operators="+-*")
         text = options.prompt.replace("{question}", question)
@@ -52,13 +52,13 @@ class Calculator:
             tools=() if has_tags else (_TOOL,),
         )
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        return _Attempt(task, self._options)
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        return _Attempt(problem, self._options)
 
 
 class _Attempt:
-    def __init__(self, task: EnvironmentProblem, options: CalculatorOptions) -> None:
-        self._task, self._options = task, options
+    def __init__(self, problem: EnvironmentProblem, options: CalculatorOptions) -> None:
+        self._problem, self._options = problem, options
         self._turns, self._calls, self._last = 0, 0, ""
 
     def reply(self, text: str) -> Turn:
@@ -77,7 +77,7 @@ class _Attempt:
 
     def rewards(self) -> Rewards:
         answered = "" if self._asked() is not None else self._last
-        return {**correct(self._task, answered), "calls": float(self._calls)}
+        return {**correct(self._problem, answered), "calls": float(self._calls)}
 
     def _asked(self) -> str | None:
         """The expression of the last call in the last reply, or None."""

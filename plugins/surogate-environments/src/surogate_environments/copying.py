@@ -11,7 +11,7 @@ from surogate_reinforcement.episodes import OneReply, user_says
 
 
 class Copying:
-    """Tasks without an end: `length` letters of `alphabet`."""
+    """Problems without an end: `length` letters of `alphabet`."""
 
     size = None
 
@@ -24,19 +24,19 @@ class Copying:
                 f"Fix: a smaller min_length"
             )
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         draws, options = Draws(seed, number), self._options
         letters = [draws.choice(options.alphabet) for _ in range(draws.between(self._shortest, options.length))]
         right = letters[::-1] if self._backwards else letters
         text = options.prompt.replace("{text}", options.separator.join(letters))
         return EnvironmentProblem(messages=user_says(text), data={"answer": options.separator.join(right)})
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        return OneReply(task, _judged)
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        return OneReply(problem, _judged)
 
 
-def _judged(task: EnvironmentProblem, text: str) -> Rewards:
-    right, found = _letters(task.data["answer"]), _letters(visible(text))
+def _judged(problem: EnvironmentProblem, text: str) -> Rewards:
+    right, found = _letters(problem.data["answer"]), _letters(visible(text))
     same = sum(a == b for a, b in zip(right, found, strict=False))
     return {"match": same / max(len(right), len(found)), "exact": float(right == found)}
 

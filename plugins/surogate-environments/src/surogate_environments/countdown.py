@@ -14,14 +14,14 @@ from surogate_reinforcement.episodes import OneReply, user_says
 
 
 class Countdown:
-    """Tasks without an end; every one of them has a solution."""
+    """Problems without an end; every one of them has a solution."""
 
     size = None
 
     def __init__(self, options: CountdownOptions) -> None:
         self._options = options
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         options, draws = self._options, Draws(seed, number)
         while True:
             numbers = [draws.between(1, options.largest) for _ in range(options.numbers)]
@@ -33,8 +33,8 @@ class Countdown:
         data = {"numbers": values, "target": int(target), "answer": f"<answer>{solution}</answer>"}
         return EnvironmentProblem(messages=user_says(text), data=data)
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        return OneReply(task, _judged)
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        return OneReply(problem, _judged)
 
 
 def _combined(draws: Draws, numbers: list[int]) -> tuple[str, Fraction]:
@@ -49,7 +49,7 @@ def _combined(draws: Draws, numbers: list[int]) -> tuple[str, Fraction]:
     return text[1:-1], value
 
 
-def _judged(task: EnvironmentProblem, text: str) -> Rewards:
+def _judged(problem: EnvironmentProblem, text: str) -> Rewards:
     expression = tagged(visible(text))
     if expression is None:
         return {"correct": 0.0, "valid": 0.0}
@@ -57,5 +57,5 @@ def _judged(task: EnvironmentProblem, text: str) -> Rewards:
         used, value = Counter(numbers_of(expression)), evaluate(expression)
     except ExpressionError:
         return {"correct": 0.0, "valid": 0.0}
-    valid = not used - Counter(task.data["numbers"])
-    return {"correct": float(valid and value == task.data["target"]), "valid": float(valid)}
+    valid = not used - Counter(problem.data["numbers"])
+    return {"correct": float(valid and value == problem.data["target"]), "valid": float(valid)}

@@ -16,7 +16,7 @@ from surogate_reinforcement.episodes import OneReply, user_says
 
 
 class Problems:
-    """One task for each row; held-out ones follow."""
+    """One problem for each row; held-out ones follow."""
 
     def __init__(self, options: ProblemsOptions) -> None:
         if not options.path:
@@ -51,14 +51,14 @@ class Problems:
             raise UserError(f"environment.path: {path} has no problem. Fix: one object a line")
         return found
 
-    def task(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> EnvironmentProblem:
         question, answer = self._problems[number]
         system = ({"role": "system", "content": self._options.system},) if self._options.system else ()
         messages = (*system, *user_says(self._options.prompt.replace("{question}", question)))
         return EnvironmentProblem(messages=messages, data={"answer": answer})
 
-    def start(self, task: EnvironmentProblem) -> Episode:
-        return OneReply(task, correct)
+    def start(self, problem: EnvironmentProblem) -> Episode:
+        return OneReply(problem, correct)
 
 
 def _text(row: Any, field: str, place: str) -> str:

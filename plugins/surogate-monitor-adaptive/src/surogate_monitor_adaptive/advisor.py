@@ -112,12 +112,12 @@ RULES: Mapping[str, RuleAdvice] = {
     "no_signal": RuleAdvice(
         key="environment",
         message="Most groups have equal rewards, so they teach nothing.",
-        suggestion="easier tasks, a short fine-tuning on the format before, more num_generations, a finer reward",
+        suggestion="easier problems, a short fine-tuning on the format before, more num_generations, a finer reward",
     ),
-    "tasks_too_easy": RuleAdvice(
+    "problems_too_easy": RuleAdvice(
         key="environment",
-        message="Most groups have equal rewards because the model solves the tasks.",
-        suggestion="end here, or take harder tasks",
+        message="Most groups have equal rewards because the model solves the problems.",
+        suggestion="end here, or take harder problems",
     ),
     "completions_truncated": RuleAdvice(
         key="max_completion_length",
@@ -144,7 +144,7 @@ RULES: Mapping[str, RuleAdvice] = {
         key="environment",
         message="The reward rises while the held-out reward falls.",
         suggestion="read the completions in the report; go back to the checkpoint of the best held-out reward, take "
-        "more tasks, or set beta above 0",
+        "more problems, or set beta above 0",
     ),
     # ----------------------------------------------------------- several together
     "plateau_high_lr": RuleAdvice(

@@ -1,7 +1,7 @@
 """Reinforcement learning: what rewards, entropy, lengths and held-out rewards say together.
 
 The loss is no measure here: its sign and size follow the advantages. A run whose reward is near the highest that it has
-seen has learnt its tasks, so a low entropy and groups without signal are then no fault.
+seen has learnt its problems, so a low entropy and groups without signal are then no fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BEFORE = 40
 """Steps between the window and the one that its reward is compared with."""
 
 SOLVED = 0.9
-"""Share of the way from the lowest to the highest reward above which the tasks are learnt."""
+"""Share of the way from the lowest to the highest reward above which the problems are learnt."""
 
 RISEN = 0.02
 """Share of that way by which a reward must rise to count as risen."""
@@ -98,7 +98,7 @@ class RewardMonitor(Detector):
         rules: dict[str, Callable[[], dict[str, float] | None]] = {
             "length_explosion": self._explodes,
             "no_signal": lambda: None if self.solved else self._above(self.silent, SILENT, "without_signal"),
-            "tasks_too_easy": lambda: self._above(self.silent, SILENT, "without_signal") if self.solved else None,
+            "problems_too_easy": lambda: self._above(self.silent, SILENT, "without_signal") if self.solved else None,
             "completions_truncated": lambda: self._above(self.cut, CUT, "truncated"),
             "environment_faults": lambda: self._above(self.faulty, FAULTY, "share_with_faults"),
         }

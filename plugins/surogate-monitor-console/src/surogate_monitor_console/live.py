@@ -45,7 +45,7 @@ from surogate_monitor_console.options import ConsoleOptions
 LEVELS = {"info": "cyan", "warning": "bold yellow", "error": "bold red"}
 TREND_STYLES = {"↓": "green", "↑": "red", "→": "yellow", " ": ""}
 KEPT_LOSSES = 200
-LONG_TASK_SECONDS = 2.0
+LONG_STAGE_SECONDS = 2.0
 """A task that took at least this long leaves a line."""
 
 
@@ -77,7 +77,7 @@ class LiveView:
         self._gpu: GpuStats | None = None
         self._ranks: RankStats | None = None
         self._routing: RoutingStats | None = None
-        self._tasks: dict[str, tuple[float, Progress]] = {}
+        self._stages: dict[str, tuple[float, Progress]] = {}
         self._live: Live | None = Live(
             console=self._console, get_renderable=self.render, refresh_per_second=options.refresh_per_second
         )
@@ -167,7 +167,7 @@ class LiveView:
     def _stop(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None
-            self._tasks = {}
+            self._stages = {}
             live.stop()
 
     def _say(self, line: str, *, style: str = "") -> None:
@@ -175,13 +175,13 @@ class LiveView:
 
     def _progress(self, event: Progress) -> None:
         now = self._clock()
-        began, _ = self._tasks.get(event.task, (now, event))
+        began, _ = self._stages.get(event.task, (now, event))
         if 0 < event.total <= event.done:
-            self._tasks = {task: value for task, value in self._tasks.items() if task != event.task}
-            if now - began >= LONG_TASK_SECONDS:
+            self._stages = {task: value for task, value in self._stages.items() if task != event.task}
+            if now - began >= LONG_STAGE_SECONDS:
                 self._say(f"{event.task}: {event.done} {event.unit} in {text.duration(now - began)}", style="dim")
         else:
-            self._tasks = {**self._tasks, event.task: (began, event)}
+            self._stages = {**self._stages, event.task: (began, event)}
 
     # --------------------------------------------------------------------------- drawing
 
@@ -190,8 +190,8 @@ class LiveView:
         parts: list[RenderableType] = []
         if self._start is not None:
             parts += [self._bars(self._start), self._figures()]
-        if tasks := self._task_bars():
-            parts.append(tasks)
+        if stages := self._stage_bars():
+            parts.append(stages)
         return Group(*parts)
 
     def _bars(self, start: RunStart) -> RenderableType:
@@ -257,15 +257,15 @@ class LiveView:
         grid.add_row(first, *(Text.assemble((f"{name} ", "dim"), value) for name, value in others))
         return [grid, Text(rewards.line(event, step), style="dim")]
 
-    def _task_bars(self) -> RenderableType | None:
-        tasks = self._tasks
-        if not tasks:
+    def _stage_bars(self) -> RenderableType | None:
+        stages = self._stages
+        if not stages:
             return None
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
         grid.add_column(width=30)
         grid.add_column(no_wrap=True)
-        for began, event in tasks.values():
+        for began, event in stages.values():
             known = event.total > 0
             of = f"/{event.total}" if known else ""
             grid.add_row(

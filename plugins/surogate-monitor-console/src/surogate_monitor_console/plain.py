@@ -59,7 +59,7 @@ class PlainView:
         self._rewards = rewards.Rewards()
         self._last_samples = float("-inf")
         self._last_line = float("-inf")
-        self._tasks: dict[str, list[float]] = {}
+        self._stages: dict[str, list[float]] = {}
 
     def on_event(self, event: Event) -> Control | None:
         """Print the event, if it is worth a line."""
@@ -158,11 +158,11 @@ class PlainView:
     def _progress(self, event: Progress) -> None:
         now = self._clock()
         # Task → (time of its beginning, time of its last line).
-        times = self._tasks.setdefault(event.task, [now, now])
+        times = self._stages.setdefault(event.task, [now, now])
         done = 0 < event.total <= event.done
         if now - times[1] >= PROGRESS_SECONDS or (done and times[1] > times[0]):
             times[1] = now
             of = f"/{event.total}" if event.total else ""
             self._print(f"{event.task}: {event.done}{of} {event.unit}".rstrip() + f"  {text.duration(now - times[0])}")
         if done:
-            del self._tasks[event.task]
+            del self._stages[event.task]

@@ -81,8 +81,8 @@ def phases(event: Rollouts, step: StepEnd | None) -> str:
 
 
 def eval_line(event: RolloutEval) -> str:
-    """An evaluation of held-out tasks in one line."""
-    told = [f"{event.tasks} tasks"]
+    """An evaluation of held-out problems in one line."""
+    told = [f"{event.tasks} problems"]
     if len(event.rewards) > 1:
         told += [f"{name} {significant(spread.mean)}" for name, spread in event.rewards.items()]
     if event.length is not None:

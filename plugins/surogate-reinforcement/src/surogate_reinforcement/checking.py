@@ -1,4 +1,4 @@
-"""Plays the same tasks twice, in different processes and orders, and compares every byte."""
+"""Plays the same problems twice, in different processes and orders, and compares every byte."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from surogate_reinforcement.pool import EnvironmentPool
 MOST_TURNS = 16
 """Replies of an episode at most."""
 ANSWER = "answer"
-"""Field of a task's data that a reply of the check is taken from, if it is text."""
-REPEAT = "draw every choice from the task's number and seed, or deterministic=False in its EnvironmentSpec"
+"""Field of a problem's data that a reply of the check is taken from, if it is text."""
+REPEAT = "draw every choice from the problem's number and seed, or deterministic=False in its EnvironmentSpec"
 """What to do where an environment says that it is deterministic and is not."""
 
 
@@ -26,31 +26,31 @@ class Attempt:
     """An episode of the check."""
 
     number: int
-    """The task's number."""
+    """The problem's number."""
     reply: str
-    """The kind of replies: empty, fixed, or the task's answer."""
-    task: EnvironmentProblem | Fault
+    """The kind of replies: empty, fixed, or the problem's answer."""
+    problem: EnvironmentProblem | Fault
     turns: list[Turn | Fault] = field(default_factory=list)
     rewards: Rewards | Fault | None = None
 
     @property
     def fault(self) -> Fault | None:
-        """The first fault of the task and its episode."""
-        return next((one for one in (self.task, *self.turns, self.rewards) if isinstance(one, Fault)), None)
+        """The first fault of the problem and its episode."""
+        return next((one for one in (self.problem, *self.turns, self.rewards) if isinstance(one, Fault)), None)
 
     def record(self) -> dict[str, Any]:
         """All that the environment has said, as JSON values."""
-        task = str(self.task) if isinstance(self.task, Fault) else _plain(self.task)
+        problem = str(self.problem) if isinstance(self.problem, Fault) else _plain(self.problem)
         turns = [str(t) if isinstance(t, Fault) else {"messages": list(t.messages), "done": t.done} for t in self.turns]
         rewards = str(self.rewards) if isinstance(self.rewards, Fault) else self.rewards
-        return {"task": task, "turns": turns, "rewards": rewards}
+        return {"problem": problem, "turns": turns, "rewards": rewards}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """What a check found."""
 
-    tasks: int
+    problems: int
     episodes: int
     differences: tuple[str, ...]
     """What was different the second time, one line each."""
@@ -64,19 +64,19 @@ class Checked:
     """Names that have a weight and are no reward."""
 
 
-def _plain(task: EnvironmentProblem) -> dict[str, Any]:
-    return {"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}
+def _plain(problem: EnvironmentProblem) -> dict[str, Any]:
+    return {"messages": list(problem.messages), "data": dict(problem.data), "tools": list(problem.tools)}
 
 
 def check_repeats(name: str, one: EnvironmentProblem | Fault, other: EnvironmentProblem | Fault) -> None:
-    """Raise `UserError` if a deterministic environment has given two tasks for one number. `name`: its own."""
+    """Raise `UserError` if a deterministic environment has given two problems for one number. `name`: its own."""
     if isinstance(one, Fault) or isinstance(other, Fault):
         return
     first, second = _plain(one), _plain(other)
     for part in first:
         if _bytes(first[part]) != _bytes(second[part]):
             raise UserError(
-                f"environment={name} says that it is deterministic, and one task, asked for twice, had the {part} "
+                f"environment={name} says that it is deterministic, and one problem, asked for twice, had the {part} "
                 f"{_bytes(first[part])[:120]} and {_bytes(second[part])[:120]}. Fix: {REPEAT}; `surogate env check` "
                 f"shows more."
             )
@@ -86,17 +86,17 @@ def check(
     first: EnvironmentPool,
     second: EnvironmentPool,
     *,
-    tasks: int,
+    problems: int,
     seed: int,
     replies: Sequence[str] = (),
 ) -> Checked:
-    """Play tasks in two pools of the same environment, in the second one backwards.
+    """Play problems in two pools of the same environment, in the second one backwards.
 
     `replies`: texts that every episode of a further kind says, one after the other.
     """
     size = first.size
-    numbers = training_numbers(0, tasks if size is None else min(tasks, size), size=size, seed=seed)
-    numbers += held_out_numbers(min(3, tasks), size=size, held_out=first.held_out)
+    numbers = training_numbers(0, problems if size is None else min(problems, size), size=size, seed=seed)
+    numbers += held_out_numbers(min(3, problems), size=size, held_out=first.held_out)
     ahead = _played(first, numbers, seed, replies)
     back = {(a.number, a.reply): a for a in _played(second, numbers[::-1], seed, replies)}
     differences = []
@@ -104,7 +104,7 @@ def check(
         one, other = attempt.record(), back[attempt.number, attempt.reply].record()
         if (part := next((part for part in one if _bytes(one[part]) != _bytes(other[part])), None)) is not None:
             shown = f"{_bytes(one[part])[:120]} and {_bytes(other[part])[:120]}"
-            differences.append(f"task {attempt.number}, {attempt.reply} reply: {part}: {shown}")
+            differences.append(f"problem {attempt.number}, {attempt.reply} reply: {part}: {shown}")
     sound = [a.rewards for a in ahead if isinstance(a.rewards, dict)]
     names = {tuple(sorted(rewards)) for rewards in sound}
     weights = first.spec.weights
@@ -114,7 +114,7 @@ def check(
         found = [r for r in (total_reward(rewards, weights) for rewards in of_kind) if r is not None]
         means[kind] = sum(found) / len(found) if found else None
     return Checked(
-        tasks=len(numbers),
+        problems=len(numbers),
         episodes=len(ahead),
         differences=tuple(differences),
         faults=dict(Counter(str(a.fault) for a in ahead if a.fault is not None)),
@@ -130,14 +130,14 @@ def _bytes(value: Any) -> str:
 
 def _played(pool: EnvironmentPool, numbers: Sequence[int], seed: int, replies: Sequence[str]) -> list[Attempt]:
     attempts = []
-    for number, task in zip(numbers, pool.tasks(numbers, seed), strict=True):
+    for number, problem in zip(numbers, pool.problems(numbers, seed), strict=True):
         for kind in ("empty", "fixed", "right", *(("given",) if replies else ())):
-            has_answer = isinstance(task, EnvironmentProblem) and isinstance(task.data.get(ANSWER), str)
+            has_answer = isinstance(problem, EnvironmentProblem) and isinstance(problem.data.get(ANSWER), str)
             if kind != "right" or has_answer:
-                attempts.append(Attempt(number=number, reply=kind, task=task))
-    seated = [a for a in attempts if isinstance(a.task, EnvironmentProblem)]
+                attempts.append(Attempt(number=number, reply=kind, problem=problem))
+    seated = [a for a in attempts if isinstance(a.problem, EnvironmentProblem)]
     pool.start(
-        [((a.number, a.reply), a.task) for a in seated if isinstance(a.task, EnvironmentProblem)],
+        [((a.number, a.reply), a.problem) for a in seated if isinstance(a.problem, EnvironmentProblem)],
         groups=[a.number for a in seated],
     )
     going = seated
@@ -152,8 +152,8 @@ def _played(pool: EnvironmentPool, numbers: Sequence[int], seed: int, replies: S
 
 
 def _text(attempt: Attempt, turn: int, replies: Sequence[str]) -> str:
-    if attempt.reply == "right" and isinstance(attempt.task, EnvironmentProblem):
-        return str(attempt.task.data[ANSWER])
+    if attempt.reply == "right" and isinstance(attempt.problem, EnvironmentProblem):
+        return str(attempt.problem.data[ANSWER])
     if attempt.reply == "given":
         return replies[min(turn, len(replies) - 1)]
     return "The answer is 7." if attempt.reply == "fixed" else ""

@@ -1,4 +1,4 @@
-"""Random choices of a task that are the same in every process and with every version of NumPy."""
+"""Random choices of a problem that are the same in every process and with every version of NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = 64
 
 
 class Draws:
-    """The random choices of one task, by its seed and number.
+    """The random choices of one problem, by its seed and number.
 
     They come from `numpy.random.SeedSequence`, whose output NumPy keeps the same for ever. The methods of
     `numpy.random.Generator` may change from one version to the next.

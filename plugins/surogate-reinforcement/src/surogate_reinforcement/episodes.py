@@ -10,18 +10,18 @@ from surogate_core.bundles.reinforcement.environments import EnvironmentProblem,
 class OneReply:
     """An episode of one turn: a function judges the reply.
 
-    `judge`: (task, reply) → rewards. An episode without a reply is judged by the empty text.
+    `judge`: (problem, reply) → rewards. An episode without a reply is judged by the empty text.
     """
 
-    def __init__(self, task: EnvironmentProblem, judge: Callable[[EnvironmentProblem, str], Rewards]) -> None:
-        self._task, self._judge, self._text = task, judge, ""
+    def __init__(self, problem: EnvironmentProblem, judge: Callable[[EnvironmentProblem, str], Rewards]) -> None:
+        self._problem, self._judge, self._text = problem, judge, ""
 
     def reply(self, text: str) -> Turn:
         self._text = text
         return Turn(done=True)
 
     def rewards(self) -> Rewards:
-        return self._judge(self._task, self._text)
+        return self._judge(self._problem, self._text)
 
 
 def user_says(text: str) -> tuple[dict[str, str], ...]:

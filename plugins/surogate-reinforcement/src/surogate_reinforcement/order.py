@@ -1,4 +1,4 @@
-"""Which tasks of an environment are for training, in which order, and which are held out."""
+"""Which problems of an environment are for training, in which order, and which are held out."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ HELD_OUT = 2**40
 
 
 def training_numbers(first: int, count: int, *, size: int | None, seed: int = 0) -> list[int]:
-    """The task numbers of the prompts `first` … `first + count - 1` of a run.
+    """The problem numbers of the prompts `first` … `first + count - 1` of a run.
 
-    An endless environment counts up. Otherwise each pass over the tasks has an order of its own, drawn from `seed` and
-    the number of the pass.
+    An endless environment counts up. Otherwise each pass over the problems has an order of its own, drawn from
+    `seed` and the number of the pass.
     """
     if size is None:
         return list(range(first, first + count))
@@ -22,7 +22,7 @@ def training_numbers(first: int, count: int, *, size: int | None, seed: int = 0)
 
 
 def held_out_numbers(count: int, *, size: int | None, held_out: int = 0) -> list[int]:
-    """The numbers of at most `count` held-out tasks: the `held_out` ones after the first `size`.
+    """The numbers of at most `count` held-out problems: the `held_out` ones after the first `size`.
 
     An endless environment has as many as are wanted. Empty if nothing is held out.
     """

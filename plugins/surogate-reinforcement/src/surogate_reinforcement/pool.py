@@ -1,4 +1,4 @@
-"""The worker processes of an environment: its tasks, and episodes that are played in them.
+"""The worker processes of an environment: its problems, and episodes that are played in them.
 
 The code of an environment is slow, hangs, or fails now and then, and none of it may end a run. So it runs in processes
 with limits, each request has a time limit, and what goes wrong is a `Fault` in the place of the answer. The other
@@ -39,7 +39,7 @@ SOON = 0.5
 class _Episode:
     number: int
     worker: int
-    task: dict[str, Any]
+    problem: dict[str, Any]
     group: Key
     life: int = 0
     """The worker's life in which the episode is there; 0: in none."""
@@ -64,10 +64,10 @@ class EnvironmentPool:
         stopped: Callable[[], bool] = lambda: False,
         first_fault: Callable[[Fault], None] = lambda fault: None,
     ) -> None:
-        """`environment`: the choice of the configuration. `timeout`: seconds of one task, reply or reward.
+        """`environment`: the choice of the configuration. `timeout`: seconds of one problem, reply or reward.
         `build_timeout`: seconds to build the environment, and `build_option` is what a user sets it with. `stopped`:
-        whether to ask for nothing more; tasks, replies and rewards then raise `Stopped`. `first_fault` is called once,
-        soon after the first fault of all, by the thread that waits for the answers.
+        whether to ask for nothing more; problems, replies and rewards then raise `Stopped`. `first_fault` is called
+        once, soon after the first fault of all, by the thread that waits for the answers.
 
         Raises `UserError` if the environment cannot be built.
         """
@@ -102,9 +102,9 @@ class EnvironmentPool:
                 detail = f"it cannot be built: {facts}. Fix: {fix}"
             raise UserError(f"environment={self.name}: {detail}")
         self.size: int | None = facts["size"]
-        """Number of tasks to train on, or None if there is no end of them."""
+        """Number of problems to train on, or None if there is no end of them."""
         self.held_out: int = facts["held_out"]
-        """Number of tasks after those, which training never draws."""
+        """Number of problems after those, which training never draws."""
         self._has_groups: bool = facts["groups"]
         # After the first, which may have filled a cache on disk that all read. They are ready when they are asked.
         for worker in self._workers[1:]:
@@ -121,13 +121,13 @@ class EnvironmentPool:
         _close_all(self._workers)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # ----------------------------------------------------------------------------- tasks
+    # ----------------------------------------------------------------------------- problems
 
-    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem | Fault]:
-        """The tasks of these numbers, in their order."""
+    def problems(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem | Fault]:
+        """The problems of these numbers, in their order."""
 
         def one(place: int) -> EnvironmentProblem | Fault:
-            found = self._request(place % len(self._workers), "task", number=numbers[place], seed=seed)
+            found = self._request(place % len(self._workers), "problem", number=numbers[place], seed=seed)
             if isinstance(found, Fault):
                 return found
             return EnvironmentProblem(
@@ -141,19 +141,23 @@ class EnvironmentPool:
     def start(self, episodes: Sequence[tuple[Key, EnvironmentProblem]], *, groups: Sequence[Key] = ()) -> None:
         """Begin episodes, under keys of the caller's that are not in use.
 
-        `groups`: a key for each episode; equal ones are attempts at one task, which `rewards` compares where the
+        `groups`: a key for each episode; equal ones are attempts at one problem, which `rewards` compares where the
         environment has `group_rewards`. The environment hears of an episode with its first reply.
         """
         workers = {e.group: e.worker for e in self._episodes.values()} if self._has_groups else {}
-        for place, (key, task) in enumerate(episodes):
+        for place, (key, problem) in enumerate(episodes):
             assert key not in self._episodes, key
             group = groups[place] if groups and self._has_groups else key
             self._started += 1
             worker = workers.get(group, self._started % len(self._workers))
             if self._has_groups:
                 workers[group] = worker
-            plain_task = {"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}
-            self._episodes[key] = _Episode(number=self._started, worker=worker, task=plain_task, group=group)
+            plain = {
+                "messages": list(problem.messages),
+                "data": dict(problem.data),
+                "tools": list(problem.tools),
+            }
+            self._episodes[key] = _Episode(number=self._started, worker=worker, problem=plain, group=group)
 
     def reply(self, replies: Sequence[tuple[Key, str]]) -> list[Turn | Fault]:
         """The environment's answer to each reply, in their order."""
@@ -220,7 +224,7 @@ class EnvironmentPool:
         """Play an episode again whose process was killed; the fault that it has, or has now, or None."""
         worker = self._workers[episode.worker]
         if episode.fault is None and episode.life != worker.life():
-            self._ask(episode, "start", task=episode.task)
+            self._ask(episode, "start", problem=episode.problem)
             episode.life = worker.life()  # after a fault it does not matter
             for text in episode.replies:
                 if episode.fault is None:

@@ -60,7 +60,7 @@ class WorkerProcess:
             self._send(do, deadline, arguments)
         except TooLargeError as error:
             return Fault(reason="size", detail=f"the reply has {error}")
-        except (ValueError, RecursionError) as error:  # A task of a worker's that says more than JSON can.
+        except (ValueError, RecursionError) as error:  # A problem of a worker's that says more than JSON can.
             return Fault(reason="invalid", detail=f"{do} cannot be asked for: {error}"[:_LINE])
         except (LateError, GoneError) as error:
             return self._lost(error, f"{do} took more than {self._timeout:g} s")

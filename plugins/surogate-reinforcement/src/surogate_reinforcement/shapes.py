@@ -24,7 +24,7 @@ class InvalidError(Exception):
 
 
 def facts(found: Any) -> dict[str, Any]:
-    """Size, held-out tasks, and whether it compares groups."""
+    """Size, held-out problems, and whether it compares groups."""
     match found:
         case {"size": size, "held_out": int(held_out), "groups": bool()} if held_out >= 0:
             if size is None or (isinstance(size, int) and size > 0):
@@ -33,17 +33,17 @@ def facts(found: Any) -> dict[str, Any]:
     raise InvalidError(f"size is {said.get('size')!r:.40}, held_out is {said.get('held_out')!r:.40}")
 
 
-def task(found: Any) -> dict[str, Any]:
-    """A task: messages, of which there is one at least, data and tools."""
+def problem(found: Any) -> dict[str, Any]:
+    """A problem: messages, of which there is one at least, data and tools."""
     match found:
         case {"messages": list(said), "data": dict(), "tools": list(tools)}:
             if not said:
-                raise InvalidError("the task has no message")
+                raise InvalidError("the problem has no message")
             messages(said)
             if not all(isinstance(tool, Mapping) for tool in tools):
-                raise InvalidError("a tool of the task is no mapping")
+                raise InvalidError("a tool of the problem is no mapping")
             return dict(found)
-    raise InvalidError("it is no task")
+    raise InvalidError("it is no problem")
 
 
 def turn(found: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def nothing(found: Any) -> None:
 
 ANSWERS: Mapping[str, Callable[[Any], Any]] = {
     "build": facts,
-    "task": task,
+    "problem": problem,
     "start": nothing,
     "reply": turn,
     "rewards": rewards,

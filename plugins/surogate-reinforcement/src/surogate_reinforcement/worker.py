@@ -121,16 +121,16 @@ class ServedEnvironment:
         groups = hasattr(self._environment, "group_rewards")
         return shapes.facts({"size": size, "held_out": held_out, "groups": groups})
 
-    def task(self, number: int, seed: int) -> dict[str, Any]:
-        task = self._environment.task(number, seed)
-        if not isinstance(task, EnvironmentProblem):
-            raise InvalidError(f"task returned {type(task).__name__}, not an EnvironmentProblem")
-        values = {"messages": list(task.messages), "data": dict(task.data), "tools": list(task.tools)}
-        return _json(shapes.task(values), "the task")
+    def problem(self, number: int, seed: int) -> dict[str, Any]:
+        problem = self._environment.problem(number, seed)
+        if not isinstance(problem, EnvironmentProblem):
+            raise InvalidError(f"problem returned {type(problem).__name__}, not an EnvironmentProblem")
+        values = {"messages": list(problem.messages), "data": dict(problem.data), "tools": list(problem.tools)}
+        return _json(shapes.problem(values), "the problem")
 
-    def start(self, episode: int, task: Mapping[str, Any]) -> None:
-        messages, tools = tuple(task["messages"]), tuple(task["tools"])
-        started = self._environment.start(EnvironmentProblem(messages=messages, data=task["data"], tools=tools))
+    def start(self, episode: int, problem: Mapping[str, Any]) -> None:
+        messages, tools = tuple(problem["messages"]), tuple(problem["tools"])
+        started = self._environment.start(EnvironmentProblem(messages=messages, data=problem["data"], tools=tools))
         self._episodes[episode] = started
 
     def reply(self, episode: int, text: str) -> dict[str, Any]:

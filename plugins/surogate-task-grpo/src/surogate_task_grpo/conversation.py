@@ -1,4 +1,4 @@
-"""Conversations as tokens: the prompt of a task, and what an environment adds to the tokens that a model sampled.
+"""Conversations as tokens: the prompt of a problem, and what an environment adds to the tokens that a model sampled.
 
 Sampled tokens are never encoded again. What follows them is encoded alone, if the chat template writes the longer
 conversation as a continuation of the shorter one. Otherwise the conversation is encoded anew.
@@ -42,20 +42,20 @@ class Renderer:
         self.tokenizer, self.system, self.stop_ids = tokenizer, system, stop_ids
         self.templated = templated and bool(tokenizer.chat_template)
 
-    def messages(self, task: EnvironmentProblem) -> Messages:
-        """The messages of a task, with the configuration's system message before those that have none."""
-        messages = list(task.messages)
+    def messages(self, problem: EnvironmentProblem) -> Messages:
+        """The messages of a problem, with the configuration's system message before those that have none."""
+        messages = list(problem.messages)
         if self.templated and self.system is not None and messages[0].get("role") != "system":
             return [{"role": "system", "content": self.system}, *messages]
         return messages
 
-    def prompt(self, task: EnvironmentProblem) -> tuple[int, ...]:
+    def prompt(self, problem: EnvironmentProblem) -> tuple[int, ...]:
         """The tokens up to the model's first reply. Raises `RowError` if the template refuses the messages."""
-        messages = self.messages(task)
+        messages = self.messages(problem)
         if not self.templated:
             text = "\n".join(str(m["content"]) for m in messages)
             return tuple(encode_whole(self.tokenizer, text, ended=False))
-        return self._encode(self._render(messages, task.tools))
+        return self._encode(self._render(messages, problem.tools))
 
     def text(self, prompt: Sequence[int], reply: Sequence[int]) -> str:
         """The text of a reply's tokens, without the token that ends it."""
@@ -78,7 +78,7 @@ class Renderer:
 
     def follow(
         self,
-        task: EnvironmentProblem,
+        problem: EnvironmentProblem,
         ids: tuple[int, ...],
         before: Messages,
         reply: str,
@@ -92,8 +92,8 @@ class Renderer:
         if not self.templated:
             text = "\n".join(str(message["content"]) for message in answer)
             return Continued(ids=ids + tuple(encode_text(self.tokenizer, text, add_special_tokens=False)), extends=True)
-        start = self._render(before, task.tools) + str(self._guarded(reply))
-        whole = self._render([*before, {"role": "assistant", "content": reply}, *answer], task.tools)
+        start = self._render(before, problem.tools) + str(self._guarded(reply))
+        whole = self._render([*before, {"role": "assistant", "content": reply}, *answer], problem.tools)
         if whole.startswith(start):
             added = self._encode(whole[len(start) :])
             if ids[-1] not in self.stop_ids:

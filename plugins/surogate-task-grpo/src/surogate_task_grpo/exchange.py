@@ -42,7 +42,7 @@ def packed(played: Sequence[Played]) -> bytes:
     head = [
         {
             "key": one.key,
-            "messages": None if one.task is None else list(one.task.messages),
+            "messages": None if one.problem is None else list(one.problem.messages),
             "samples": [len(sample.ids) for sample in one.samples],
             **{name: getattr(one, name) for name in _FIELDS},
         }
@@ -75,8 +75,8 @@ def unpacked(data: bytes) -> list[Played]:
             part = slice(begin, begin + count)
             samples.append(TrainedSequence(ids=tuple(ids[part]), trained=trained[part], logprobs=logprobs[part]))
             begin += count
-        task = None if one["messages"] is None else EnvironmentProblem(messages=tuple(one["messages"]))
+        problem = None if one["messages"] is None else EnvironmentProblem(messages=tuple(one["messages"]))
         number, sample = one["key"]
         values = {name: one[name] for name in _FIELDS}
-        found.append(Played(key=(number, sample), task=task, samples=samples, **values))
+        found.append(Played(key=(number, sample), problem=problem, samples=samples, **values))
     return found

@@ -22,7 +22,8 @@ FIXES = {
 }
 """The same by the reason of the fault."""
 EXAMPLES = (
-    "train on examples of good answers first (surogate sft), take easier tasks, or raise num_generations or temperature"
+    "train on examples of good answers first (surogate sft), take easier problems, or raise num_generations or "
+    "temperature"
 )
 """The fix if rewards are equal."""
 LIMITS = {"length": "max_completion_length", "turns": "max_turns"}

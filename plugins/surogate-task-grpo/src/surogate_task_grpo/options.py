@@ -115,7 +115,7 @@ class GRPOOptions:
     environment_build_timeout: Annotated[float, Gt(0), Flat("environment_build_timeout")] = 300.0
     """Seconds that a worker process may take to import the plugin of the environment and to build it."""
     eval_environment_tasks: Annotated[int, Ge(0), Flat("eval_environment_tasks")] = 0
-    """Held-out tasks of the environment, played with the most probable tokens where evaluations are due; 0 for none."""
+    """Held-out problems of the environment, played with the most probable tokens at each evaluation; 0 for none."""
     log_completions: Annotated[bool, Flat("log_completions")] = True
     """Whether `rollouts.jsonl` records every completion with its rewards."""
 

@@ -61,7 +61,7 @@ class Played:
     """An episode."""
 
     key: Key
-    task: EnvironmentProblem | None
+    problem: EnvironmentProblem | None
     """None if the environment had none."""
     samples: list[TrainedSequence] = field(default_factory=list)
     """One, and another for each time that the chat template changed earlier turns."""
@@ -119,18 +119,18 @@ class Player:
 
     def play(
         self,
-        tasks: Sequence[tuple[int, EnvironmentProblem | Fault]],
+        problems: Sequence[tuple[int, EnvironmentProblem | Fault]],
         samples: int,
         sampling: Sampling,
         on_token: Callable[[int], None],
     ) -> list[Played]:
-        """Episodes of (number, task), `samples` of each, with the rewards of the environment, but not their sums.
+        """Episodes of (number, problem), `samples` of each, with the rewards of the environment, but not their sums.
 
         `on_token` receives the most tokens that are still to come. It may raise.
         """
-        played = [Played(key=(number, s), task=None) for number, _ in tasks for s in range(samples)]
-        found = (task for _, task in tasks for _ in range(samples))
-        going = [one for one, task in zip(played, found, strict=True) if self._seat(one, task)]
+        played = [Played(key=(number, s), problem=None) for number, _ in problems for s in range(samples)]
+        found = (problem for _, problem in problems for _ in range(samples))
+        going = [one for one, problem in zip(played, found, strict=True) if self._seat(one, problem)]
         self._start(going)
         self.lap("environment")
         turn = 0
@@ -153,18 +153,18 @@ class Player:
         for one in played:
             one.reward = None if one.fault else total_reward(one.rewards, self.weights)
 
-    def _seat(self, one: Played, task: EnvironmentProblem | Fault) -> bool:
+    def _seat(self, one: Played, problem: EnvironmentProblem | Fault) -> bool:
         """Whether the episode can begin."""
-        if isinstance(task, Fault):
-            one.fail(task.reason, task.detail)
+        if isinstance(problem, Fault):
+            one.fail(problem.reason, problem.detail)
             return False
-        one.task = task
+        one.problem = problem
         try:
-            prompt = self.renderer.prompt(task)
+            prompt = self.renderer.prompt(problem)
         except RowError as error:
             one.fail(TEMPLATE, str(error))
             return False
-        one.samples, one.messages = [TrainedSequence.of(prompt)], self.renderer.messages(task)
+        one.samples, one.messages = [TrainedSequence.of(prompt)], self.renderer.messages(problem)
         if not prompt:
             one.fail("empty_prompt")
         elif self._room(one) < 1:
@@ -172,7 +172,7 @@ class Player:
         return not one.fault
 
     def _start(self, going: Sequence[Played]) -> None:
-        seated = [(one.key, one.task) for one in going if one.task is not None]
+        seated = [(one.key, one.problem) for one in going if one.problem is not None]
         self.arena.start(seated, groups=[number for (number, _), _ in seated])
 
     def _room(self, one: Played) -> int:
@@ -228,10 +228,10 @@ class Player:
         if len(one.replies) >= self.limits.turns:
             one.reason = "turns"
             return False
-        assert one.task is not None
+        assert one.problem is not None
         sample, reply = one.samples[-1], one.replies[-1]
         try:
-            found = self.renderer.follow(one.task, sample.ids, one.messages, reply, answer.messages)
+            found = self.renderer.follow(one.problem, sample.ids, one.messages, reply, answer.messages)
         except RowError as error:
             one.fail(TEMPLATE, str(error))
             return False

@@ -54,7 +54,7 @@ def _lines(step: int, generation: Generation) -> Iterator[dict[str, Any]]:
                 "step": step,
                 "prompt": group.number,
                 "completion": place,
-                "messages": list(one.task.messages) if one.task is not None else [],
+                "messages": list(one.problem.messages) if one.problem is not None else [],
                 "text": conversation_text(one),
                 "reward": one.reward,
                 "rewards": dict(one.rewards),

@@ -22,7 +22,7 @@ from surogate_task_grpo.options import GRPOOptions, truncation
 from surogate_task_grpo.play import Played
 
 Prompts = Sequence[tuple[int, Any]]
-"""(number of the prompt in the run, its task in the environment)."""
+"""(number of the prompt in the run, its problem in the environment)."""
 SHOWN = 3
 """Completions of a step with the highest reward, and as many with the lowest, that are shown."""
 PENALTY = "length_penalty"
@@ -96,14 +96,14 @@ class Collector:
         raise UserError(no_signal.message(self.options, [group.played for group in groups]))
 
     def _groups(self, count: int) -> list[CompletionGroup]:
-        tasks, size = self.draw(count), self.options.num_generations
-        played = self.play(tasks)
+        problems, size = self.draw(count), self.options.num_generations
+        played = self.play(problems)
         for one, divergence in zip(played, self.penalties(played), strict=True):
             self._penalise(one, divergence)
         some = (played[i * size : (i + 1) * size] for i in range(count))
         return [
             CompletionGroup(number=number, played=group, has_signal=no_signal.cause(self.options, group) is None)
-            for (number, _), group in zip(tasks, some, strict=True)
+            for (number, _), group in zip(problems, some, strict=True)
         ]
 
     def _penalise(self, one: Played, divergence: float) -> None:
@@ -195,7 +195,7 @@ def samples_event(generation: Generation, step: int) -> RolloutSamples:
 
 def _shown(group: CompletionGroup, place: int) -> RolloutSample:
     one = group.played[place]
-    last = one.task.messages[-1] if one.task is not None else {}
+    last = one.problem.messages[-1] if one.problem is not None else {}
     return RolloutSample(
         prompt=str(last.get("content") or ""),
         completion=conversation_text(one),

@@ -104,11 +104,11 @@ class GRPOTask:
         return self._steps
 
     def evaluation(self) -> None:
-        """Held-out tasks are played, not packed."""
+        """Held-out problems are played, not packed."""
 
     @property
     def evaluate(self) -> Callable[[int], Event | None] | None:
-        """Plays held-out tasks; None if there are none."""
+        """Plays held-out problems; None if there are none."""
         steps = self.steps()
         return steps.evaluate if steps.held_out else None
 
@@ -168,7 +168,7 @@ class GRPOSteps:
         self.spec: EnvironmentSpec = self.arena.spec
         weakref.finalize(self, self.arena.close)
         self._repeats = not self.spec.deterministic
-        """Whether the environment was found to give the same task twice, or need not."""
+        """Whether the environment was found to give the same problem twice, or need not."""
         self._untold: list[Notice] = []
         """Notices of a generation ahead, whose thread emits nothing."""
         recording = self.options.log_completions and self._together.rank == 0
@@ -196,12 +196,12 @@ class GRPOSteps:
 
     @property
     def epoch(self) -> float:
-        """Passes over the environment's tasks so far; 0 if there is no end of them."""
+        """Passes over the environment's problems so far; 0 if there is no end of them."""
         return self.trained / self.arena.size if self.arena.size else 0.0
 
     @property
     def steps_per_epoch(self) -> float:
-        """Optimizer steps in a pass, if no prompt is replaced; infinite if there is no end of the tasks."""
+        """Optimizer steps in a pass, if no prompt is replaced; infinite if there is no end of the problems."""
         prompts = self.options.prompts_per_step / self.options.num_iterations
         return self.arena.size / prompts if self.arena.size else float("inf")
 
@@ -395,11 +395,11 @@ class GRPOSteps:
 
     @property
     def held_out(self) -> list[int]:
-        """The numbers of the held-out tasks."""
+        """The numbers of the held-out problems."""
         return held_out_numbers(self.options.eval_environment_tasks, size=self.arena.size, held_out=self.arena.held_out)
 
     def evaluate(self, step: int) -> RolloutEval | None:
-        """The rewards of the held-out tasks, each played once with the most probable tokens; None after a signal."""
+        """The rewards of the held-out problems, each played once with the most probable tokens; None after a signal."""
         self._settle()
         numbers = self.held_out
         started = self._since = time.perf_counter()
@@ -454,20 +454,20 @@ class GRPOSteps:
         )
 
     def _draw(self, count: int) -> Prompts:
-        """The numbers of the next prompts of the run, and of their tasks."""
+        """The numbers of the next prompts of the run, and of their problems."""
         places = training_numbers(self.drawn, count, size=self.arena.size, seed=self._seed)
         numbers = range(self.drawn, self.drawn + count)
         self.drawn += count
         return list(zip(numbers, places, strict=True))
 
-    def _tasks(self, places: Sequence[int]) -> list[EnvironmentProblem | Fault]:
-        """The tasks of the environment. The first one of the run is asked for twice, if possible in two processes."""
+    def _problems(self, places: Sequence[int]) -> list[EnvironmentProblem | Fault]:
+        """The problems of the environment. The first of the run is asked for twice, if possible in two processes."""
         if self._repeats or not places:
-            return self.arena.tasks(places, self._seed)
-        other, *tasks = self.arena.tasks([places[0], *places], self._seed)
-        check_repeats(self.spec.name, tasks[0], other)
+            return self.arena.problems(places, self._seed)
+        other, *problems = self.arena.problems([places[0], *places], self._seed)
+        check_repeats(self.spec.name, problems[0], other)
         self._repeats = True
-        return tasks
+        return problems
 
     def _play(self, prompts: Prompts, samples: int, sampling: Sampling, watch: Callable[[int], None]) -> list[Played]:
         """The episodes of prompts; each rank plays its own, and gets those of all."""
@@ -476,9 +476,9 @@ class GRPOSteps:
 
         def own() -> list[Played]:
             mine = prompts[together.rank :: together.world]
-            tasks = self._tasks([place for _, place in mine])
+            problems = self._problems([place for _, place in mine])
             numbers = [number for number, _ in mine]
-            return player.play(list(zip(numbers, tasks, strict=True)), samples, sampling, watch)
+            return player.play(list(zip(numbers, problems, strict=True)), samples, sampling, watch)
 
         played = gathered(together, own, prompts=len(prompts), samples=samples)
         if together.world > 1:

@@ -1,4 +1,4 @@
-"""Checks of environments: tasks that repeat and are plain data, episodes that survive a move, finite rewards."""
+"""Checks of environments: problems that repeat and are plain data, episodes that survive a move, finite rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surogate_core.bundles.reinforcement.environments import Environment, Enviro
 from surogate_core.errors import SurogateError
 from surogate_testing.check import NotApplicable, ensure
 
-TASKS = 5
+PROBLEMS = 5
 TURNS = 20
 SEED = 7
 REPLY = "The answer is 7."
@@ -23,12 +23,12 @@ def _built(spec: EnvironmentSpec) -> Environment:
         raise NotApplicable(f"it needs options or a package: {error}") from error
 
 
-def _plain(task: EnvironmentProblem) -> str:
-    return json.dumps([list(task.messages), dict(task.data), list(task.tools)], sort_keys=True)
+def _plain(problem: EnvironmentProblem) -> str:
+    return json.dumps([list(problem.messages), dict(problem.data), list(problem.tools)], sort_keys=True)
 
 
-def _played(environment: Environment, task: EnvironmentProblem) -> Mapping[str, float | None]:
-    episode = environment.start(task)
+def _played(environment: Environment, problem: EnvironmentProblem) -> Mapping[str, float | None]:
+    episode = environment.start(problem)
     for _ in range(TURNS):
         turn = episode.reply(REPLY)
         ensure(isinstance(turn, Turn), f"reply returned {turn!r:.80}, not a Turn")
@@ -39,20 +39,20 @@ def _played(environment: Environment, task: EnvironmentProblem) -> Mapping[str, 
 
 
 def has_tasks_that_repeat(spec: EnvironmentSpec) -> None:
-    """The same number and seed give the same task, of JSON values, in another environment of the same options."""
+    """The same number and seed give the same problem, of JSON values, in another environment of the same options."""
     first, second = _built(spec), _built(spec)
-    for number in range(min(TASKS, first.size or TASKS)):
-        task = first.task(number, SEED)
-        ensure(bool(task.messages), "a task has no message")
-        ensure(all({"role", "content"} <= m.keys() for m in task.messages), "a message lacks role or content")
-        ensure(_plain(task) == _plain(second.task(number, SEED)), f"task {number} differs the second time")
+    for number in range(min(PROBLEMS, first.size or PROBLEMS)):
+        problem = first.problem(number, SEED)
+        ensure(bool(problem.messages), "a problem has no message")
+        ensure(all({"role", "content"} <= m.keys() for m in problem.messages), "a message lacks role or content")
+        ensure(_plain(problem) == _plain(second.problem(number, SEED)), f"problem {number} differs the second time")
 
 
 def gives_finite_rewards_of_equal_names(spec: EnvironmentSpec) -> None:
     """Every reward is a finite number or None; every episode has the same names, with those of `weights` among them."""
     environment = _built(spec)
-    tasks = [environment.task(number, SEED) for number in range(min(TASKS, environment.size or TASKS))]
-    found = [_played(environment, task) for task in tasks]
+    problems = [environment.problem(number, SEED) for number in range(min(PROBLEMS, environment.size or PROBLEMS))]
+    found = [_played(environment, problem) for problem in problems]
     if not hasattr(environment, "group_rewards"):
         ensure(bool(found[0]), "there is no reward")
         ensure(spec.weights.keys() <= found[0].keys(), f"weights {dict(spec.weights)} of rewards {sorted(found[0])}")
@@ -66,17 +66,17 @@ def gives_finite_rewards_of_equal_names(spec: EnvironmentSpec) -> None:
 def judges_an_episode_without_a_reply(spec: EnvironmentSpec) -> None:
     """A model may have no room for a reply."""
     environment = _built(spec)
-    environment.start(environment.task(0, SEED)).rewards()
+    environment.start(environment.problem(0, SEED)).rewards()
 
 
 def plays_an_episode_again(spec: EnvironmentSpec) -> None:
-    """A task that went through JSON, in another environment of the same options, gives the same rewards."""
+    """A problem that went through JSON, in another environment of the same options, gives the same rewards."""
     first, second = _built(spec), _built(spec)
-    task = first.task(0, SEED)
-    messages, data, tools = json.loads(_plain(task))
+    problem = first.problem(0, SEED)
+    messages, data, tools = json.loads(_plain(problem))
     moved = EnvironmentProblem(messages=tuple(messages), data=data, tools=tuple(tools))
     if spec.deterministic:
-        ensure(_played(first, task) == _played(second, moved), "the rewards differ")
+        ensure(_played(first, problem) == _played(second, moved), "the rewards differ")
 
 
 def compares_attempts_at_one_task(spec: EnvironmentSpec) -> None:
@@ -85,8 +85,8 @@ def compares_attempts_at_one_task(spec: EnvironmentSpec) -> None:
     compare = getattr(environment, "group_rewards", None)
     if compare is None:
         raise NotApplicable("it does not compare attempts")
-    task = environment.task(0, SEED)
-    attempts = [environment.start(task) for _ in range(3)]
+    problem = environment.problem(0, SEED)
+    attempts = [environment.start(problem) for _ in range(3)]
     for attempt in attempts[:2]:
         attempt.reply(REPLY)
     found = compare(attempts)
