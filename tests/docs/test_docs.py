@@ -133,6 +133,24 @@ def test_paths_that_are_named_exist():
     assert not wrong
 
 
+def test_a_reader_of_the_code_finds_what_it_asks():
+    """README leads to the page, whose tables have a row for each question: two steps to the file."""
+    assert "(docs/architecture.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [line.partition(" | ")[0].lower() for line in page.splitlines() if line.startswith("| ")]
+    asked = [
+        "loss divided",
+        "checkpoint atomic",
+        "kv cache allocated",
+        "gradient reduced",
+        "advantage",
+        "recompute: auto",
+    ]
+    asked += ["an optimizer", "a chat template", "loss of `sft`", "window", "experts", "a kernel for an op"]
+    asked += ["to the first kernel", "learning rate of a step", "rank count as failed"]
+    assert [words for words in asked if not any(words in row for row in rows)] == []
+
+
 def test_architecture_names_functions_that_exist():
     """``FILE``: ``NAME``, ``NAME`` in the table "Where is what": each NAME is defined in FILE."""
     table = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("\n## Where is what\n")[2]
