@@ -259,8 +259,8 @@ def compile_ahead(args: argparse.Namespace) -> None:
         time.sleep(0.1)
 
 
-def compile_one(features: int, window: int, sinks: int, swept: str) -> None:
-    """Run the Triton pack's programs of a case once, or one of them."""
+def compile_one(swept: str, features: int, window: int, sinks: int) -> None:
+    """Run the Triton pack's programs of a case once, or the one with a name."""
     case = Case(features=features, row=256, window=window, sinks=bool(sinks))
     inputs = Inputs(case, 16384, torch.device("cuda"), torch.bfloat16)
     if swept:
@@ -380,7 +380,7 @@ def main() -> None:
     args = parsed()
     with patches(args.tiles if args.compile or not args.sweep else []):
         if args.compile:
-            compile_one(*args.compile, args.tiles[0].partition("=")[0] if args.sweep else "")
+            compile_one(args.tiles[0].partition("=")[0] if args.sweep else "", *args.compile)
         else:
             measure(args)
 

@@ -178,6 +178,9 @@ class KernelTable:
     """(op, dtype) → name of the chosen kernel. The extensions of a call are a part of the op: ``attention(window)``."""
     labels: dict[tuple[str, str], str] = field(default_factory=dict)
     """(op, dtype) → ``pack/kernel`` of the chosen kernel; for the run's log and `surogate doctor`."""
+    passed: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
+    """(op, dtype) → ``pack/kernel`` of each kernel of a higher priority than the chosen one that does not know all
+    extensions of the call → those that it does not know; for the run's log."""
     packs: dict[tuple[str, str, int], str] = field(default_factory=dict)
     """(op, kernel, priority) → the pack that offers it."""
     undefined: dict[str, str] = field(default_factory=dict)
@@ -242,11 +245,17 @@ class KernelTable:
         best = min([*offers, references[op]], key=lambda k: (-k.priority, k.name))
         if args:
             self._refuse_tie(best, offers)
-        pack = self._pack(best)
         what = f"{op}({', '.join(sorted(named))})" if named else op
         key = what, str(dtype).removeprefix("torch.")
         self.chosen[key] = best.name
-        self.labels[key] = best.name if pack is None else f"{pack}/{best.name}"
+        self.labels[key] = self._label(best)
+        better = [k for k in self.kernels if k.op == op and k.priority > best.priority]
+        if found := {
+            self._label(k): ", ".join(sorted(named - k.knows))
+            for k in better
+            if not named <= k.knows and k.supports(self.device, dtype)
+        }:
+            self.passed[key] = found
         return best
 
     def call(self, op: str, *args: Any, **kwargs: Any) -> Any:
@@ -260,6 +269,10 @@ class KernelTable:
 
     def _pack(self, kernel: Kernel) -> str | None:
         return self.packs.get((kernel.op, kernel.name, kernel.priority))
+
+    def _label(self, kernel: Kernel) -> str:
+        pack = self._pack(kernel)
+        return kernel.name if pack is None else f"{pack}/{kernel.name}"
 
     def _refuse_tie(self, best: Kernel, offers: Sequence[Kernel]) -> None:
         for other in offers:

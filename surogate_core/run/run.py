@@ -306,8 +306,11 @@ class _Run:
             stages=engine.sharing.stages.sizes,
         )
         self.notes += slow_links(self.mesh, base.device) or ([self.mesh.note] if self.mesh.note else [])
-        log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in engine.programs.kernels.labels.items()})
-        self.notes += product_notes(engine.programs.kernels.chosen, engine.model, base.device)
+        kernels = engine.programs.kernels
+        log.info("kernels", chosen={f"{op} {d}": k for (op, d), k in kernels.labels.items()})
+        for (op, dtype), unknown in kernels.passed.items():
+            log.info("kernels passed over", op=f"{op} {dtype}", unknown=unknown)
+        self.notes += product_notes(kernels.chosen, engine.model, base.device)
         # Kernel packs are looked up only now.
         self.notes += [*self.registry.untold(), *untested_torch()]
         if self.config.epoch_adjustment and material.data is not None:

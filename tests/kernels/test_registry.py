@@ -233,6 +233,10 @@ def test_a_kernel_that_knows_no_extension_gets_the_call_without_them(scaled: Any
     }
     assert active.labels["scaled", "float32"] == "test/old"
     assert active.labels["scaled(bias)", "float32"] == "reference"
+    assert active.passed == {
+        ("scaled(shift)", "float32"): {"test/old": "shift"},
+        ("scaled(bias)", "float32"): {"test/old": "bias"},
+    }
 
 
 def test_a_kernel_gets_only_the_extensions_that_it_knows(scaled: Any) -> None:
@@ -245,6 +249,7 @@ def test_a_kernel_gets_only_the_extensions_that_it_knows(scaled: Any) -> None:
     assert some.function.calls == [(2, {"shift": 1.0})]
     assert every.function.calls == [(2, {"shift": 1.0, "bias": bias})]
     assert active.chosen == {("scaled(shift)", "float32"): "some", ("scaled(bias, shift)", "float32"): "every"}
+    assert active.passed == {("scaled(bias, shift)", "float32"): {"test/some": "bias"}}
 
 
 def test_offers_answers_for_the_extensions_of_a_call(scaled: Any) -> None:
