@@ -5,7 +5,7 @@
 A line is one configuration of gpu_lora.py in a process of its own. `--together` processes set
 themselves up at the same time (imports, weights, compilation, the first step); then each is timed
 while all others wait. What they hold must fit on the GPU: seven of the eight of a whole table do.
-Times are gpu_lora.py's. Set-up is not: here it is shared, so none is told.
+Times are gpu_lora.py's. Set-up is shared here, so its time is not reported.
 """
 
 from __future__ import annotations

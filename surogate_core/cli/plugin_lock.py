@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _lock(arguments: argparse.Namespace) -> int:
-    # The locks of the policy do not count here: they may be what is to be written anew.
+    # The locks of the policy do not count here: this command may be about to write one of them anew.
     policy = import_policy()
     allowed = [p for p in installed_plugins() if policy.refusal(p.name) is None]
     lock = installed_lock(allowed, arguments.scope)

@@ -27,9 +27,9 @@ class Peer:
     """What to write here instead of a key, or of a value, of another trainer."""
 
     settings: Settings
-    """Keys and values; empty if the key is to be removed."""
+    """Keys and values; empty if the fix is to remove the key."""
     reason: str = ""
-    """Why it is to be removed."""
+    """Why the key must go."""
 
     def fix(self, *, command_line: bool) -> str:
         """As a user pastes it: overrides, or lines of YAML."""

@@ -313,7 +313,7 @@ class _Validator:
     # --------------------------------------------------------------------- contradictions
 
     def task(self, built: dict[str, Any]) -> None:
-        """Hold what is to be trained against what the task can train."""
+        """Compare what the run trains with what the task can train."""
         name = built["task"]
         if not isinstance(name, str):
             return
@@ -442,7 +442,7 @@ class _Validator:
             self._problem("fabric", message, "fabric: auto, or context_parallel_size: 1")
 
     def optimizer(self, built: Mapping[str, Any]) -> None:
-        """Hold what is to be trained against what the optimizer can train."""
+        """Compare what the run trains with what the optimizer can train."""
         chosen, dtype, lora = built["optimizer"], built["master_dtype"], built["lora"]
         if chosen is None:
             return

@@ -64,7 +64,7 @@ class DatasetReport:
     type: str = ""
     """The type that its rows are read as."""
     prompts_are_meant: bool = False
-    """Whether every token is to be trained: by the type, the task or `loss_scale`."""
+    """Whether every token is trained, because of the type, the task or `loss_scale`."""
     unread: Mapping[str, int] = field(default_factory=dict)
     """Field that the type does not read → rows that have something in it."""
     could_read: tuple[str, ...] = ()

@@ -43,7 +43,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """A prompt whose keys and values are to be written into a slot, from a segment on."""
+    """A prompt that waits to have its keys and values written into a slot, from a segment on."""
 
     slot: int
     ids: tuple[int, ...]

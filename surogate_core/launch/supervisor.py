@@ -88,7 +88,7 @@ class Elsewhere:
 def supervise(plan: LaunchPlan, signals: Forwarding, elsewhere: Elsewhere | None = None) -> int | Failure:
     """Start the ranks of this machine and watch them: the exit code, or the first failure of the run.
 
-    All their processes are gone by then. `signals`: what this process receives, or is told of. Raises `MachineError` if
+    All their processes are gone by then. `signals`: what this process receives or learns of. Raises `MachineError` if
     they cannot be started.
     """
     return _Attempt(plan, signals, elsewhere or Elsewhere()).run()

@@ -262,7 +262,7 @@ class Registry:
         return Missing.of(distribution)
 
     def untold(self) -> list[str]:
-        """What is to be said of plugins that failed or did something besides, and was not returned before.
+        """Notices about plugins that failed or did something besides, each returned once.
 
         Hooks are called when their kind is looked up for the first time, so there may be more later.
         """

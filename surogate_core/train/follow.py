@@ -44,7 +44,7 @@ class Follower:
         self._work = ModelFlops.of(engine.model, frozen=config.lora)
         self._evaluator = evaluator
         self._made: Made | None = None
-        """The step that was made together, and is to be taken."""
+        """The next step, which all ranks have made together."""
         self._step = 0
         if checkpoint is not None:
             load_tensors(engine, checkpoint)

@@ -173,7 +173,7 @@ class Loop:
         self._telemetry = GpuTelemetry.of_device(engine.settings.device) if config.log_gpu_util else None
         self._save_asked = False
         self._best_is_new = False
-        """Whether the last evaluation was the best, and its weights are to be saved."""
+        """Whether the last evaluation was the best so far, so that its weights must be saved."""
         self._saved_step: int | None = None
         self._started_at = 0
         if checkpoint is not None:

@@ -391,7 +391,7 @@ class Chat:
         return np.asarray(found_ids, np.int32), _tokens_of(offsets, [_unguarded(text, span) for span in spans])
 
     def _may_cut(self, text: str, place: int) -> bool:
-        """Whether the tokenizer reads the text's halves as it reads them together, or they are to be read apart."""
+        """Whether the halves of the text have the same tokens apart and together, or must be tokenised apart."""
         encoder = self.encoder
         if not encoder.is_free_of_prefixes:
             return False

@@ -37,7 +37,7 @@ class Traffic:
         self.gathers = beside and self.renews
         """Whether the first micro-step of an optimizer step gathers them."""
         self.stale = self.renews
-        """Whether copies that the last update changed are to be gathered."""
+        """Whether the next pass must gather copies that the last update changed."""
         self.reducing = False
         """Whether this micro-step reduces gradients."""
         self.counts = False

@@ -1,4 +1,4 @@
-"""The part of `surogate eval` that measures models on tasks: what is asked, the run, and the table."""
+"""The part of `surogate eval` that measures models on benchmarks: what is asked, the run, and the table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The tasks, and the options of all of them."""
+    """The benchmarks, and the options of all of them."""
 
     tasks: tuple[str, ...]
     match: Any = None
@@ -73,7 +73,7 @@ def _key(flag: str) -> str:
 
 
 def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
-    """The tasks, checked; no model is loaded."""
+    """The benchmarks, checked; no model is loaded."""
     from surogate_command_eval.benchmark_scores import LocalBenchmarks
     from surogate_command_eval.benchmarks import BenchmarkOptions, read_benchmarks
     from surogate_core.bundles import EvalSettings, Sampling
@@ -118,7 +118,7 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
 
 
 def _sorted(tasks: Sequence[str], registry: Registry) -> tuple[list[str], dict[str, list[str]]]:
-    """(files, tasks of each evaluator)."""
+    """(files, benchmarks of each evaluator)."""
     known = registry.names("eval")
     files: list[str] = []
     others: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Models measured on tasks: accuracy with standard errors, and pairs of models compared."""
+"""Models measured on benchmarks: accuracy with standard errors, and pairs of models compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Taken = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalBenchmarks:
-    """The evaluator of task files."""
+    """The evaluator of benchmark files."""
 
     tasks: Sequence[LocalBenchmark]
     wanted: PromptOptions
@@ -99,7 +99,7 @@ def _answered(row: Question) -> Mapping[str, Any]:
 
 @dataclass(slots=True)
 class _OneBenchmark:
-    """One task of one model."""
+    """One benchmark of one model."""
 
     plan: LocalBenchmarks
     task: LocalBenchmark

@@ -1,4 +1,4 @@
-"""Local tasks: rows of JSON with a prompt and an answer, checked before a model is loaded, and what an answer is.
+"""Local benchmarks: rows of JSON with a prompt and an answer, checked before a model is loaded, and what an answer is.
 
 A completion is right if what is extracted from it equals an accepted answer. Texts are compared in Unicode's form NFC,
 without white space around them and with single spaces inside.
@@ -31,7 +31,7 @@ BETWEEN = "\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkOptions:
-    """Defaults of a task file's rows, and how many are used."""
+    """Defaults of a benchmark file's rows, and how many are used."""
 
     match: Match | None = None
     """None: `choice` for rows with choices, `regex` with a pattern, `exact` for the others."""
@@ -155,7 +155,7 @@ def plain_text(text: str) -> str:
 
 
 def read_benchmarks(files: Sequence[str], options: BenchmarkOptions) -> list[LocalBenchmark]:
-    """The tasks of files; raises `UserError` with the mistakes of the first file that has some."""
+    """The benchmarks of files; raises `UserError` with the mistakes of the first file that has some."""
     stems = [Path(file).stem for file in files]
     return [
         _task(file, stem if stems.count(stem) == 1 else file, options) for file, stem in zip(files, stems, strict=True)

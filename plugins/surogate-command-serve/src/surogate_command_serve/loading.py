@@ -69,7 +69,7 @@ def load(
     progress: Callable[[str, int, int], None] = lambda task, done, total: None,
     note: Note = lambda line: None,
 ) -> tuple[dict[str, ServedModel], Worker]:
-    """(models by name, the thread that generates). `note` receives what is to be said about the models."""
+    """(models by name, the thread that generates). `note` receives notices about the models."""
     if serving.base in serving.adapters:
         directory = serving.adapters[serving.base]
         raise UserError(

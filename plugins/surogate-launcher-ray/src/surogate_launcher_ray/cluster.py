@@ -30,7 +30,7 @@ READY_SECONDS = 120.0
 """The time in which the supervisors start and load their plugins."""
 LOST = "the machine or its Ray is lost"
 PATIENT = 5.0
-"""Seconds after which the user is told what is waited for."""
+"""Seconds after which a notice says what the launcher waits for."""
 POLL = 0.1
 LOOK = 1.0
 """Seconds between looks at the machines of the cluster, while something is waited for."""

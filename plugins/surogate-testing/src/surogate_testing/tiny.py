@@ -325,7 +325,7 @@ def batch(
 ) -> MicroBatch:
     """The concatenated documents, then padding as a separate document.
 
-    `labelled[d][t]`: whether token t of document d is to be predicted; by default all but the first are.
+    `labelled[d][t]`: whether token t of document d is a label; by default all but the first are.
     """
     used = sum(map(len, found))
     assert used <= tokens
