@@ -214,7 +214,7 @@ class Block:
                 name=p.name,
                 hf_name=prefix + p.hf_name,
                 shape=tuple(size_of(d, self.config) for d in p.dims),
-                trainable=train_base or (train_router and p.role == "router"),
+                trainable=p.trained and (train_base or (train_router and p.role == "router")),
                 role=p.role,
                 init=p.init.value(self.config) if isinstance(p.init, Setting) else p.init,
                 declared=p.declared,
@@ -475,8 +475,9 @@ class Model:
         return {prefix: slots for prefix, slots in found.items() if slots}
 
     def expert_names(self) -> frozenset[str]:
-        """The last names of the projections of experts."""
-        return frozenset(s.module.rpartition(".")[2] for slots in self.expert_slots().values() for s in slots)
+        """The last names of the projections that files have for each expert."""
+        slots = (slot for layer in self.expert_slots().values() for slot in layer)
+        return frozenset(slot.module.rpartition(".")[2] for slot in slots if not slot.always)
 
     def fused_tensors(self) -> dict[str, Fused]:
         """Name → the tensors of experts that some files keep as one tensor."""

@@ -146,6 +146,8 @@ class AttentionBlock(Block):
     post_norm: Param | None = Param("post_attention_layernorm.weight", D)
     feedforward_norm: Param | None = None
     """Norm of what the feed-forward adds."""
+    sinks: Param | None = None
+    """Sinks of the heads, of an `Attention` that is declared with them."""
     qkv: Linear | None = None
     q, k, v, o, attend = attention_slots()
 
@@ -157,7 +159,7 @@ class AttentionBlock(Block):
     def attention(self, h_ND: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]: the attention of rows after their norm."""
         q_NHE, k_NKE, v_NKE = self._rotated(*self.projections(h_ND), tables)
-        return self.o(self.attend(q_NHE, k_NKE, v_NKE).flatten(1))
+        return self.o(self.attend(q_NHE, k_NKE, v_NKE, sinks=self.sinks).flatten(1))
 
     def projections(self, h_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, E], keys [N, K, E] and values [N, K, E] of rows after their norm."""
@@ -302,7 +304,11 @@ class Decoder(Model):
     def layer_config(self, number: int) -> Mapping[str, Any]:
         """With the layer's type, in a family that reads them."""
         types = self.layer_types
-        return {**self.config, LAYER_TYPE: types[number]} if types else self.config
+        return self.type_config(types[number]) if types else self.config
+
+    def type_config(self, layer_type: str) -> Mapping[str, Any]:
+        """The configuration of the layers of one type. A family whose types differ in sizes gives them here."""
+        return {**self.config, LAYER_TYPE: layer_type}
 
     def rope_config(self, layer_type: str) -> Mapping[str, Any]:
         """The ``config.json`` from which the RoPE of the layers of one type is read; the type is empty if a family does
@@ -312,12 +318,15 @@ class Decoder(Model):
 
     def ropes(self) -> dict[str, Rope]:
         """The end of the tables' names → the RoPE. The end is empty if all layers have one."""
-        size = size_of(self._block.attend.features, self.config)
-        configs = {kind: self.rope_config(kind) for kind in dict.fromkeys(self.layer_types or ("",))}
-        first = next(iter(configs.values()))
-        if all(config == first for config in configs.values()):
-            return {"": Rope(first, size)}
-        return {f"_{kind}": Rope(config, size) for kind, config in configs.items()}
+        features = self._block.attend.features
+        found = {
+            kind: (self.rope_config(kind), size_of(features, self.type_config(kind)))
+            for kind in dict.fromkeys(self.layer_types or ("",))
+        }
+        first = next(iter(found.values()))
+        if all(one == first for one in found.values()):
+            return {"": Rope(*first)}
+        return {f"_{kind}": Rope(*one) for kind, one in found.items()}
 
     def tables(self, positions_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """RoPE's cos and sin, [N, P] fp32; with the type of layers behind their names where these differ."""

@@ -6,7 +6,7 @@ Shape suffixes: N tokens, E experts, K experts of a token, R = N·K rows sorted 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,10 @@ class Fused:
     shape: tuple[int, int, int]
     parts: tuple[tuple[str, tuple[int, int]], ...]
     """(name, shape) of the tensors that it holds, in the order of their data."""
+    always: bool = False
+    """Whether all files of the model have this tensor, so that exports and adapters do too."""
+    transposed: bool = False
+    """Whether files have it as [E, I, rows]; quantised ones have it as any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,9 @@ class ExpertSlot:
     """Recompute switch that covers its output."""
     fused: str | None
     """Name, relative to the block, of the tensor that holds this weight of all experts in some files."""
+    always: bool = False
+    transposed: bool = False
+    """These two as of `Fused`."""
     adapter: Adapter | None
     index: int
     """Separates the dropout masks of the block's slots."""
@@ -101,6 +108,8 @@ def fused_tensors(prefix: str, slots: Sequence[ExpertSlot]) -> dict[str, Fused]:
     return {
         name: Fused(
             shape=(group[0].count, sum(slot.outputs for slot in group), group[0].inputs),
+            always=group[0].always,
+            transposed=group[0].transposed,
             parts=tuple(
                 (f"{prefix}{slot.module}.weight".replace(EXPERT, str(e)), (slot.outputs, slot.inputs))
                 for e in range(group[0].count)
@@ -115,7 +124,8 @@ class Experts:
     """A projection of all experts: weight [count, outputs, inputs]; `module` has ``{e}`` for the number.
 
     `fused`: the name under which some files have this weight of all experts as one tensor [count, rows, inputs].
-    Projections with the same name follow each other in its rows, in the order of their declaration.
+    Projections with the same name follow each other in its rows, in the order of their declaration. `always`: all files
+    have this tensor, and so do exports; it has one projection. `transposed`: they have it as [count, inputs, rows].
     """
 
     def __init__(
@@ -128,8 +138,12 @@ class Experts:
         *,
         region: str,
         fused: str | None = None,
+        always: bool = False,
+        transposed: bool = False,
     ):
         assert EXPERT in module
+        assert fused or not (always or transposed)
+        self.always, self.transposed = always, transposed
         self.module, self.count, self.choices = module, count, choices
         self.inputs, self.outputs, self.region, self.fused = inputs, outputs, region, fused
 
@@ -150,6 +164,8 @@ class Experts:
             outputs=self.outputs.size(config),
             region=self.region,
             fused=self.fused,
+            always=self.always,
+            transposed=self.transposed,
             adapter=adapter,
             index=index,
         )
@@ -169,6 +185,19 @@ class Routes:
     def of(cls, logits_NE: Tensor, choices: int, *, renormalise: bool) -> Routes:
         """The `choices` most probable experts of each token; `renormalise`: their weights sum to 1."""
         return cls(*ops.route(logits_NE, choices, renormalise))
+
+    def scaled(self, scale_E: Tensor) -> Routes:
+        """Routes whose weights are multiplied by a factor of each expert."""
+        return replace(self, weights_NK=ops.expert_scale(self.weights_NK, scale_E, self.experts_NK))
+
+    def biased(self, y_RO: Tensor, bias_EO: Tensor) -> Tensor:
+        """[R, O]: rows with the bias of their experts."""
+        return ops.expert_bias(y_RO, bias_EO, self.ends_E)
+
+    def combined_bias(self, bias_EO: Tensor) -> Tensor:
+        """[N, O] fp32: the weighted sum of the biases of each token's experts."""
+        shares_NE = self.weights_NK.new_zeros(len(self.weights_NK), len(bias_EO))
+        return shares_NE.scatter(1, self.experts_NK.long(), self.weights_NK) @ bias_EO.to(self.weights_NK.dtype)
 
     def combine(self, y_RO: Tensor) -> Tensor:
         """[N, O]: the weighted sum of each token's rows."""

@@ -59,6 +59,8 @@ class Param:
     do not decay, such as the decay rates of a recurrence or the sinks of attention heads.
 
     `dtype` "fp32": it stays in fp32 in masters, programs, stores and exports, whatever dtype the model has.
+
+    `trained` false: a buffer, which files have and no run trains.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class Param:
         init: Init | Setting = "ones",
         role: Literal["norm", "weight", "router", "scalar"] = "norm",
         dtype: Literal["fp32"] | None = None,
+        trained: bool = True,
     ):
+        self.trained = trained
         if isinstance(init, str) and init not in get_args(InitName):
             raise TypeError(f"Param({hf_name!r}): init={init!r} is none of {', '.join(get_args(InitName))}")
         if dtype not in (None, "fp32"):

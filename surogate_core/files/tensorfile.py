@@ -75,6 +75,8 @@ class TensorInfo:
     """First byte in the file."""
     end: int
     """One past the last byte in the file."""
+    transposed: bool = False
+    """Whether the file has the matrix's columns one after the other; `shape` is that of the matrix."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -94,13 +96,15 @@ class View:
     shape: tuple[int, ...]
     first: int
     """Number of its first element."""
+    transposed: bool = False
+    """As of a `TensorInfo`."""
 
 
-def in_order(parts: Iterable[tuple[str, tuple[int, ...]]]) -> list[View]:
-    """The views of parts (name, shape) that follow each other in a tensor."""
+def in_order(parts: Iterable[tuple[str, tuple[int, ...]]], *, transposed: bool = False) -> list[View]:
+    """The views of parts (name, shape) that follow each other in a tensor. `transposed`: each as of a `TensorInfo`."""
     views, first = [], 0
     for name, shape in parts:
-        views.append(View(name=name, shape=shape, first=first))
+        views.append(View(name=name, shape=shape, first=first, transposed=transposed))
         first += prod(shape)
     return views
 
@@ -176,9 +180,10 @@ class TensorFile(Mapping[str, "Tensor"]):
         import torch
 
         info = self.infos[name]
-        tensor = torch.empty(info.shape, dtype=info.torch_dtype)
+        stored = info.shape[::-1] if info.transposed else info.shape
+        tensor = torch.empty(stored, dtype=info.torch_dtype)
         self._read(info.begin, tensor.reshape(-1))
-        return tensor
+        return tensor.t().contiguous() if info.transposed else tensor
 
     def split(self, parts: Mapping[str, Sequence[View]]) -> TensorFile:
         """The file with each of these tensors seen as others."""
@@ -189,7 +194,9 @@ class TensorFile(Mapping[str, "Tensor"]):
                 begin = info.begin + size * part.first
                 end = begin + size * prod(part.shape)
                 assert end <= info.end, f"{part.name} is not inside of {name}"
-                views[part.name] = TensorInfo(shape=tuple(part.shape), dtype=info.dtype, begin=begin, end=end)
+                views[part.name] = TensorInfo(
+                    shape=tuple(part.shape), dtype=info.dtype, begin=begin, end=end, transposed=part.transposed
+                )
         found = copy.copy(self)
         found.infos = views
         return found
@@ -210,6 +217,9 @@ class TensorFile(Mapping[str, "Tensor"]):
                 f"but {target.dtype} {list(target.shape)} is needed."
             )
         assert target.is_contiguous()
+        if info.transposed:
+            target.detach().copy_(self[name])
+            return
         flat = target.detach().view(-1)
         if flat.device.type == "cpu" and not cast:
             self._read(info.begin, flat)
@@ -233,6 +243,9 @@ class TensorFile(Mapping[str, "Tensor"]):
         assert target.dtype == info.torch_dtype or (target.dtype.is_floating_point and info.dtype in FLOATS)
         flat, size = target.view(-1), info.torch_dtype.itemsize
         assert info.begin + (first + flat.numel()) * size <= info.end, f"{name} has fewer elements"
+        if info.transposed:
+            flat.copy_(self[name].view(-1)[first : first + flat.numel()])
+            return
         if flat.device.type == "cpu" and flat.dtype == info.torch_dtype:
             self._read(info.begin + first * size, flat)
             return

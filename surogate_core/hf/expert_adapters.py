@@ -101,8 +101,11 @@ class OfAllExperts:
             count, rows, columns = one.shape
             if name.rpartition(".")[0] != place or len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] % count:
                 continue
+            # Where the weight is [E, inputs, outputs], all versions of PEFT read it the same way.
             found += [
-                (name, old) for old in (False, True) if (a[1], b[0]) == ((rows, columns) if old else (columns, rows))
+                (name, old)
+                for old in ((False,) if one.transposed else (False, True))
+                if (a[1], b[0]) == ((rows, columns) if old else (columns, rows))
             ]
         return found
 

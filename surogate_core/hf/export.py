@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from surogate_core.files import atomic
 from surogate_core.files.foreign import read_json
 from surogate_core.files.tensorfile import TensorWriter, nbytes, write_tensors
 from surogate_core.hf.card import OVERRIDES, USE, CardFacts, card_facts, overrides_note, write_card
+from surogate_core.hf.fused import adapters_joined, rejoined
 from surogate_core.hf.lora_files import CONFIG, MARKER, STACKED_ON, WEIGHTS
 from surogate_core.hf.tokenizer_files import TokenizerFiles
 from surogate_core.masking import masked
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from surogate_core.dsl import Model
+    from surogate_core.dsl.experts import Fused
     from surogate_core.hf.weights import ModelDir
 
 MOST_RESERVED = 4 * 2**20
@@ -64,18 +67,20 @@ def export_full(
     card: CardFacts,
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: float = 5e9,
+    fused: Mapping[str, Fused] | None = None,
 ) -> Path:
     """Write a Hugging Face model directory; a former export there is replaced when the new one is whole.
 
     `tensors`: (Hugging Face name, tensor on any device), each written and freed before the next is read. `config`: the
     mapping of ``config.json``; `model_type` and `architectures` must be in it, `torch_dtype` is set to the tensors'
-    most common dtype. `generation_config` defaults to the token ids of `config`. Raises `MachineError` (disk full) or
-    `UserError` (not writable, or the directory holds something that is not an export).
+    most common dtype. `generation_config` defaults to the token ids of `config`. `fused`: `Model.fused_tensors`, of a
+    model with experts. Raises `MachineError` (disk full) or `UserError` (not writable, or the directory holds something
+    that is not an export).
     """
     assert config.get("model_type")
     assert config.get("architectures")
     with _export_directory(directory, kind="full", card=card) as new:
-        dtypes = _write_shards(new, tensors, max_shard_bytes)
+        dtypes = _write_shards(new, rejoined(tensors, fused or {}), max_shard_bytes)
         values = {key: value for key, value in config.items() if key != "dtype"}
         values["torch_dtype"] = max(dtypes, key=lambda name: dtypes[name])
         _write_json(new / "config.json", values)
@@ -101,7 +106,7 @@ def export_adapter(
     task_type: str = "CAUSAL_LM",
     stacked_on: Path | None = None,
     generation_config: Mapping[str, Any] | None = None,
-    expert_names: Collection[str] = (),
+    model: Model | None = None,
 ) -> Path:
     """Write a PEFT adapter directory; a former export there is replaced when the new one is whole.
 
@@ -109,15 +114,21 @@ def export_adapter(
     Hugging Face names, and whole matrices (``<module>.weight``). alpha / rank is the scale of every adapter, whatever
     its own r is, and is not folded in. `base_model`: hub id or directory that PEFT is to load the adapter on.
     `stacked_on`: an adapter directory that the base had folded in, which is copied along. `generation_config` is for
-    `surogate merge`. `expert_names`: last names of the projections that the experts of the base have. Errors as in
+    `surogate merge`. `model`: what it belongs to, which says how experts are named. Errors as in
     `export_full`.
     """
-    named = {_PREFIX + name: tensor for name, tensor in tensors}
-    ranks = _ranks(named)
-    whole = {_in_layer(name.removesuffix(".weight")) for name in named if ".lora_" not in name}
+    own = dict(tensors)
+    ranks = {_PREFIX + module: rank for module, rank in _ranks(own).items()}
+    own, parameters = adapters_joined(own, model.fused_tensors() if model else {})
+    named = {_PREFIX + name: tensor for name, tensor in own.items()}
+    whole = {_in_layer(name.rpartition(".")[0]) for name in named if ".lora_" not in name}
     about = {"task_type": task_type, "base_model_name_or_path": base_model, "revision": card.base_commit}
     config = _peft_config(about, dropout, modules_to_save=sorted(whole) or None)
-    config |= _peft_targets(ranks, alpha / rank, expert_names)
+    config |= (
+        _peft_parameters(ranks, alpha / rank, parameters)
+        if parameters
+        else _peft_targets(ranks, alpha / rank, model.expert_names() if model else ())
+    )
     with _export_directory(directory, kind="adapter", card=card) as new:
         write_tensors(new / "adapter_model.safetensors", named)
         _write_json(new / "adapter_config.json", config)
@@ -203,6 +214,25 @@ def _peft_targets(ranks: Mapping[str, int], scale: float, expert_names: Collecti
         fields["target_parameters"] = sorted(f"{m.removeprefix(_PREFIX)}.weight" for m in dense)
     if dense or experts:
         fields["lora_dropout"] = 0.0
+    return fields
+
+
+def _peft_parameters(ranks: Mapping[str, int], scale: float, parameters: Sequence[str]) -> dict[str, Any]:
+    """The same for a model whose experts are one tensor in all files: PEFT targets that as a parameter."""
+    experts = {module for module in ranks if _EXPERT_MODULE.search(module)}
+    rank = next(ranks[module] for module in ranks if module in experts)
+    others = {_in_layer(module): other for module, other in ranks.items() if module not in experts}
+    patterns = {re.escape(name): other for name, other in others.items() if other != rank}
+    fields: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": _number(scale * rank),
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.rpartition(".")[2] for name in others}),
+        "target_parameters": list(dict.fromkeys(map(_in_layer, parameters))),
+    }
+    if patterns:
+        fields["rank_pattern"] = patterns
+        fields["alpha_pattern"] = {name: _number(scale * other) for name, other in patterns.items()}
     return fields
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from surogate_core.files.tensorfile import FLOATS, TensorInfo, View, in_order
 from surogate_core.hf.prequantised import QuantisedPart, Scheme
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from surogate_core.dsl.experts import Fused
 
 
@@ -27,7 +29,7 @@ def views_of_experts(
     for whole, one in fused.items():
         parts = _parts(whole, scheme, infos)
         for name, part in parts.items():
-            wanted = one.shape if part is None else _shape(part, one)
+            wanted = _stored(one) if part is None else _shape(part, one)
             info, dtypes = infos[name], FLOATS if part is None else part.dtypes
             if info.dtype not in dtypes or info.shape not in (wanted, wanted if len(wanted) > 1 else (*wanted, 1)):
                 needed = f"{list(wanted)} of {', '.join(dtypes)}"
@@ -69,9 +71,63 @@ def _misfit(rows: int, one: Fused) -> str | None:
     )
 
 
+def _stored(one: Fused) -> tuple[int, ...]:
+    """The shape in files of a tensor that is not quantised."""
+    count, rows, inputs = one.shape
+    return (count, inputs, rows) if one.transposed else one.shape
+
+
+def rejoined(tensors: Iterable[tuple[str, Tensor]], fused: Mapping[str, Fused]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an export, with one tensor of all experts where all files of the model have it so.
+
+    `tensors`: (name, tensor) of each expert, in any order. What has been joined is freed.
+    """
+    import torch
+
+    place = {part: name for name, one in fused.items() if one.always for part, _ in one.parts}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        if name not in place:
+            yield name, tensor
+            continue
+        whole = place[name]
+        found = waiting.setdefault(whole, {})
+        found[name] = tensor
+        if len(found) == len(fused[whole].parts):
+            del waiting[whole]
+            values = (found.pop(part) for part, _ in fused[whole].parts)
+            yield whole, torch.stack([value.t() if fused[whole].transposed else value for value in values])
+    assert not waiting, f"an expert of {next(iter(waiting))} is missing"
+
+
+def adapters_joined(tensors: Mapping[str, Tensor], fused: Mapping[str, Fused]) -> tuple[dict[str, Tensor], list[str]]:
+    """(tensors of an adapter, the parameters that PEFT must target): with one A and B of all experts, as
+    `expert_adapters` describes them, where all files of the model have one tensor of all experts.
+
+    PEFT wraps the parameters of a module one after the other, so the name of the first one has ``.base_layer``.
+    """
+    import torch
+
+    kept: dict[str, Tensor] = dict(tensors)
+    modules: dict[str, list[tuple[str, Tensor, Tensor]]] = {}
+    for name, one in fused.items():
+        parts = [part.removesuffix(".weight") for part, _ in one.parts]
+        if one.always and f"{parts[0]}.lora_A.weight" in kept:
+            of_a, of_b = ([kept.pop(f"{part}.lora_{side}.weight") for part in parts] for side in "AB")
+            whole = torch.cat(of_a), torch.stack(of_b, -1).flatten(1)
+            modules.setdefault(name.rpartition(".")[0], []).append((name, *whole))
+    targets = []
+    for module, found in modules.items():
+        for number, (name, a, b) in enumerate(found):
+            place = module + ".base_layer" * (len(found) - 1 - number)
+            kept |= {f"{place}.lora_A.weight": a, f"{place}.lora_B.weight": b}
+            targets.append(name)
+    return kept, targets
+
+
 def _views(part: QuantisedPart | None, one: Fused) -> list[View]:
     if part is None:
-        return in_order(one.parts)
+        return in_order(one.parts, transposed=one.transposed)
     named = [(weight.removesuffix(".weight") + part.suffixes[0], part.shape(*shape)) for weight, shape in one.parts]
     if named[0][1]:
         return in_order(named)

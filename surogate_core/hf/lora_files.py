@@ -181,7 +181,8 @@ class LoraAdapter:
     def adapts(self, name: str) -> bool:
         """Whether it changes the base tensor of this name."""
         module = name.removesuffix(".weight")
-        return name.endswith(".weight") and (self.prefix + module + _SIDES[0] in self.tensors or self.replaces(name))
+        has_pair = name.endswith(".weight") and self.prefix + module + _SIDES[0] in self.tensors
+        return has_pair or self.replaces(name)
 
     def get(self, name: str) -> Tensor:
         """A tensor by its name without the prefix."""
@@ -522,9 +523,9 @@ def _wrong_tensors(file: TensorFile, prefix: str, ranks: Callable[[str], int], s
 
 
 def _is_saved(name: str, saved: Collection[str]) -> bool:
-    """Whether a tensor is the weight of a module that PEFT saves whole."""
+    """Whether a tensor is the weight or the bias of a module that PEFT saves whole."""
     module, _, last = name.rpartition(".")
-    return last == "weight" and any(module.endswith(f".{one}") for one in saved)
+    return last in ("weight", "bias") and any(module.endswith(f".{one}") for one in saved)
 
 
 def _bad(

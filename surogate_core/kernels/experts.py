@@ -181,6 +181,61 @@ def grouped_linears(
     return found
 
 
+class _ExpertScale(Function):
+    @staticmethod
+    def forward(ctx: Any, weights_NK: Tensor, scale_E: Tensor, experts_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(weights_NK, scale_E, experts_NK)
+        return weights_NK * scale_E[experts_NK.long()].to(weights_NK.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NK: Tensor) -> tuple[Tensor | None, ...]:
+        weights_NK, scale_E, experts_NK = ctx.saved_tensors
+        dscale = None
+        if ctx.needs_input_grad[1]:
+            # A sum of fixed order: the experts of a token differ, so no two values go to one place.
+            apart_NE = weights_NK.new_zeros(len(weights_NK), len(scale_E))
+            dscale = apart_NE.scatter(1, experts_NK.long(), dy_NK * weights_NK).sum(0).to(scale_E.dtype)
+        return dy_NK * scale_E[experts_NK.long()].to(dy_NK.dtype), dscale, None
+
+
+@op
+def expert_scale(weights_NK: Tensor, scale_E: Tensor, experts_NK: Tensor) -> Tensor:
+    """[N, K]: the weights of each token's experts times the factors of these experts."""
+    found: Tensor = _ExpertScale.apply(weights_NK, scale_E, experts_NK)
+    return found
+
+
+class _ExpertBias(Function):
+    @staticmethod
+    def forward(ctx: Any, y_RO: Tensor, bias_EO: Tensor, ends_E: Tensor) -> Tensor:
+        rows_R = torch.arange(len(y_RO), device=y_RO.device, dtype=ends_E.dtype)
+        expert_R = torch.searchsorted(ends_E, rows_R, right=True)
+        ctx.save_for_backward(expert_R)
+        ctx.bias = len(bias_EO), bias_EO.dtype
+        return y_RO + bias_EO[expert_R].to(y_RO.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RO: Tensor) -> tuple[Tensor | None, ...]:
+        (expert_R,) = ctx.saved_tensors
+        dbias = None
+        if ctx.needs_input_grad[1]:
+            # A product, whose sums have a fixed order, instead of additions in the order in which threads arrive.
+            count, dtype = ctx.bias
+            numbers_E = torch.arange(count, device=expert_R.device)
+            of_expert_ER = (numbers_E[:, None] == expert_R).to(dy_RO.dtype)
+            dbias = (of_expert_ER @ dy_RO).to(dtype)
+        return dy_RO, dbias, None
+
+
+@op
+def expert_bias(y_RO: Tensor, bias_EO: Tensor, ends_E: Tensor) -> Tensor:
+    """[R, O] in y's dtype: the rows, sorted by expert, with the bias of their experts."""
+    found: Tensor = _ExpertBias.apply(y_RO, bias_EO, ends_E)
+    return found
+
+
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:

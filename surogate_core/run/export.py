@@ -178,7 +178,7 @@ def _export_adapter(
         card=card,
         tokenizer=trained.tokenizer,
         stacked_on=Path(below[-1].source) if below else None,
-        expert_names=resolved.model.expert_names(),
+        model=resolved.model,
         generation_config=generation_of(resolved.weights, resolved.model.config, trained.tokenizer),
         task_type=resolved.model.head.peft_task,
     )
@@ -208,6 +208,7 @@ def _export_model(
         tokenizer=tokenizer,
         card=card,
         generation_config=generation_of(resolved.weights, values, tokenizer),
+        fused=resolved.model.fused_tensors(),
     )
 
 

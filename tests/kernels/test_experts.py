@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from surogate_core.dsl.experts import Routes
 from surogate_core.kernels.experts import ExpertAdapter, combine, grouped_linears, route, sort_by_expert
 
 TOKENS, EXPERTS, CHOICES, WIDTH, INNER, RANK = 13, 6, 3, 8, 10, 4
@@ -50,6 +51,44 @@ def test_a_layer_and_its_gradients_are_those_of_the_definition(renormalise: bool
     (expected * weight).sum().backward()
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_biases_of_experts_and_their_gradients() -> None:
+    """Of sorted rows, and added up over the experts of a token; an expert without a token gets no gradient."""
+    logits = draw(TOKENS, EXPERTS, seed=1).detach()
+    logits[:, 2] -= 100
+    routes = Routes.of(logits.requires_grad_(), CHOICES, renormalise=True)
+    x, bias, textbook_bias = draw(TOKENS, WIDTH), draw(EXPERTS, WIDTH, seed=2), draw(EXPERTS, WIDTH, seed=2)
+    rows = x[(routes.order_R // CHOICES).long()]
+    found = routes.combine(routes.biased(rows, bias))
+    chosen = textbook_bias[routes.experts_NK.long()]
+    expected = ((x[:, None] + chosen) * routes.weights_NK[..., None]).sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x + routes.combined_bias(bias), expected, rtol=1e-12, atol=1e-12)
+    weight = draw(TOKENS, WIDTH, seed=9).detach()
+    (found * weight).sum().backward(retain_graph=True)
+    (expected * weight).sum().backward(retain_graph=True)
+    torch.testing.assert_close(bias.grad, textbook_bias.grad, rtol=1e-12, atol=1e-12)
+    assert bias.grad is not None
+    assert not bias.grad[2].any()
+    bias.grad = None
+    (routes.combined_bias(bias) * weight).sum().backward()
+    torch.testing.assert_close(bias.grad, textbook_bias.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_factors_of_experts_and_their_gradients() -> None:
+    logits = draw(TOKENS, EXPERTS, seed=1)
+    routes = Routes.of(logits, CHOICES, renormalise=False)
+    mine, theirs = draw(EXPERTS, seed=3), draw(EXPERTS, seed=3)
+    found, expected = routes.scaled(mine).weights_NK, routes.weights_NK * theirs[routes.experts_NK.long()]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weight = draw(TOKENS, CHOICES, seed=9).detach()
+    gradients = [
+        torch.autograd.grad((y * weight).sum(), (logits, s), retain_graph=True)
+        for y, s in ((found, mine), (expected, theirs))
+    ]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_adapters_are_in_the_sum_and_get_their_gradients() -> None:

@@ -94,6 +94,7 @@ def merge(
             figures=facts.get("figures", {}),
             configuration=facts.get("configuration", {}),
         ),
+        fused=fused,
         # The adapter of a run has one with the token that ends a turn of its chats.
         generation_config=generation_config_in(used)
         or (model.generation_config() if tokenizer is None else generation_of(model, config, tokenizer)),

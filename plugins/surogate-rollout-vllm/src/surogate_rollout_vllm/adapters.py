@@ -96,7 +96,7 @@ class ServerAdapter:
             dropout=0.0,
             base_model=None,
             card=CardFacts(title=name),
-            expert_names=self.weights.model.expert_names(),
+            model=self.weights.model,
         )
         self._updates += 1
         try:

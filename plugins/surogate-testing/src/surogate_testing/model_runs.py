@@ -278,7 +278,8 @@ def _write_model(family: ModelFamily, config: Mapping[str, Any], directory: Path
         ensure(made.model.vocab_size == vocabulary, f"`{model.embed.vocab.label}` is not the number of embeddings")
         full = {"architectures": [made.model.architecture], "model_type": family.hf_model_types[0], **config}
         tensors = made.parameters.base_tensors()
-        export_full(directory, tensors, config=full, tokenizer=tokenizer, card=CardFacts(title="check"))
+        card, fused = CardFacts(title="check"), made.model.fused_tensors()
+        export_full(directory, tensors, config=full, tokenizer=tokenizer, card=card, fused=fused)
         return
     theirs.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -221,11 +221,17 @@ def comes_back_from_an_export(family: ModelFamily) -> None:
     kept = {name: tensor.clone() for name, tensor in made.parameters.base_tensors()}
     with tempfile.TemporaryDirectory() as parent:
         directory = export_full(
-            Path(parent) / "export", kept.items(), config=config, tokenizer=None, card=CardFacts(title="check")
+            Path(parent) / "export",
+            kept.items(),
+            config=config,
+            tokenizer=None,
+            card=CardFacts(title="check"),
+            fused=made.model.fused_tensors(),
         )
         written: dict[str, Tensor] = {}
         for file in sorted(directory.glob("*.safetensors")):
             written |= {name: tensor.clone() for name, tensor in TensorFile(file).items()}
+        written = tiny.in_files(written, made.model)
         tiny.ensure_same_bits(written, kept, "the export")
         load_in_transformers(directory, str(config["model_type"]))
     again = tiny.engine(config=config, build=family.build, source=tiny.tensor_source(written))

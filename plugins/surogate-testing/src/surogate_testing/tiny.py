@@ -226,6 +226,7 @@ def in_files(tensors: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
             found[name] = value
             continue
         parts = fused[name].parts
+        value = value.transpose(1, 2) if fused[name].transposed else value
         values = value.reshape(-1).split([math.prod(shape) for _, shape in parts])
         found |= {part: one.view(shape) for (part, shape), one in zip(parts, values, strict=True)}
     return found

@@ -1,0 +1,59 @@
+"""Published Gemma 4 shapes without inputs of their own for each layer (the text configurations of google/gemma-4-*)."""
+
+from __future__ import annotations
+
+from surogate_core.bundles import decoder_presets
+
+ROPES = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+}
+EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+
+
+def _types(layers: int, full_every: int = 6) -> list[str]:
+    return ["sliding_attention" if number % full_every else "full_attention" for number in range(1, layers + 1)]
+
+
+PRESETS = decoder_presets(
+    {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "attention_bias": False,
+        "attention_k_eq_v": True,
+        "bos_token_id": 2,
+        "enable_moe_block": False,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 262_144,
+        "num_kv_shared_layers": 0,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": ROPES,
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": "vision",
+        "vocab_size": 262_144,
+    },
+    {
+        "26b-a4b": (2816, 30, 16, 8, 2112, {**EXPERTS, "num_global_key_value_heads": 2, "layer_types": _types(30)}),
+        "31b": (5376, 60, 32, 16, 21_504, {"num_global_key_value_heads": 4, "layer_types": _types(60)}),
+    },
+    tiny={
+        **EXPERTS,
+        "global_head_dim": 64,
+        "head_dim": 32,
+        "layer_types": _types(4, 2),
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_global_key_value_heads": 1,
+        "pad_token_id": None,
+        "rope_theta": None,
+        "sliding_window": 64,
+        "top_k_experts": 2,
+    },
+)

@@ -1,0 +1,139 @@
+"""Inputs for the ops of a mixture of experts; see `surogate_testing.kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surogate_core.kernels import experts as experts_ops
+from surogate_testing.kernel_inputs import Inputs, normal
+
+
+def _routes(tokens: int, experts: int, choices: int, device: torch.device) -> tuple[Tensor, ...]:
+    """(weights, experts, order, slot, ends) of random routing in which the last expert has no row."""
+    logits = normal(tokens, experts, seed=5)
+    logits[:, -1] = -100.0
+    return tuple(t.to(device) for t in experts_ops.route(logits.float(), choices, True))
+
+
+def _grouped_linears() -> Iterator[Inputs]:
+    def made(n: int, choices: int, what: str = "", *, sorted_rows: bool = False) -> Inputs:
+        adapter = experts_ops.ExpertAdapter(rank=16, scale=0.75, dropout=0.0, salt=0)
+        leaves = {"x": normal(n * choices if sorted_rows else n, 64, seed=0)}
+        leaves |= {"gate": normal(6, 32, 64, seed=1), "up": normal(6, 32, 64, seed=2)}
+        leaves |= {"A": normal(6, 16, 64, seed=3), "B": normal(6, 32, 16, seed=4)}
+
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            x, gate, up, a, b = t
+            _, _, order, slot, ends = _routes(n, 6, choices, x.device)
+            where = (None, None) if sorted_rows else (order, slot)
+            return function(x, *where, ends, None, [None, adapter], None, gate, up, a, b)
+
+        return Inputs(leaves=leaves, call=call, what=what)
+
+    yield made(48, 2)
+    yield made(200, 3, what="200 tokens, 3 experts each")
+    yield made(48, 1, what="one expert a token")
+    yield made(48, 2, what="sorted rows", sorted_rows=True)
+    yield _frozen_experts(48, 2)
+    yield _frozen_experts(200, 3, sorted_rows=True)
+
+
+def _frozen_experts(n: int, choices: int, *, sorted_rows: bool = False) -> Inputs:
+    """Two projections whose weights are frozen, both with an adapter."""
+    adapter = experts_ops.ExpertAdapter(rank=16, scale=0.75, dropout=0.0, salt=0)
+    leaves = {"x": normal(n * choices if sorted_rows else n, 64, seed=0)}
+    for name, seed in (("gate", 3), ("up", 5)):
+        leaves |= {f"A of {name}": normal(6, 16, 64, seed=seed), f"B of {name}": normal(6, 32, 16, seed=seed + 1)}
+    # Representable in bf16, so that all dtypes compute with the same weights.
+    frozen = [normal(6, 32, 64, seed=seed).bfloat16() for seed in (1, 2)]
+
+    def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+        x, *pairs = t
+        _, _, order, slot, ends = _routes(n, 6, choices, x.device)
+        where = (None, None) if sorted_rows else (order, slot)
+        gate, up = (w.to(x.device, x.dtype) for w in frozen)
+        return function(x, *where, ends, None, [adapter] * 2, None, gate, *pairs[:2], up, *pairs[2:])
+
+    return Inputs(leaves=leaves, call=call, what="frozen weights" + (", sorted rows" if sorted_rows else ""))
+
+
+def _grouped_product() -> Iterator[Inputs]:
+    def made(n: int, inputs: int, outputs: int, what: str = "") -> Inputs:
+        leaves = {"x": normal(2 * n, inputs, seed=0), "weights": normal(6, outputs, inputs, seed=1)}
+
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            x, weights = t
+            return function(x, weights, _routes(n, 6, 2, x.device)[4])
+
+        return Inputs(leaves=leaves, call=call, what=what)
+
+    yield made(48, 64, 32)
+    yield made(200, 64, 32, what="200 tokens")
+    yield made(48, 36, 20, what="36 features, 20 outputs")
+
+
+def _combine() -> Iterator[Inputs]:
+    def made(n: int, choices: int, what: str = "") -> Inputs:
+        leaves = {"y": normal(n * choices, 64, seed=0), "weights": normal(n, choices, seed=1).abs()}
+
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            y, weights = t
+            _, _, order, slot, _ = _routes(n, 6, choices, y.device)
+            return function(y, order, slot, weights)
+
+        return Inputs(leaves=leaves, call=call, what=what)
+
+    yield made(48, 2)
+    yield made(200, 3, what="200 tokens, 3 experts each")
+
+
+def _combined_linear() -> Iterator[Inputs]:
+    def made(n: int, choices: int, what: str = "") -> Inputs:
+        adapter = experts_ops.ExpertAdapter(rank=16, scale=0.75, dropout=0.0, salt=0)
+        leaves = {"x": normal(n * choices, 32, seed=0), "weights": normal(n, choices, seed=1).abs()}
+        leaves |= {"A": normal(6, 16, 32, seed=2), "B": normal(6, 64, 16, seed=3)}
+        # Representable in bf16, so that all dtypes compute with the same weight.
+        frozen = normal(6, 64, 32, seed=4).bfloat16()
+
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            x, weights, a, b = t
+            _, _, order, slot, ends = _routes(n, 6, choices, x.device)
+            down = frozen.to(x.device, x.dtype)
+            return function(x, order, slot, ends, weights, None, adapter, None, down, a, b)
+
+        return Inputs(leaves=leaves, call=call, what=what)
+
+    yield made(48, 2)
+    yield made(200, 3, what="200 tokens, 3 experts each")
+
+
+def _of_experts(*shape: int) -> Iterator[Inputs]:
+    """Inputs of ops with a number or a vector of each of 6 experts, here of `shape`."""
+
+    def made(n: int, choices: int, what: str = "") -> Inputs:
+        leaves = {"rows": normal(n * choices, *shape, seed=0), "own": normal(6, *shape, seed=1)}
+
+        def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+            _, experts, _, _, ends = _routes(n, 6, choices, t[0].device)
+            return function(*t, ends) if shape else function(t[0].view(n, choices), t[1], experts)
+
+        return Inputs(leaves=leaves, call=call, what=what)
+
+    yield made(48, 2)
+    yield made(200, 3, what="200 tokens, 3 experts each")
+
+
+EXPERT_CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
+    "grouped_linears": _grouped_linears,
+    "grouped_product": _grouped_product,
+    "combine": _combine,
+    "combined_linear": _combined_linear,
+    "expert_bias": partial(_of_experts, 64),
+    "expert_scale": _of_experts,
+}
+"""Op → its inputs."""
