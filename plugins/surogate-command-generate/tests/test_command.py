@@ -201,9 +201,9 @@ def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
         (("--file", "gone.jsonl"), "--file gone.jsonl: cannot be read: No such file"),
         (
             ("--prompt", "a", "--engine", "nativ"),
-            "--engine nativ: there is no such rollout; known: native, vllm. Fix: native",
+            "--engine nativ: there is no such rollout; known: native",
         ),
-        (("--prompt", "a", "--engine", "sglang"), "--engine sglang: there is no such rollout; known: native, vllm"),
+        (("--prompt", "a", "--engine", "sglang"), "--engine sglang: there is no such rollout; known: native"),
         (("--prompt", "a", "devise=cpu"), "devise"),
     ],
 )
