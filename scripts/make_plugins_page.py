@@ -17,7 +17,7 @@ from surogate_core.plugins.contract import UNSTATED  # noqa: E402
 from surogate_core.plugins.static import view_files  # noqa: E402
 
 FILE = ROOT / "docs" / "plugins.md"
-CORE = re.compile(r"surogate-core(?:\[\w+\])?(>=.+)")
+CORE = re.compile(r"surogate-core(?:\[\w+\])?([>=]=.+)")
 """A requirement of the core, with its versions."""
 
 MATRIX = """\

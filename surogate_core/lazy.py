@@ -16,20 +16,18 @@ def lazily(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], 
     So one list serves type checkers, readers and the running program, which imports each name when it is first used.
     """
     names = offered_names(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
-    served = vars(sys.modules[module])
 
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         source, original = names[name]
-        home = sys.modules[module] if source == module else importlib.import_module(source)
+        if source == module:
+            return importlib.import_module(f"{source}.{original}")
+        home = sys.modules.get(source) or importlib.import_module(source)
         # A name may be a module that nobody has imported yet.
-        found = source != module and hasattr(home, original)
-        value = getattr(home, original) if found else importlib.import_module(f"{source}.{original}")
-        served[name] = value
-        return value
+        return getattr(home, original) if hasattr(home, original) else importlib.import_module(f"{source}.{original}")
 
-    return get, lambda: sorted({*served, *names}), sorted(names)
+    return get, lambda: sorted({*vars(sys.modules[module]), *names}), sorted(names)
 
 
 def offered_names(source: str) -> Mapping[str, tuple[str, str]]:

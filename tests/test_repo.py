@@ -32,7 +32,7 @@ SOURCES = sorted(
     if "tests" not in f.relative_to(ROOT).parts
 )
 TESTS = sorted(f for top in ("tests", "plugins/*/tests") for f in ROOT.glob(f"{top}/**/*.py"))
-CORE_BOUND = r"surogate-core(\[\w+\])?>="
+CORE_BOUND = r"surogate-core(\[\w+\])?[>=]="
 TERMS = {"Tile"}
 """Names of several classes: Triton kernels that cut their work differently each have a `Tile`, the field's word."""
 KINDS_WITH_EQUAL_FILES = ("model", "optimizer")
@@ -277,7 +277,7 @@ def test_core_knows_no_plugin_by_name():
 
 FLOORS = (
     {"imports", "lazy", "masking", "numbers", "outcome", "parents"},
-    {"errors", "events", "drawing", "plugin"},
+    {"errors", "events", "drawing", "plugin", "service"},
     {"conf_paths", "batch", "bundles", "hookspecs"},
     {"tools"},
     {"files"},

@@ -5,6 +5,7 @@ A family declares the parameters of a block and writes its forward once, in plai
 (`surogate_core.dsl.trace`).
 """
 
+from surogate_core.dsl import inits
 from surogate_core.dsl.declare import Block, Embedding, Linear, Model, Param, Stack
 from surogate_core.dsl.dims import Dim, Setting, read_key
 from surogate_core.dsl.experts import Experts, ExpertSlot, Routes, TracedExperts, project, project_combined
@@ -37,6 +38,7 @@ __all__ = [
     "Stack",
     "TracedExperts",
     "TracedSlot",
+    "inits",
     "project",
     "project_combined",
     "read_key",

@@ -13,7 +13,7 @@ from surogate_core.lazy import lazily
 
 if TYPE_CHECKING:
     from surogate_core import bundles, dsl, events, hookimpl
-    from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
+    from surogate_core.batch import IGNORE_LABEL, WEIGHTS, BatchCounts, MicroBatch
     from surogate_core.bundles.reinforcement.advantages import advantages
     from surogate_core.cli.main import main as surogate
     from surogate_core.config.resolve import load_run_config
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from surogate_core.files import atomic
     from surogate_core.files.metrics import METRICS, MetricsWriter, read_metrics
-    from surogate_core.files.paths import cache_root, is_hub_id
+    from surogate_core.files.paths import cache_root, is_hub_id, resolve_package_path
     from surogate_core.files.records import read_run
     from surogate_core.files.runs import latest_run, run_directory
     from surogate_core.files.tensorfile import TensorFile, write_tensors

@@ -6,11 +6,11 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from surogate_core import API_VERSION, __version__
 from surogate_core.errors import PluginError
+from surogate_core.lazy import offered_names
 from surogate_core.plugins.discovery import CORE_DISTRIBUTION, ImportPolicy, InstalledPlugin, canonical
 from surogate_core.plugins.static import module_api
 
@@ -113,15 +113,18 @@ def needs_newer_core(error: BaseException) -> str:
 
 def _is_public(called: str, error: TypeError) -> bool:
     """Whether a function or a class, as a `TypeError` names it, is one that the core offers to plugins."""
-    from surogate_core import bundles, events, plugin
+    from surogate_core import plugin
 
     name, traceback = called.removesuffix(".__init__").partition(".")[0], error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    homes = [plugin, bundles, events, *(value for value in vars(plugin).values() if isinstance(value, ModuleType))]
-    # A plugin may have a function of that name too. What has been called is loaded, so the modules have it by now.
+    # A plugin may have a function of that name too. What has been called is in a module that is loaded.
     scopes = [] if traceback is None else [traceback.tb_frame.f_locals, traceback.tb_frame.f_globals]
-    found = next((scope[name] for scope in (*scopes, *map(vars, homes)) if name in scope), None)
+    offered = offered_names(Path(str(plugin.__file__)).read_text(encoding="utf-8")).values()
+    loaded = [sys.modules[full] for module, own in offered if (full := f"{module}.{own}") in sys.modules]
+    subjects = [home for home in (plugin, *loaded) if name in getattr(home, "__all__", ())]
+    scopes += [{name: getattr(home, name)} for home in subjects] + [vars(home) for home in loaded]
+    found = next((scope[name] for scope in scopes if name in scope), None)
     return str(getattr(found, "__module__", "")).startswith("surogate_core.")
 
 

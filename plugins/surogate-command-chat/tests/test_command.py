@@ -13,10 +13,8 @@ import pytest
 from surogate_command_chat import command as chat
 from surogate_command_chat.command import Partner, _answers, _command
 
-from surogate_core.cli.main import main
-from surogate_core.errors import UserError
-from surogate_core.generate.native import NativeEngine
-from surogate_core.inference.generation import PreparedModel
+from surogate_core.plugin import UserError, inference
+from surogate_core.plugin import surogate as main
 from surogate_testing.pretrained import random_adapter
 
 SUROGATE_PLUGIN = "command-chat"
@@ -83,8 +81,10 @@ def test_adapters_side_by_side_share_their_base(
     one, two = (random_adapter(hf_dir, tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two")))
     alone = [call("Hello", "Why?", words=("--adapter", str(path)))[0].splitlines() for path in (one, two)]
     loads: list[str] = []
-    load = PreparedModel.load
-    monkeypatch.setattr(PreparedModel, "load", lambda *args, **values: loads.append("") or load(*args, **values))
+    load = inference.PreparedModel.load
+    monkeypatch.setattr(
+        inference.PreparedModel, "load", lambda *args, **values: loads.append("") or load(*args, **values)
+    )
     out, _ = call("Hello", "Why?", words=("--adapter", str(one), "--adapter", str(two)))
     assert len(loads) == 1
     turns = [[f"[{one}]", alone[0][n], f"[{two}]", alone[1][n]] for n in range(2)]
@@ -127,13 +127,13 @@ def test_a_stop_text_ends_an_answer(call: Call) -> None:
 
 def test_the_beginning_of_a_conversation_is_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[int] = []
-    prefill = NativeEngine._prefill
+    prefill = inference.NativeEngine._prefill
 
     def noted(self, fills):
         starts.extend(fill.start for fill in fills)
         return prefill(self, fills)
 
-    monkeypatch.setattr(NativeEngine, "_prefill", noted)
+    monkeypatch.setattr(inference.NativeEngine, "_prefill", noted)
     call("one two three four five six seven eight nine ten eleven twelve", "Why?")
     warm_up, first, second = starts
     assert warm_up == first == 0

@@ -10,7 +10,7 @@ import pytest
 from surogate_command_env.command import USAGE, main, wrong_with
 from surogate_command_env.scores import Scores, compared
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 from surogate_reinforcement.checking import Checked
 
 SUROGATE_PLUGIN = "command-env"

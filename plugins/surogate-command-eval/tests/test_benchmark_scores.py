@@ -13,15 +13,13 @@ import pytest
 from surogate_command_eval.benchmark_scores import LocalBenchmarks, compared, mcnemar
 from surogate_command_eval.benchmarks import BenchmarkOptions, read_benchmarks
 
-from surogate_core.bundles import BenchmarkResult
-from surogate_core.errors import UserError
-from surogate_core.inference.texts import PromptOptions, Text
-from surogate_core.measure.subject import Likelihood, Subject
+from surogate_core.plugin import UserError, bundles, inference
+from surogate_core.service.training import Subject
 from surogate_testing.chat_templates import byte_tokenizer
 
 
-def result(*scores: float) -> BenchmarkResult:
-    return BenchmarkResult(
+def result(*scores: float) -> bundles.BenchmarkResult:
+    return bundles.BenchmarkResult(
         model="m",
         task="t",
         metric="accuracy",
@@ -56,20 +54,22 @@ class Parrot(Subject):
         self.texts, self.logprobs = texts, logprobs
         return self
 
-    def complete(self, prompts: Any, wanted: PromptOptions, **more: Any) -> list[Text]:
+    def complete(self, prompts: Any, wanted: inference.PromptOptions, **more: Any) -> list[inference.Text]:
         self.prompts, self.wanted = [self.tokenizer.decode(one.ids) for one in prompts], wanted
         found = []
         for number in range(len(prompts)):
             for sample in range(wanted.samples):
                 text = self.texts[number * wanted.samples + sample]
                 reason: Any = "length" if text.endswith("…") else "stop"
-                found.append(Text(prompt=number, sample=sample, text=text, ids=(1,), logprobs=(), reason=reason))
+                found.append(
+                    inference.Text(prompt=number, sample=sample, text=text, ids=(1,), logprobs=(), reason=reason)
+                )
                 more["finished"](found[-1])
         return found
 
-    def likelihoods(self, pairs: Any, **more: Any) -> list[Likelihood]:
+    def likelihoods(self, pairs: Any, **more: Any) -> list[inference.Likelihood]:
         self.pairs = [tuple(self.tokenizer.decode(ids) for ids in (p.context, p.continuation)) for p in pairs]
-        return [Likelihood(logprob=value, greedy=False) for value in self.logprobs]
+        return [inference.Likelihood(logprob=value, greedy=False) for value in self.logprobs]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def parrot() -> Parrot:
 
 
 def tasks_of(
-    place: Path, rows: list[dict[str, Any]], wanted: PromptOptions, *, chat: bool = False, **options: Any
+    place: Path, rows: list[dict[str, Any]], wanted: inference.PromptOptions, *, chat: bool = False, **options: Any
 ) -> LocalBenchmarks:
     file = place / "t.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -91,7 +91,7 @@ SUMS = [{"prompt": f"{n}+1 =", "answer": n + 1, "match": "number"} for n in rang
 
 def test_completions_are_scored(tmp_path: Path, parrot: Parrot) -> None:
     lines: list[Any] = []
-    tasks = tasks_of(tmp_path, SUMS, PromptOptions())
+    tasks = tasks_of(tmp_path, SUMS, inference.PromptOptions())
     (found,) = tasks.run(parrot.answer("1", "so 2.", "none", "5…"), lines.append)
     assert (found.value, found.rows, found.scores) == (0.5, 4, (1.0, 1.0, 0.0, 0.0))
     assert (found.unanswered, found.truncated) == (0.25, 0.25)
@@ -115,18 +115,20 @@ def test_completions_are_scored(tmp_path: Path, parrot: Parrot) -> None:
 
 
 def test_samples_have_a_mean_and_pass_at_their_number(tmp_path: Path, parrot: Parrot) -> None:
-    tasks = tasks_of(tmp_path, SUMS[:2], PromptOptions(samples=2))
+    tasks = tasks_of(tmp_path, SUMS[:2], inference.PromptOptions(samples=2))
     mean, best = tasks.run(parrot.answer("1", "7", "7", "8"), lambda line: None)
     assert (mean.metric, mean.scores, mean.value) == ("accuracy", (0.5, 0.0), 0.25)
     assert (best.metric, best.scores, best.value) == ("pass@2", (1.0, 0.0), 0.5)
 
 
 def test_examples_are_before_a_text_and_end_with_a_blank_line(tmp_path: Path, parrot: Parrot) -> None:
-    tasks = tasks_of(tmp_path, SUMS[:3], PromptOptions(), shots=2)
+    tasks = tasks_of(tmp_path, SUMS[:3], inference.PromptOptions(), shots=2)
     tasks.run(parrot.answer("3"), lambda line: None)
     assert parrot.prompts == ["0+1 = 1\n\n1+1 = 2\n\n2+1 ="]
     assert parrot.wanted.stop == ("\n\n",)
-    tasks_of(tmp_path, SUMS[:3], PromptOptions(stop=("#",)), shots=2).run(parrot.answer("3"), lambda line: None)
+    tasks_of(tmp_path, SUMS[:3], inference.PromptOptions(stop=("#",)), shots=2).run(
+        parrot.answer("3"), lambda line: None
+    )
     assert parrot.wanted.stop == ("#",)
 
 
@@ -135,7 +137,7 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
     rows = [
         {"messages": [system, {"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in SUMS[:2]
     ]
-    tasks_of(tmp_path, rows, PromptOptions(), shots=1).run(parrot.answer("2"), lambda line: None)
+    tasks_of(tmp_path, rows, inference.PromptOptions(), shots=1).run(parrot.answer("2"), lambda line: None)
     tokenizer = parrot.tokenizer
     turns = [system, {"role": "user", "content": "0+1 ="}, {"role": "assistant", "content": "1"}]
     expected = tokenizer.apply_chat_template(
@@ -144,8 +146,8 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
     assert parrot.prompts == [expected]
     assert parrot.wanted.stop == ()
     told = LocalBenchmarks(
-        tasks=tasks_of(tmp_path, SUMS[:2], PromptOptions(), shots=1).tasks,
-        wanted=PromptOptions(),
+        tasks=tasks_of(tmp_path, SUMS[:2], inference.PromptOptions(), shots=1).tasks,
+        wanted=inference.PromptOptions(),
         chat=True,
         system="Add.",
     )
@@ -156,15 +158,15 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
 def test_examples_of_a_text_are_texts(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "0+1 ="}], "answer": 1}, SUMS[0]]
     with pytest.raises(UserError, match=r"t.jsonl:1: this example is a chat, and .*t.jsonl:2 is a text. Fix: --chat"):
-        tasks_of(tmp_path, rows, PromptOptions(), shots=1)
-    tasks_of(tmp_path, rows, PromptOptions(), shots=1, chat=True)
+        tasks_of(tmp_path, rows, inference.PromptOptions(), shots=1)
+    tasks_of(tmp_path, rows, inference.PromptOptions(), shots=1, chat=True)
 
 
 CHOICE = [{"prompt": "A car has", "choices": ["two", "four wheels"], "answer": 1}]
 
 
 def test_choices_are_scored_by_likelihood_and_by_character(tmp_path: Path, parrot: Parrot) -> None:
-    tasks = tasks_of(tmp_path, CHOICE, PromptOptions())
+    tasks = tasks_of(tmp_path, CHOICE, inference.PromptOptions())
     plain, norm = tasks.run(parrot.answer(logprobs=(-3.0, -6.0)), lambda line: None)
     assert (plain.metric, plain.value) == ("accuracy", 0.0)
     assert (norm.metric, norm.value) == ("accuracy_norm", 1.0), "-6/11 is more than -3/3"
@@ -174,7 +176,9 @@ def test_choices_are_scored_by_likelihood_and_by_character(tmp_path: Path, parro
 
 
 def test_the_choices_of_a_chat_follow_its_template(tmp_path: Path, parrot: Parrot) -> None:
-    tasks_of(tmp_path, CHOICE, PromptOptions(), chat=True).run(parrot.answer(logprobs=(-1.0, -1.0)), lambda line: None)
+    tasks_of(tmp_path, CHOICE, inference.PromptOptions(), chat=True).run(
+        parrot.answer(logprobs=(-1.0, -1.0)), lambda line: None
+    )
     context = parrot.tokenizer.apply_chat_template(
         [{"role": "user", "content": "A car has"}], tokenize=False, add_generation_prompt=True
     )

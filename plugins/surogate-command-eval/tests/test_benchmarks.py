@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from surogate_command_eval.benchmarks import BenchmarkOptions, Question, judged, read_benchmarks
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 
 def row(match: str, *answers: str, pattern: str | None = None) -> Question:

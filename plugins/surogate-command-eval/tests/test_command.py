@@ -10,7 +10,7 @@ from surogate_command_eval.command import USAGE, main, table
 from surogate_command_eval.evaluation import HeldOutFigures
 from surogate_command_eval.python import evaluate
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 SUROGATE_PLUGIN = "command-eval"
 

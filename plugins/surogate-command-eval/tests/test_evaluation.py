@@ -7,7 +7,7 @@ import math
 import pytest
 from surogate_command_eval.evaluation import _figures
 
-from surogate_core.generate.losses import DocumentSums
+from surogate_core.service.inference import DocumentSums
 
 
 def test_other_tokens_are_not_compared() -> None:

@@ -11,7 +11,7 @@ from surogate_command_export import export_command
 from surogate_command_export import merge_command as command
 from surogate_command_export.push import parse_repo
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 SUROGATE_PLUGIN = "command-export"
 

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from surogate_command_generate.command import _show
 
 from surogate_commands.words import Words
-from surogate_core.cli.main import main
-from surogate_core.inference.completions import GrowingText
-from surogate_core.inference.texts import Text
+from surogate_core.plugin import inference
+from surogate_core.plugin import surogate as main
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -135,15 +134,15 @@ def test_what_is_done_is_kept_when_it_is_interrupted(
     whole = lines(output.read_text())
     assert not partial.exists()
     output.unlink()
-    take, tokens = GrowingText.take, [0]
+    take, tokens = inference.GrowingText.take, [0]
 
-    def interrupted(self: GrowingText, token: int) -> bool:
+    def interrupted(self: inference.GrowingText, token: int) -> bool:
         tokens[0] += 1
         if tokens[0] == 10:
             raise KeyboardInterrupt
         return take(self, token)
 
-    monkeypatch.setattr(GrowingText, "take", interrupted)
+    monkeypatch.setattr(inference.GrowingText, "take", interrupted)
     with suppress(KeyboardInterrupt):
         assert call(*words)[0] != 0
     assert lines(partial.read_text()) == whole[:2]
@@ -254,7 +253,11 @@ def test_a_line_ends_at_a_line_feed_only(call: Call, tmp_path: Path) -> None:
 def test_an_empty_answer_says_why(
     text: str, ids: tuple[int, ...], note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _show(Words(), [Text(prompt=0, sample=0, text=text, ids=ids, logprobs=(0.0,) * len(ids), reason="stop")], None)
+    _show(
+        Words(),
+        [inference.Text(prompt=0, sample=0, text=text, ids=ids, logprobs=(0.0,) * len(ids), reason="stop")],
+        None,
+    )
     assert capsys.readouterr() == (f"{text}\n", note)
 
 

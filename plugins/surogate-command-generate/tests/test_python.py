@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from surogate_command_generate.python import generate
 
-from surogate_core.api import Run
-from surogate_core.cli.main import main
-from surogate_core.errors import ConfigError, UserError
+from surogate_core.plugin import ConfigError, UserError
+from surogate_core.plugin import surogate as main
+from surogate_core.service.app import Run
 
 KEYS: dict[str, Any] = {"max_new_tokens": 4, "device": "cpu"}
 CHAT = [{"role": "user", "content": "Hello"}]

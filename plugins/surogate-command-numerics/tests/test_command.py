@@ -12,7 +12,7 @@ from surogate_command_numerics.page import markdown, picture
 from surogate_command_numerics.rounding import DENSE, ROLES, OperandRounding, Roundings, rounding_of
 from torch import Tensor
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 from surogate_testing import tiny
 
 SUROGATE_PLUGIN = "command-numerics"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from surogate_core.plugins.registry import Registry, load_plugins
+from surogate_core.plugin import load_plugins
+from surogate_core.service.plugins import Registry
 
 
 @pytest.fixture(scope="session")

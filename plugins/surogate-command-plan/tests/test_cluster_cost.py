@@ -11,9 +11,8 @@ from surogate_command_plan.cluster import Cluster, parse
 from surogate_command_plan.cluster_cost import BASE, Cost, GpuWork, cost, flat, hierarchical
 from surogate_command_plan.speed import CALL, HIDDEN, HIDDEN_NCCL, WAIT
 
-from surogate_core.cli.main import main
-from surogate_core.engine.planning import assembly
-from surogate_core.engine.ranks.shares import Sent
+from surogate_core.plugin import surogate as main
+from surogate_core.service.engine import Sent, assembly
 
 TABLE = ["sequence_len=2048", "per_device_train_batch_size=2", "recompute=false", "lmhead_chunks=4", "lora_dropout=0"]
 MEASURED = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from surogate_command_plan.cluster import own_words
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 
 def test_words_become_a_cluster_and_a_number_of_gpus() -> None:

@@ -11,9 +11,9 @@ import pytest
 from surogate_command_plan import fit
 from surogate_command_plan.gpus import Room
 
-from surogate_core.cli.main import main
-from surogate_core.engine.planning.prediction import Held, Prediction
-from surogate_core.files import atomic
+from surogate_core.plugin import atomic
+from surogate_core.plugin import surogate as main
+from surogate_core.service.engine import Held, Prediction
 
 SMALL = ["model.config.num_hidden_layers=2", "sequence_len=256", "per_device_train_batch_size=2", "lora=false"]
 DISK = ["offload=disk", "cpu_training=true"]

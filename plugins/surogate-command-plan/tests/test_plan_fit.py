@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from surogate_command_plan.fit import MARGIN, _candidates, parse_size
 
-from surogate_core.cli.main import main
-from surogate_core.config.resolve import load_run_config
-from surogate_core.errors import UserError
-from surogate_core.plugins.registry import Registry
+from surogate_core.plugin import UserError, load_run_config
+from surogate_core.plugin import surogate as main
+from surogate_core.service.plugins import Registry
 
 SMALL = ["model.config.num_hidden_layers=2", "sequence_len=512", "per_device_train_batch_size=2"]
 

@@ -13,12 +13,11 @@ from surogate_command_plan.gpus import Gpu, find, gpus, of_device
 from surogate_command_plan.speed import step_time
 from surogate_command_plan.view import duration
 
-from surogate_core.cli.main import main
-from surogate_core.config.resolve import load_run_config
-from surogate_core.engine.planning.prediction import CUBLAS_WORKSPACE, CUDA_CONTEXT
-from surogate_core.errors import UserError
-from surogate_core.kernels.building import native
-from surogate_core.plugins.registry import Registry
+from surogate_core.plugin import UserError, load_run_config
+from surogate_core.plugin import surogate as main
+from surogate_core.service.engine import CUBLAS_WORKSPACE, CUDA_CONTEXT
+from surogate_core.service.kernels import native
+from surogate_core.service.plugins import Registry
 
 SMALL = [
     "model.config.num_hidden_layers=2",
@@ -124,9 +123,9 @@ MEASURED = [
 def test_the_estimate_is_calibrated_on_what_was_measured(model: str, keys: list[str], rate: float) -> None:
     from surogate_command_plan.speed import speed
 
-    from surogate_core.engine.planning.prediction import Prediction
-    from surogate_core.plugins import load_plugins
-    from surogate_core.setup.assemble import resolve_model
+    from surogate_core.plugin import load_plugins
+    from surogate_core.service.engine import Prediction
+    from surogate_core.service.setup import resolve_model
 
     registry = load_plugins()
     shape = ["sequence_len=2048", "per_device_train_batch_size=2", "gradient_accumulation_steps=4"]

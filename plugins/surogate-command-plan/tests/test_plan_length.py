@@ -11,8 +11,8 @@ import pytest
 from surogate_command_plan import length
 from surogate_command_plan.length import BYTES_PER_TOKEN, Length, length_of
 
-from surogate_core.config.resolve import load_run_config
-from surogate_core.plugins.registry import Registry
+from surogate_core.plugin import load_run_config
+from surogate_core.service.plugins import Registry
 
 TOKENS = 2**20
 """What the text of `big` is taken for."""

@@ -13,9 +13,8 @@ import torch
 from surogate_command_plan.gpus import gpus
 from surogate_command_plan.speed import CALL, HIDDEN, UNLINKED, WAIT, WireRates, wire_of
 
-from surogate_core.cli.main import main
-from surogate_core.engine.planning import assembly
-from surogate_core.engine.ranks.shares import Sent
+from surogate_core.plugin import surogate as main
+from surogate_core.service.engine import Sent, assembly
 
 SMALL = ["model.config.num_hidden_layers=2", "model.config.head_dim=128", "sequence_len=256", "recompute=false"]
 KEYS = [*SMALL, "lmhead_chunks=1", "gradient_accumulation_steps=2", "--gpu", "h200"]

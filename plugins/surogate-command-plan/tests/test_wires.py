@@ -7,7 +7,7 @@ from surogate_command_plan.cluster import parse, wires
 from surogate_command_plan.gpus import gpus
 from surogate_command_plan.speed import LINKED, UNLINKED
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 
 def test_the_table_agrees_with_that_of_gpus() -> None:

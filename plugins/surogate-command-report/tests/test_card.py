@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from surogate_command_report.card import card_of, method
 
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import RunRecord
 
 START = {"event": "run_start", "steps": 9, "model": "m", "device": "CPU"}
 STEP = {

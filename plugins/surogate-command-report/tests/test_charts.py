@@ -12,8 +12,8 @@ from surogate_command_report.charts import Chart, charts_of
 from surogate_command_report.compare import table
 from surogate_command_report.contents import completions
 
-from surogate_core.events import event_fields
-from surogate_core.files.records import COMPLETIONS, RunRecord
+from surogate_core.plugin import events
+from surogate_core.service.files import COMPLETIONS, RunRecord
 from surogate_testing.monitors import events_of_run
 
 
@@ -67,7 +67,7 @@ def test_a_run_without_named_figures_has_the_fixed_charts() -> None:
 
 
 def test_every_event_of_a_run_is_taken() -> None:
-    run = run_of(*(event_fields(event) for event in events_of_run()))
+    run = run_of(*(events.event_fields(event) for event in events_of_run()))
     found = shape(charts_of([run]))
     assert found["Reward margin"] == ["train/rewards/margins", "eval/rewards/margins"]
     assert found["Faults: timeout"] == ["rollouts/faults_timeout"]

@@ -11,8 +11,8 @@ from surogate_command_report import compare
 from surogate_command_report.card import card_of
 from surogate_command_report.write import write_report
 
-from surogate_core.cli.main import main
-from surogate_core.files.records import RunRecord, find_runs
+from surogate_core.plugin import surogate as main
+from surogate_core.service.files import RunRecord, find_runs
 
 
 def make_run(directory: Path, *, loss: float = 2.0, config: str = "") -> Path:
@@ -38,7 +38,7 @@ def sweep(directory: Path) -> Path:
 
 
 def loaded(directory: Path) -> list[RunRecord]:
-    from surogate_core.files.records import read_run
+    from surogate_core.plugin import read_run
 
     return [read_run(run, group=group) for run, group in find_runs([directory])]
 

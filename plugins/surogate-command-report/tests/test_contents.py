@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from surogate_command_report.contents import evaluations, ranks, sections
 
-from surogate_core.files.evaluations import EVALUATIONS, add_evaluations
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import EVALUATIONS, RunRecord, add_evaluations
 
 
 def run_of(**figures: Any) -> RunRecord:

@@ -15,22 +15,13 @@ from urllib.error import URLError
 import pytest
 import surogate_command_report
 
-from surogate_core.errors import UserError
-from surogate_core.events import (
-    Advice,
-    EvalEnd,
-    Notice,
-    PhaseChange,
-    Progress,
-    RunEnd,
-    RunInfo,
-)
+from surogate_core.plugin import UserError, events
 from surogate_testing.run_events import START, step
 
 
 def monitor(directory: Path, **options: Any) -> Any:
     spec = surogate_command_report.surogate_monitor()
-    info = RunInfo(run_name="r", output_dir=str(directory), task="sft", config={}, interactive=False)
+    info = events.RunInfo(run_name="r", output_dir=str(directory), task="sft", config={}, interactive=False)
     return spec.build(spec.options(**options), info)
 
 
@@ -62,19 +53,19 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "out" / "web.url"
     url = file.read_text().strip()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    live.on_event(Progress(task="loading weights", done=1, total=2))
+    live.on_event(events.Progress(task="loading weights", done=1, total=2))
     assert reply(url)["card"]["verdict"] == "Starting · loading weights 1/2"
     control = live.on_event(START)
     port, token = url.removeprefix("http://127.0.0.1:").split("/?token=")
-    notice = Notice(level="info", message=f"Live page on port {port}; its address is in {file}")
+    notice = events.Notice(level="info", message=f"Live page on port {port}; its address is in {file}")
     assert control.events == (notice,)
     assert token not in str(control)
     shown = [
         step(1, 3.0, speed_of_light=0.25),
         step(2, float("nan"), speed_of_light=0.25),
-        EvalEnd(step=2, loss=2.5, label_tokens=1, seconds=0.1, gap=None),
-        PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
-        Advice(step=2, rule="plateau", message="It stands.", key="lr", suggestion="turn"),
+        events.EvalEnd(step=2, loss=2.5, label_tokens=1, seconds=0.1, gap=None),
+        events.PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
+        events.Advice(step=2, rule="plateau", message="It stands.", key="lr", suggestion="turn"),
     ]
     assert [live.on_event(event) for event in shown] == [None] * 5
     (run,) = figures(url)
@@ -86,7 +77,9 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path: Path) -> None:
     assert run["curves"]["eval"] == [[2], [2.5]]
     assert run["marks"] == [2]
     live.on_event(
-        RunEnd(reason="finished", step=2, seconds=1.0, first_eval_loss=None, last_eval_loss=2.5, export_path=None)
+        events.RunEnd(
+            reason="finished", step=2, seconds=1.0, first_eval_loss=None, last_eval_loss=2.5, export_path=None
+        )
     )
     assert figures(url)[0]["over"] is True
     assert (live.state(), live.load_state({})) == ({}, None)

@@ -12,8 +12,7 @@ import numpy as np
 from PIL import Image
 from surogate_command_report import heat, html
 
-from surogate_core.files.loads import Loads
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import Loads, RunRecord
 
 
 def record(step: int, tokens: Any, *, steps: int = 1, layers: Any = (1, 3)) -> dict[str, Any]:

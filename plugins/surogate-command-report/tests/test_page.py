@@ -19,7 +19,7 @@ import pytest
 from surogate_command_report import html
 from surogate_command_report.serve import PageServer
 
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import RunRecord
 
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
 

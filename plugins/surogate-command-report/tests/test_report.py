@@ -19,10 +19,9 @@ from surogate_command_report.card import card_of
 from surogate_command_report.write import write_report
 
 from surogate_commands.curves import POINTS, Curve, chart
-from surogate_core.cli.main import main
-from surogate_core.events import Samples
-from surogate_core.files.metrics import json_line
-from surogate_core.files.records import read_run
+from surogate_core.plugin import events, read_run
+from surogate_core.plugin import surogate as main
+from surogate_core.service.files import json_line
 
 HOSTILE = "<script>alert(1)</script>|`\"'&"
 
@@ -254,7 +253,7 @@ def test_samples_are_shown_where_they_were_recorded(tmp_path: Path) -> None:
     assert "Samples" not in {section.title for section in contents.sections(read_run(run))}
     with (run / "metrics.jsonl").open("a") as file:
         for at in (10, 30):
-            event = Samples(step=at, prompts=(HOSTILE, "Say yes"), texts=("no", f"yes {at}"))
+            event = events.Samples(step=at, prompts=(HOSTILE, "Say yes"), texts=("no", f"yes {at}"))
             file.write(json_line(event, at=1.0))
     (samples,) = (s for s in contents.sections(read_run(run)) if s.title == "Samples")
     assert samples.rows[0] == (HOSTILE, "30", "no")
@@ -266,7 +265,7 @@ def test_a_long_run_shows_some_steps_of_each_prompt(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         for at in range(0, 1000, 10):
-            file.write(json_line(Samples(step=at, prompts=("a", "b"), texts=(f"a {at}", f"b {at}")), at=1.0))
+            file.write(json_line(events.Samples(step=at, prompts=("a", "b"), texts=(f"a {at}", f"b {at}")), at=1.0))
     rows = contents.samples(read_run(run))
     assert [prompt for prompt, _, _ in rows] == ["a"] * 12 + ["b"] * 12
     steps = [int(step) for _, step, _ in rows[:12]]
@@ -278,7 +277,7 @@ def test_a_long_run_shows_some_steps_of_each_prompt(tmp_path: Path) -> None:
 def test_a_sample_is_shown_as_far_as_it_says_something(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     texts = ("a\n\n\n\n\nb\n", "\n" * 20, "", "cut here", "x" * 5000)
-    event = Samples(step=0, prompts=tuple("12345"), texts=texts, ended=(True, False, True, False, True))
+    event = events.Samples(step=0, prompts=tuple("12345"), texts=texts, ended=(True, False, True, False, True))
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json_line(event, at=1.0))
     shown = [text for _, _, text in contents.samples(read_run(run))]
@@ -290,7 +289,7 @@ def test_equal_prompts_are_not_one_and_long_ones_are_shortened(tmp_path: Path) -
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         for at in (0, 10):
-            event = Samples(step=at, prompts=("Why?", "Why?", "y" * 900), texts=("a", "b", "c"))
+            event = events.Samples(step=at, prompts=("Why?", "Why?", "y" * 900), texts=("a", "b", "c"))
             file.write(json_line(event, at=1.0))
     rows = contents.samples(read_run(run))
     assert [(step, text) for _, step, text in rows] == [

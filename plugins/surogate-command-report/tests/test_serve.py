@@ -25,9 +25,9 @@ from surogate_command_report.serve import MetricsFollower, PageServer
 from surogate_command_report.write import write_report
 
 from surogate_commands.curves import POINTS
-from surogate_core.cli.main import main
-from surogate_core.files.records import RunRecord
-from surogate_core.run.record import locked
+from surogate_core.plugin import surogate as main
+from surogate_core.service.files import RunRecord
+from surogate_core.service.setup import locked
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 

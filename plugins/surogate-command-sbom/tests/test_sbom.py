@@ -12,11 +12,8 @@ import pytest
 import surogate_command_sbom
 from surogate_command_sbom import bill as bills
 
-from surogate_core.cli.main import main
-from surogate_core.plugins import digests, lock
-from surogate_core.plugins.digests import InstalledFiles
-from surogate_core.plugins.discovery import canonical, installed_plugins
-from surogate_core.plugins.surroundings import in_scope
+from surogate_core.plugin import surogate as main
+from surogate_core.service.plugins import InstalledFiles, canonical, digests, in_scope, installed_plugins, lock
 
 SUROGATE_PLUGIN = "command-sbom"
 

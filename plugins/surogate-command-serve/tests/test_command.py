@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from surogate_command_serve.command import FLAGS, _named_adapters, _token_of
 
-from surogate_core.cli.main import main
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
+from surogate_core.plugin import surogate as main
 
 SUROGATE_PLUGIN = "command-serve"
 

@@ -16,8 +16,8 @@ from surogate_command_serve.parts import TicketParts
 from surogate_command_serve.worker import Chosen, Ticket
 from transformers import AutoTokenizer
 
-from surogate_core.bundles import Request
-from surogate_core.inference.completions import GrowingText, token_bytes
+from surogate_core.plugin import bundles, inference
+from surogate_core.service.inference import token_bytes
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,12 @@ def answers(tokenizer: Any, ids: list[int], ask: Ask) -> tuple[Any, list[Any]]:
     """(the whole choice, those of a stream) of a completion with these tokens."""
     model: Any = SimpleNamespace(tokenizer=tokenizer, echo=lambda ask, request: "", reader=lambda ask: None)
     model.watch, model.token = partial(ServedModel.watch, model), partial(ServedModel.token, model)
-    request = Request(prompt=(40,), max_new_tokens=len(ids))
+    request = bundles.Request(prompt=(40,), max_new_tokens=len(ids))
     for stream in (False, True):
         ask = replace(ask, stream=stream)
         parts = TicketParts(ask, model, Ticket(model="a", requests=[request], watches=[]))
         answer = Answer(chat=ask.chat, model="a")
-        watch, chunks = GrowingText(tokenizer, (40,), ask.stop), []
+        watch, chunks = inference.GrowingText(tokenizer, (40,), ask.stop), []
         for count, token in enumerate(ids, start=1):
             stopped = watch.take(token)
             reason: Any = "stop" if stopped else "length" if count == len(ids) else None

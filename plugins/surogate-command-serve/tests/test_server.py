@@ -21,20 +21,15 @@ from surogate_command_serve.models import ServedModel
 from surogate_command_serve.server import Server
 from surogate_command_serve.worker import Worker
 
-from surogate_core.bundles import RolloutSettings, Sampling
-from surogate_core.config.resolve import load_run_config
-from surogate_core.errors import UserError
-from surogate_core.generate.native import NativeEngine
-from surogate_core.inference.generation import named, prepare
-from surogate_core.inference.texts import (
-    Prompt,
-    PromptOptions,
+from surogate_core.plugin import UserError, bundles, inference, load_plugins, load_run_config
+from surogate_core.service.inference import (
     generate_texts,
+    named,
+    prepare,
     prompt_of_messages,
     prompt_of_text,
     requests_of,
 )
-from surogate_core.plugins.registry import load_plugins
 
 TOKEN = "a-token-of-the-test"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -46,7 +41,7 @@ class Live:
     """A running server."""
 
     server: Server
-    engine: NativeEngine
+    engine: inference.NativeEngine
     served: ServedModel
 
     def ask(self, path: str, body: Any = None, *, method: str = "", **headers: str) -> tuple[int, Any]:
@@ -80,10 +75,10 @@ class Live:
         assert end == "data: [DONE]"
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
-    def expected(self, prompt: Prompt, wanted: PromptOptions) -> list[Any]:
+    def expected(self, prompt: inference.Prompt, wanted: inference.PromptOptions) -> list[Any]:
         """The texts that `generate` gives."""
         requests, _ = requests_of(self.served.prepared, [prompt], wanted)
-        engine = NativeEngine(self.engine.weights, RolloutSettings(slots=4, context=CONTEXT))
+        engine = inference.NativeEngine(self.engine.weights, bundles.RolloutSettings(slots=4, context=CONTEXT))
         return generate_texts(engine, self.served.tokenizer, requests, wanted.stop)
 
 
@@ -91,7 +86,9 @@ class Live:
 def live(hf_dir: Path) -> Iterator[Live]:
     registry, found = load_plugins(), named(str(hf_dir))
     prepared = prepare(found, load_run_config([*found.overrides, "device=cpu"], registry=registry), registry)
-    engine = NativeEngine(prepared.load(registry), RolloutSettings(slots=4, context=CONTEXT, frozen=True))
+    engine = inference.NativeEngine(
+        prepared.load(registry), bundles.RolloutSettings(slots=4, context=CONTEXT, frozen=True)
+    )
     served = ServedModel(name="tiny", prepared=prepared, sampling=prepared.sampling, context=CONTEXT)
     server = Server({"tiny": served}, Worker(engine, slots=4), token=TOKEN)
     yield Live(server=server, engine=engine, served=served)
@@ -100,7 +97,9 @@ def live(hf_dir: Path) -> Iterator[Live]:
 
 def test_a_completion_is_that_of_generate(live: Live) -> None:
     prompt = prompt_of_text(live.served.tokenizer, "The chain", name="prompt")
-    (text,) = live.expected(prompt, PromptOptions(max_new_tokens=12, sampling=Sampling(temperature=0)))
+    (text,) = live.expected(
+        prompt, inference.PromptOptions(max_new_tokens=12, sampling=bundles.Sampling(temperature=0))
+    )
     found = live.complete(model="tiny", prompt="The chain", max_tokens=12, temperature=0, logprobs=0)
     (choice,) = found["choices"]
     assert choice["text"] == text.text
@@ -121,7 +120,9 @@ def test_a_completion_is_that_of_generate(live: Live) -> None:
 
 def test_a_chat_with_samples_and_a_seed(live: Live) -> None:
     prompt = prompt_of_messages(live.served.tokenizer, HELLO, name="messages")
-    wanted = PromptOptions(max_new_tokens=10, samples=3, sampling=Sampling(temperature=1.5, top_p=0.9, seed=5))
+    wanted = inference.PromptOptions(
+        max_new_tokens=10, samples=3, sampling=bundles.Sampling(temperature=1.5, top_p=0.9, seed=5)
+    )
     texts = live.expected(prompt, wanted)
     body = {"messages": HELLO, "n": 3, "max_tokens": 10, "temperature": 1.5, "top_p": 0.9}
     found = live.complete(**body, seed=5)
@@ -183,14 +184,14 @@ def test_clients_at_the_same_time_get_what_they_get_alone(live: Live) -> None:
 
 def test_conversations_that_take_turns_keep_their_beginnings(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[int] = []
-    prefill = NativeEngine._prefill
+    prefill = inference.NativeEngine._prefill
 
-    def noted(self: NativeEngine, fills: Any) -> Any:
+    def noted(self: inference.NativeEngine, fills: Any) -> Any:
         starts.extend(fill.start for fill in fills)
         return prefill(self, fills)
 
     live.engine.forget()
-    monkeypatch.setattr(NativeEngine, "_prefill", noted)
+    monkeypatch.setattr(inference.NativeEngine, "_prefill", noted)
     talks = [[{"role": "user", "content": f"{word} " * 20}] for word in ("one", "two", "three")]
     for talk in talks:
         live.complete(messages=talk, max_tokens=2)
@@ -320,9 +321,9 @@ def test_a_server_without_a_token_answers_no_page_of_a_browser(
 
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = NativeEngine.serve
+    serve = inference.NativeEngine.serve
 
-    def failing(self: NativeEngine, arriving: Any, on_token: Any) -> None:
+    def failing(self: inference.NativeEngine, arriving: Any, on_token: Any) -> None:
         tokens: list[int] = []
 
         def take(index: int, token: int, logprob: float) -> bool:
@@ -333,7 +334,7 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(live: Live, monkey
 
         serve(self, arriving, take)
 
-    monkeypatch.setattr(NativeEngine, "serve", failing)
+    monkeypatch.setattr(inference.NativeEngine, "serve", failing)
     body = {"prompt": "The chain", "max_tokens": 20, "ignore_eos": True}
     status, answer = live.ask("/v1/completions", body)
     assert status == 500
@@ -358,7 +359,7 @@ def test_a_panic_of_a_library_is_an_error_of_one_request(
     def fail(*arguments: Any) -> Any:
         raise Panic("secret")
 
-    monkeypatch.setattr(ServedModel if place == "ticket" else NativeEngine, place, fail)
+    monkeypatch.setattr(ServedModel if place == "ticket" else inference.NativeEngine, place, fail)
     status, answer = live.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert (status, answer["error"]["type"]) == (500, "server_error")
     assert "secret" not in answer["error"]["message"]
@@ -391,6 +392,6 @@ def test_a_larger_context_is_advised_only_if_the_model_has_one(live: Live) -> No
     ask: Any = SimpleNamespace(max_tokens=None)
     whole = int(live.served.prepared.context)
     for context, fix in ((CONTEXT, r"larger --context\.$"), (whole, r"Fix: shorten it\.$")):
-        prompt = Prompt(name="prompt", ids=(1,) * context)
+        prompt = inference.Prompt(name="prompt", ids=(1,) * context)
         with pytest.raises(RequestError, match=fix):
             replace(live.served, context=context)._room(prompt, ask)

@@ -10,7 +10,7 @@ import pytest
 from surogate_command_serve import loading
 from surogate_command_serve.serving import serve
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from surogate_command_serve.asks import Ask, RequestError, read
 from surogate_command_serve.tool_fields import ANY_OBJECT
 
-from surogate_core.tools.checks import MOST_TOOLS
+from surogate_core.service.inference import MOST_TOOLS
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

@@ -15,11 +15,8 @@ from surogate_command_serve.models import ServedModel
 from surogate_command_serve.server import Server
 from surogate_command_serve.worker import Worker
 
-from surogate_core.bundles import RolloutSettings
-from surogate_core.config.resolve import load_run_config
-from surogate_core.generate.native import NativeEngine
-from surogate_core.inference.generation import named, prepare
-from surogate_core.plugins.registry import load_plugins
+from surogate_core.plugin import bundles, inference, load_plugins, load_run_config
+from surogate_core.service.inference import named, prepare
 from surogate_testing.chat_templates import template_text
 from surogate_testing.pretrained import write_model
 
@@ -77,17 +74,19 @@ class Live:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[ServedModel, NativeEngine]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[ServedModel, inference.NativeEngine]:
     directory = write_model(tmp_path_factory.mktemp("tools") / "model", max_position_embeddings=CONTEXT)
     (directory / "chat_template.jinja").write_text(template_text("qwen3"))
     registry, found = load_plugins(), named(str(directory))
     prepared = prepare(found, load_run_config([*found.overrides, "device=cpu"], registry=registry), registry)
-    engine = NativeEngine(prepared.load(registry), RolloutSettings(slots=4, context=CONTEXT, frozen=True))
+    engine = inference.NativeEngine(
+        prepared.load(registry), bundles.RolloutSettings(slots=4, context=CONTEXT, frozen=True)
+    )
     return ServedModel(name="tiny", prepared=prepared, sampling=prepared.sampling, context=CONTEXT), engine
 
 
 @pytest.fixture(scope="module")
-def live(served: tuple[ServedModel, NativeEngine]) -> Iterator[Live]:
+def live(served: tuple[ServedModel, inference.NativeEngine]) -> Iterator[Live]:
     server = Server({"tiny": served[0]}, Worker(served[1], slots=4), token=TOKEN)
     yield Live(server)
     server.close()

@@ -11,8 +11,7 @@ import pytest
 from surogate_command_serve.asks import RequestError
 from surogate_command_serve.worker import Ticket, Worker
 
-from surogate_core.bundles import Request
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 
 
 class Counting:
@@ -24,7 +23,7 @@ class Counting:
         self.error: Exception | None = None
 
     def serve(self, arriving: Any, on_token: Any) -> None:
-        running: dict[int, tuple[Request, int]] = {}
+        running: dict[int, tuple[bundles.Request, int]] = {}
         number = 0
         while True:
             for request in arriving():
@@ -55,7 +54,7 @@ class Plain:
 
 
 def ticket(number: int, *, model: str = "a", count: int = 1, tokens: int = 2) -> Ticket:
-    requests = [Request(prompt=(1,), max_new_tokens=tokens, number=number, sample=i) for i in range(count)]
+    requests = [bundles.Request(prompt=(1,), max_new_tokens=tokens, number=number, sample=i) for i in range(count)]
     watches: Any = [Plain() for _ in requests]
     return Ticket(model=model, requests=requests, watches=watches)
 

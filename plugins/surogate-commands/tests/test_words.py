@@ -6,7 +6,7 @@ import pytest
 
 from surogate_commands.flags import FILTERS, Flag
 from surogate_commands.words import Flags
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 FLAGS = Flags(
     command="surogate try",

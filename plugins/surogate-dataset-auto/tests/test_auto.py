@@ -11,11 +11,9 @@ import surogate_dataset_auto as plugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surogate_core.bundles import FormatChoice, NoOptions
-from surogate_core.config.schema import RunConfig
-from surogate_core.data.encoded import RowError
-from surogate_core.data.pipeline import prepare
-from surogate_core.errors import UserError
+from surogate_core.plugin import RowError, UserError, bundles
+from surogate_core.service.config import RunConfig
+from surogate_core.service.data import prepare
 from surogate_testing.chat_templates import byte_tokenizer
 
 FORMAT: Any = plugin.surogate_dataset()
@@ -78,13 +76,13 @@ USER, HELLO = OPENAI["messages"][0], OPENAI["messages"][1:]
     ],
 )
 def test_the_rows_show_the_type(row: Any, type_name: str, fields: Any) -> None:
-    choice = FORMAT.choose([row, row, row], NoOptions())
+    choice = FORMAT.choose([row, row, row], bundles.NoOptions())
     assert (choice.type, dict(choice.fields)) == (type_name, fields)
     assert choice.reason.startswith("3 of 3 sampled rows ")
 
 
 def test_sharegpt_maps_properties_and_roles() -> None:
-    choice = FORMAT.choose([SHAREGPT], NoOptions())
+    choice = FORMAT.choose([SHAREGPT], bundles.NoOptions())
     assert choice.type == "conversation"
     assert choice.fields["message_property_mappings"] == {"role": "from", "content": "value"}
     assert choice.fields["role_mappings"]["gpt"] == "assistant"
@@ -92,9 +90,9 @@ def test_sharegpt_maps_properties_and_roles() -> None:
 
 
 def test_most_rows_decide() -> None:
-    assert FORMAT.choose([TEXT, ALPACA, ALPACA], NoOptions()).type == "instruction"
+    assert FORMAT.choose([TEXT, ALPACA, ALPACA], bundles.NoOptions()).type == "instruction"
     with pytest.raises(RowError, match="no type fits the 2 sampled rows, whose fields are 'instruction'"):
-        FORMAT.choose([ALPACA, {"text": 3}], NoOptions())
+        FORMAT.choose([ALPACA, {"text": 3}], bundles.NoOptions())
 
 
 JSON = st.recursive(
@@ -109,10 +107,10 @@ ROW = st.dictionaries(st.sampled_from([*OPENAI, *SHAREGPT, *ALPACA, *PREFERENCE,
 @settings(max_examples=300, deadline=None)
 def test_any_rows_have_a_type_or_a_reason(rows: Any) -> None:
     try:
-        choice = FORMAT.choose(rows, NoOptions())
+        choice = FORMAT.choose(rows, bundles.NoOptions())
     except RowError:
         return
-    assert isinstance(choice, FormatChoice)
+    assert isinstance(choice, bundles.FormatChoice)
 
 
 def test_a_type_that_is_not_installed_is_named(tmp_path: Path) -> None:

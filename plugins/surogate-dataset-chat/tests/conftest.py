@@ -10,7 +10,7 @@ import pytest
 from surogate_dataset_chat import EMBEDDED_TOKENIZER
 from transformers import PreTrainedTokenizerBase
 
-from surogate_core.data.text.tokenizer import load_tokenizer
+from surogate_core.service.data import load_tokenizer
 from surogate_testing import chat_templates
 
 embedded = partial(load_tokenizer, EMBEDDED_TOKENIZER)

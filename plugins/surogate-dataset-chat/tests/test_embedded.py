@@ -12,9 +12,8 @@ import pytest
 import surogate_dataset_chat as plugin
 import yaml
 
-from surogate_core.config.schema import RunConfig
-from surogate_core.data.pipeline import prepare
-from surogate_core.data.text.tokenizer import check_vocabulary
+from surogate_core.service.config import RunConfig
+from surogate_core.service.data import check_vocabulary, prepare
 
 ROOT = Path(plugin.__file__).parent
 

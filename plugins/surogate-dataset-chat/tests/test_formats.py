@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from surogate_dataset_chat.conversation import ConversationOptions
 from surogate_dataset_chat.text import TextOptions
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.data.encoded import EncodeContext, Encoded, RowError
-from surogate_core.errors import UserError
+from surogate_core.plugin import IGNORE_LABEL, EncodeContext, Encoded, RowError, UserError
 
 FORMATS = {f.name: f for f in plugin.surogate_dataset()}
 USER = {"role": "user", "content": "Hi"}

@@ -12,12 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from surogate_dataset_instruction.instruction import InstructionOptions
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.config.schema import RunConfig
-from surogate_core.data.encoded import EncodeContext, Encoded, RowError
-from surogate_core.data.entries import parse_entries
-from surogate_core.data.pipeline import prepare
-from surogate_core.errors import ConfigError, UserError
+from surogate_core.plugin import IGNORE_LABEL, ConfigError, EncodeContext, Encoded, RowError, UserError
+from surogate_core.service.config import RunConfig
+from surogate_core.service.data import parse_entries, prepare
 
 FORMAT: Any = plugin.surogate_dataset()
 FIELDS = {"instruction_field": "instruction", "output_field": "output"}

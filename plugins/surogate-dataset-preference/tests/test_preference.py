@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from surogate_dataset_preference.preference import PreferenceOptions
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.config.schema import RunConfig
-from surogate_core.data.encoded import EncodeContext, RowError
-from surogate_core.data.pipeline import prepare
-from surogate_core.errors import UserError
+from surogate_core.plugin import IGNORE_LABEL, EncodeContext, RowError, UserError
+from surogate_core.service.config import RunConfig
+from surogate_core.service.data import prepare
 
 FORMAT: Any = plugin.surogate_dataset()
 ROW = {"prompt": "Hi", "chosen": "Hello!", "rejected": "Go away."}

@@ -5,7 +5,7 @@ import sys
 import pytest
 from surogate_environment_openenv import surogate_environment
 
-from surogate_core.errors import MachineError
+from surogate_core.plugin import MachineError
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch):

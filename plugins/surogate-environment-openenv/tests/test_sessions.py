@@ -18,8 +18,7 @@ from surogate_environment_openenv.sessions import ServerProblems
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
-from surogate_core.bundles import EnvironmentProblem, EnvironmentSpec
-from surogate_core.errors import MachineError, UserError
+from surogate_core.plugin import MachineError, UserError, bundles
 from surogate_testing import NotApplicable, environments
 
 
@@ -99,12 +98,14 @@ def made(server: Guessing, **changes: Any) -> ServerProblems:
     return ServerProblems(OpenEnvOptions(**{**options, **changes}))
 
 
-def secret_of(problem: EnvironmentProblem) -> int:
+def secret_of(problem: bundles.EnvironmentProblem) -> int:
     return int(problem.data["seed"]) % 10
 
 
 def test_it_conforms(server: Guessing) -> None:
-    spec = EnvironmentSpec(name="openenv", build=lambda _: made(server), options=OpenEnvOptions, weights={"steps": 0.0})
+    spec = bundles.EnvironmentSpec(
+        name="openenv", build=lambda _: made(server), options=OpenEnvOptions, weights={"steps": 0.0}
+    )
     for check in environments.CHECKS:
         with suppress(NotApplicable):
             check(spec)

@@ -13,8 +13,7 @@ from surogate_environment_reasoning_gym import surogate_environment
 from surogate_environment_reasoning_gym.options import ReasoningGymOptions
 from surogate_environment_reasoning_gym.tasks import ReasoningGym
 
-from surogate_core.bundles import EnvironmentProblem
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_testing import environments
 
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -24,7 +23,7 @@ def made(**changes: Any) -> ReasoningGym:
     return ReasoningGym(ReasoningGymOptions(**{"config": EASY, **changes}))
 
 
-def scored(environment: ReasoningGym, problem: EnvironmentProblem, reply: str) -> dict[str, float | None]:
+def scored(environment: ReasoningGym, problem: bundles.EnvironmentProblem, reply: str) -> dict[str, float | None]:
     episode = environment.start(problem)
     assert episode.reply(reply).done
     return dict(episode.rewards())
@@ -55,7 +54,7 @@ def test_tasks_follow_from_number_and_seed_in_another_environment() -> None:
     for number in (0, 499, 500, 2**40 + 7):
         first, second = made().problem(number, seed=1), made().problem(number, seed=1)
         assert first == second
-        moved = EnvironmentProblem(messages=first.messages, data=json.loads(json.dumps(dict(first.data))))
+        moved = bundles.EnvironmentProblem(messages=first.messages, data=json.loads(json.dumps(dict(first.data))))
         assert scored(made(), moved, first.data["answer"])["score"] == 1.0
     questions = {made().problem(n, seed=s).data["question"] for n in range(20) for s in range(20)}
     assert len(questions) > 80, "seeds and numbers that add up to the same are different problems"

@@ -12,8 +12,7 @@ from surogate_environment_trl import surogate_environment
 from surogate_environment_trl.options import RewardFunctionOptions
 from surogate_environment_trl.tasks import build
 
-from surogate_core.bundles import EnvironmentSpec
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_testing import NotApplicable, environments
 
 FUNCTIONS = """
@@ -71,7 +70,7 @@ def rewards(environment: Any, number: int, text: str) -> dict[str, float | None]
 @pytest.mark.parametrize("call", ["completion", "group"])
 def test_it_conforms(place: Path, call: Any) -> None:
     options = RewardFunctionOptions(path="rows.jsonl", reward_funcs=["rewards.py:right"], call=call)
-    spec = EnvironmentSpec(name="trl", build=lambda _: build(options), options=RewardFunctionOptions)
+    spec = bundles.EnvironmentSpec(name="trl", build=lambda _: build(options), options=RewardFunctionOptions)
     for check in environments.CHECKS:
         with suppress(NotApplicable):
             check(spec)

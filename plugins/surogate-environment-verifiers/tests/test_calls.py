@@ -7,7 +7,7 @@ from surogate_environment_verifiers import surogate_environment
 from surogate_environment_verifiers.calls import calls_of
 from surogate_environment_verifiers.options import VerifiersOptions
 
-from surogate_core.errors import MachineError, UserError
+from surogate_core.plugin import MachineError, UserError
 
 
 def test_calls_are_taken_out_of_the_text() -> None:

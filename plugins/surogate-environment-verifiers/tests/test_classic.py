@@ -10,8 +10,7 @@ import pytest
 from surogate_environment_verifiers.loading import load
 from surogate_environment_verifiers.options import VerifiersOptions
 
-from surogate_core.bundles import EnvironmentSpec
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_testing import NotApplicable, environments
 
 verifiers = pytest.importorskip("verifiers")
@@ -101,7 +100,7 @@ def made(**args: Any) -> Any:
 
 
 def test_it_conforms() -> None:
-    spec = EnvironmentSpec(name="verifiers", build=lambda _: made(), options=VerifiersOptions)
+    spec = bundles.EnvironmentSpec(name="verifiers", build=lambda _: made(), options=VerifiersOptions)
     for check in environments.CHECKS:
         with suppress(NotApplicable):
             check(spec)

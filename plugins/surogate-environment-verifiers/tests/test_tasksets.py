@@ -13,8 +13,7 @@ pytest.importorskip("verifiers.v1")
 from surogate_environment_verifiers.loading import load
 from surogate_environment_verifiers.options import VerifiersOptions
 
-from surogate_core.bundles import EnvironmentSpec
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_testing import NotApplicable, environments
 
 MODULE = """
@@ -83,7 +82,7 @@ def test_a_taskset_of_one_turn(written: Any) -> None:
         episode = environment.start(task)
         assert episode.reply(text).done
         assert episode.rewards() == {"right": reward}
-    spec = EnvironmentSpec(name="verifiers", build=lambda _: load(options), options=VerifiersOptions)
+    spec = bundles.EnvironmentSpec(name="verifiers", build=lambda _: load(options), options=VerifiersOptions)
     for check in environments.CHECKS:
         with suppress(NotApplicable):
             check(spec)

@@ -10,8 +10,7 @@ import pytest
 from surogate_environments import surogate_environment
 from surogate_environments.expressions import ExpressionError, evaluate, shown
 
-from surogate_core.bundles import EnvironmentProblem, total_reward
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_testing.suites import bundle_checks
 
 SPECS = {spec.name: spec for spec in surogate_environment()}
@@ -21,7 +20,7 @@ def built(name: str, **options: Any) -> Any:
     return SPECS[name].build(SPECS[name].options(**options))
 
 
-def rewards(environment: Any, problem: EnvironmentProblem, *replies: str) -> dict[str, Any]:
+def rewards(environment: Any, problem: bundles.EnvironmentProblem, *replies: str) -> dict[str, Any]:
     episode = environment.start(problem)
     turns = [episode.reply(reply) for reply in replies]
     assert [turn.done for turn in turns] == [False] * (len(turns) - 1) + [True]
@@ -50,7 +49,7 @@ def test_copy_and_reverse() -> None:
         assert rewards(environment, problem, right[:1])["match"] == pytest.approx(1 / 3)
         assert rewards(environment, problem, right + " x y z")["match"] == 0.5
         assert rewards(environment, problem, "") == {"match": 0.0, "exact": 0.0}
-        assert total_reward({"match": 0.5, "exact": 1.0}, SPECS[name].weights) == 0.5
+        assert bundles.total_reward({"match": 0.5, "exact": 1.0}, SPECS[name].weights) == 0.5
 
 
 def test_lengths_of_copy() -> None:

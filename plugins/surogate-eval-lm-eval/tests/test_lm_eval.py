@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from surogate_eval_lm_eval import surogate_evaluator
 
-from surogate_core.bundles import EvalSettings
-from surogate_core.errors import MachineError, UserError
+from surogate_core.plugin import MachineError, UserError, bundles
 
 SUROGATE_PLUGIN = "eval-lm-eval"
 
@@ -21,7 +20,7 @@ SUROGATE_PLUGIN = "eval-lm-eval"
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MachineError, match=r"lm-eval:gsm8k: the package lm_eval is not installed. Fix: pip install"):
-        surogate_evaluator().open(["gsm8k"], EvalSettings())
+        surogate_evaluator().open(["gsm8k"], bundles.EvalSettings())
 
 
 class Letters:
@@ -113,14 +112,16 @@ def test_a_task_from_a_file(tmp_path: Path, parrot: Any, monkeypatch: pytest.Mon
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
     )
     lines: list[Any] = []
-    settings = EvalSettings(chat=True, system="Be brief.", max_new_tokens=5)
+    settings = bundles.EvalSettings(chat=True, system="Be brief.", max_new_tokens=5)
     (found,) = surogate_evaluator().open([str(tmp_path / "letters.yaml")], settings).run(parrot, lines.append)
     assert (found.model, found.task, found.metric, found.rows) == ("m", "lm-eval:letters", "exact_match", 3)
     assert found.scores == (0.0, 0.0, 0.0), "the chat ends with the assistant's head"
     assert parrot.prompts[0].endswith("is it ab[assistant]")
     assert parrot.wanted.max_new_tokens == 5
     (found,) = (
-        surogate_evaluator().open([str(tmp_path / "letters.yaml")], EvalSettings(limit=2)).run(parrot, lines.append)
+        surogate_evaluator()
+        .open([str(tmp_path / "letters.yaml")], bundles.EvalSettings(limit=2))
+        .run(parrot, lines.append)
     )
     assert (found.value, found.rows, found.scores) == (0.5, 2, (1.0, 0.0))
     assert found.stderr == pytest.approx(math.sqrt(0.25 / 1))
@@ -139,7 +140,7 @@ def test_a_task_from_a_file(tmp_path: Path, parrot: Any, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_a_task_that_is_not_there_has_a_near_name(parrot: Any) -> None:
     with pytest.raises(UserError, match=r"lm-eval:gsm8kk: lm-eval has no such task. Fix: .*gsm8k"):
-        surogate_evaluator().open(["gsm8kk"], EvalSettings())
+        surogate_evaluator().open(["gsm8kk"], bundles.EvalSettings())
 
 
 def test_a_task_without_its_data_is_named(tmp_path: Path, parrot: Any) -> None:
@@ -148,4 +149,4 @@ def test_a_task_without_its_data_is_named(tmp_path: Path, parrot: Any) -> None:
         "test_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n"
     )
     with pytest.raises(UserError, match=r"t.yaml: lm-eval cannot load it: .*gone.jsonl"):
-        surogate_evaluator().open([str(tmp_path / "t.yaml")], EvalSettings())
+        surogate_evaluator().open([str(tmp_path / "t.yaml")], bundles.EvalSettings())

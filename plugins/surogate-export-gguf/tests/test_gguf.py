@@ -16,9 +16,7 @@ from surogate_export_gguf.options import GgufOptions
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from surogate_core.bundles import ExportJob, Sampling
-from surogate_core.errors import MachineError, UserError
-from surogate_core.files import atomic
+from surogate_core.plugin import MachineError, UserError, atomic, bundles
 
 SUROGATE_PLUGIN = "export-gguf"
 
@@ -66,7 +64,7 @@ DESCRIBED: dict[str, dict[str, Any]] = {
 }
 """How the plugins of these families describe such models."""
 
-Make = Callable[..., tuple[ExportJob, Any]]
+Make = Callable[..., tuple[bundles.ExportJob, Any]]
 SPEC = surogate_export_format()
 
 
@@ -113,7 +111,7 @@ def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Make:
         tensors = dict(each_expert(model.state_dict()))
         if config.tie_word_embeddings:
             del tensors["lm_head.weight"]
-        job = ExportJob(
+        job = bundles.ExportJob(
             name="tiny",
             config=config.to_dict(),
             shapes={name: tuple(t.shape) for name, t in tensors.items()},
@@ -121,7 +119,7 @@ def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Make:
             get=tensors.__getitem__,
             tokenizer=like,
             stop_ids=frozenset({0, 2}),
-            sampling=Sampling(temperature=0.7, top_k=20),
+            sampling=bundles.Sampling(temperature=0.7, top_k=20),
             family=DESCRIBED[family],
             file=tmp_path / "tiny.gguf",
             place=tmp_path / "tiny.gguf",
@@ -415,13 +413,13 @@ def test_values_that_the_type_lacks(value: float, kind: str, reason: str, make: 
         SPEC.write(job, GgufOptions(type=kind))  # type: ignore[arg-type]
 
 
-def ids_of(job: ExportJob) -> dict[str, Any]:
+def ids_of(job: bundles.ExportJob) -> dict[str, Any]:
     fields = gguf.GGUFReader(job.place).fields
     ends = "_token_id"
     return {k.split(".")[-1].removesuffix(ends): v.contents() for k, v in fields.items() if k.endswith(ends)}
 
 
-def changed(job: ExportJob, **values: Any) -> None:
+def changed(job: bundles.ExportJob, **values: Any) -> None:
     for name, value in values.items():
         object.__setattr__(job, name, value)
 

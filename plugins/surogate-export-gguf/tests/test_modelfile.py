@@ -10,9 +10,7 @@ import pytest
 from surogate_export_gguf.modelfile import MessageTexts, modelfile
 from surogate_export_gguf.vocabulary import Vocabulary, _unmarked
 
-from surogate_core.bundles import ExportJob, Sampling
-from surogate_core.data.text.chat import chat_of
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles, encoding
 from surogate_testing.chat_templates import TEMPLATES, byte_tokenizer
 
 CHATML = (
@@ -102,7 +100,7 @@ def go(template: str, conversation: list[dict[str, str]]) -> str:
 )
 def test_the_template_renders_as_the_chat_template(template: str) -> None:
     tokenizer = with_template(template)
-    chat = chat_of(tokenizer)
+    chat = encoding.chat_of(tokenizer)
     for bos in ("", "<|endoftext|>"):
         frame = MessageTexts.of(chat, bos)
         assert frame is not None
@@ -124,11 +122,11 @@ def test_the_template_renders_as_the_chat_template(template: str) -> None:
 )
 def test_templates_without_an_equal(template: str) -> None:
     tokenizer = with_template(template)
-    assert MessageTexts.of(chat_of(tokenizer)) is None
+    assert MessageTexts.of(encoding.chat_of(tokenizer)) is None
 
 
-def job_of(tokenizer: Any, place: Path) -> ExportJob:
-    return ExportJob(
+def job_of(tokenizer: Any, place: Path) -> bundles.ExportJob:
+    return bundles.ExportJob(
         name="tiny",
         config={},
         shapes={},
@@ -136,7 +134,7 @@ def job_of(tokenizer: Any, place: Path) -> ExportJob:
         get={}.__getitem__,
         tokenizer=tokenizer,
         stop_ids=frozenset(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])),
-        sampling=Sampling(temperature=0.7, top_k=20),
+        sampling=bundles.Sampling(temperature=0.7, top_k=20),
         file=place,
         place=place,
     )
@@ -149,7 +147,7 @@ def test_marks_of_what_is_trained_have_no_effect(template: str) -> None:
     assert "endgeneration" not in plain.chat_template
     conversation = messages(False, 3)
     for prompted in (False, True):
-        texts = [chat_of(t).render(conversation, add_generation_prompt=prompted) for t in (marked, plain)]
+        texts = [encoding.chat_of(t).render(conversation, add_generation_prompt=prompted) for t in (marked, plain)]
         assert texts[0] == texts[1]
 
 

@@ -14,10 +14,9 @@ import torch
 from surogate_kernels_cuda import adamw_8bit
 from torch import Tensor
 
-from surogate_core.bundles import ParamGroup
-from surogate_core.formats import adamw_8bit as rule
-from surogate_core.formats.adamw_8bit import BLOCK, BlockwiseAdamW
-from surogate_core.kernels.registry import KernelTable, using
+from surogate_core.plugin import adamw_8bit as rule
+from surogate_core.plugin import bundles
+from surogate_core.service.kernels import KernelTable, using
 from surogate_testing import host_cuda
 
 SHAPES = ((37, 128), (40,), (4095,), (5000,), (96, 80))
@@ -29,13 +28,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return host_cuda.device_for(request.param, adamw_8bit, "adamw_8bit", surogate_kernels_cuda.unavailable, monkeypatch)
 
 
-def make_group(device: torch.device, dtype: torch.dtype) -> ParamGroup:
+def make_group(device: torch.device, dtype: torch.dtype) -> bundles.ParamGroup:
     shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
     size = 0
     for number, shape in enumerate(SHAPES):
         shapes[str(number)] = (size, shape)
-        size += -(-math.prod(shape) // BLOCK) * BLOCK
-    return ParamGroup(
+        size += -(-math.prod(shape) // rule.BLOCK) * rule.BLOCK
+    return bundles.ParamGroup(
         name="g",
         master=torch.randn(size, generator=torch.Generator().manual_seed(1)).to(device, dtype),
         grad=torch.zeros(size, device=device),
@@ -46,27 +45,27 @@ def make_group(device: torch.device, dtype: torch.dtype) -> ParamGroup:
     )
 
 
-def step(optimizer: BlockwiseAdamW, lr: float = 1e-2, clip: float = 0.7, skip: float = 0.0) -> None:
+def step(optimizer: rule.BlockwiseAdamW, lr: float = 1e-2, clip: float = 0.7, skip: float = 0.0) -> None:
     device = optimizer.steps.device
     figures = {name: torch.tensor(x, device=device) for name, x in {"lr": lr, "clip": clip, "skip": skip}.items()}
     optimizer.step(**figures)
 
 
-def fused(optimizer: BlockwiseAdamW, monkeypatch: pytest.MonkeyPatch, **figures: float) -> None:
+def fused(optimizer: rule.BlockwiseAdamW, monkeypatch: pytest.MonkeyPatch, **figures: float) -> None:
     """A step by the kernel."""
     with monkeypatch.context() as patched:
         patched.setattr(rule, "adamw_8bit_update", adamw_8bit.adamw_8bit_update)
         step(optimizer, **figures)
 
 
-def exactly(optimizer: BlockwiseAdamW, monkeypatch: pytest.MonkeyPatch, **figures: float) -> None:
+def exactly(optimizer: rule.BlockwiseAdamW, monkeypatch: pytest.MonkeyPatch, **figures: float) -> None:
     """A step by the reference with roots rounded correctly: torch's of fp32 on a CPU may be a unit off."""
     with monkeypatch.context() as patched:
         patched.setattr(Tensor, "sqrt", lambda x: x.double().pow(0.5).to(x.dtype))
         step(optimizer, **figures)
 
 
-def bits(group: ParamGroup, optimizer: BlockwiseAdamW) -> dict[str, Tensor]:
+def bits(group: bundles.ParamGroup, optimizer: rule.BlockwiseAdamW) -> dict[str, Tensor]:
     tensors = {"master": group.master, **optimizer.state()}
     return {
         name: (t.view(torch.int16) if t.element_size() == 2 else t.view(torch.uint8) if t.ndim else t).cpu().clone()
@@ -105,7 +104,7 @@ def test_bits_of_steps(kind: str, dtype: torch.dtype, device: torch.device, monk
     monkeypatch.setitem(rule.CHUNK, device.type, 2048)
     group, twin = make_group(device, dtype), make_group(torch.device("cpu"), dtype)
     betas = {"beta1": 0.85, "beta2": 0.97}
-    optimizer, reference = BlockwiseAdamW([group], **betas), BlockwiseAdamW([twin], **betas)
+    optimizer, reference = rule.BlockwiseAdamW([group], **betas), rule.BlockwiseAdamW([twin], **betas)
     for number in range(6):
         twin.grad.copy_(gradients(kind, twin.grad, number))
         if number == 3:
@@ -128,14 +127,14 @@ def test_codes_at_every_border(device: torch.device, monkeypatch: pytest.MonkeyP
     x = torch.cat([x, torch.ones(len(x), 1)], dim=1).flatten()
     found: list[dict[str, Tensor]] = []
     for where in (device, torch.device("cpu")):
-        group = ParamGroup(
+        group = bundles.ParamGroup(
             name="g",
             master=torch.zeros(len(x), device=where),
             grad=x.to(where),
             shapes={"w": (0, (len(x),))},
             weight_decay=0.0,
         )
-        optimizer = BlockwiseAdamW([group], beta1=0.0, beta2=0.0)
+        optimizer = rule.BlockwiseAdamW([group], beta1=0.0, beta2=0.0)
         (exactly if found else fused)(optimizer, monkeypatch, clip=1.0)
         found.append(bits(group, optimizer))
     assert_same_bits(*found)
@@ -147,7 +146,7 @@ def test_a_skipped_step_changes_nothing(
     dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = make_group(device, dtype)
-    optimizer = BlockwiseAdamW([group])
+    optimizer = rule.BlockwiseAdamW([group])
     for number in range(2):
         group.grad.copy_(gradients("random", group.grad, number))
         fused(optimizer, monkeypatch)
@@ -166,7 +165,7 @@ def test_it_is_chosen_and_the_reference_on_a_gpu_has_its_bits(monkeypatch: pytes
     for dtype, resident in product((torch.float32, torch.bfloat16), (1, 528)):
         monkeypatch.setattr(adamw_8bit, "_resident", lambda device, count=resident: count)
         groups = [make_group(device, dtype) for _ in range(2)]
-        optimizers = [BlockwiseAdamW([group]) for group in groups]
+        optimizers = [rule.BlockwiseAdamW([group]) for group in groups]
         for number in range(3):
             for group, optimizer, named in zip(groups, optimizers, (True, False), strict=True):
                 group.grad.copy_(gradients("random", group.grad.cpu(), number))

@@ -8,8 +8,7 @@ import torch
 from surogate_kernels_cuda.cross_entropy import cross_entropy
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.kernels import ops
+from surogate_core.plugin import IGNORE_LABEL, ops
 
 pytestmark = pytest.mark.gpu
 

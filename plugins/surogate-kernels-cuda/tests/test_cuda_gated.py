@@ -10,7 +10,7 @@ import surogate_kernels_cuda
 import torch
 from torch import Tensor
 
-from surogate_core.kernels.panels import PanelShape
+from surogate_core.plugin import compute
 
 pytestmark = pytest.mark.gpu
 
@@ -30,12 +30,18 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, generator=generator) * scale).bfloat16().cuda()
 
 
-def shapes(width: int, features: int, dropout: float = 0.0, rank: int = R) -> tuple[PanelShape, PanelShape]:
-    up = PanelShape(inputs=width, outputs=(features,) * 2, rank=rank, scale=SCALE, dropout=dropout, salts=(0, 1))
-    return up, PanelShape(inputs=features, outputs=(width,), rank=rank, scale=SCALE, dropout=dropout, salts=(2,))
+def shapes(
+    width: int, features: int, dropout: float = 0.0, rank: int = R
+) -> tuple[compute.PanelShape, compute.PanelShape]:
+    up = compute.PanelShape(
+        inputs=width, outputs=(features,) * 2, rank=rank, scale=SCALE, dropout=dropout, salts=(0, 1)
+    )
+    return up, compute.PanelShape(
+        inputs=features, outputs=(width,), rank=rank, scale=SCALE, dropout=dropout, salts=(2,)
+    )
 
 
-def panel(shape: PanelShape, seed: int) -> tuple[Tensor, list[Tensor]]:
+def panel(shape: compute.PanelShape, seed: int) -> tuple[Tensor, list[Tensor]]:
     """A panel and its adapters, which bf16 holds."""
     made = shape.allocate(torch.device("cuda"), torch.bfloat16)
     adapters = []

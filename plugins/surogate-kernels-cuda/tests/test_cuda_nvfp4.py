@@ -13,14 +13,17 @@ import torch
 from surogate_kernels_cuda import nvfp4
 from torch import Tensor
 
-from surogate_core.formats.nvfp4 import Operand, nvfp4_quantised, nvfp4_rounded
-from surogate_core.kernels.registry import KernelTable
+from surogate_core.plugin import nvfp4 as core_nvfp4
+from surogate_core.service.kernels import KernelTable
 from surogate_testing import host_cuda
 
 FLAGS = (False, True)
 OPERANDS = [
-    *(Operand(square=True, four_over_six=f, transposed=t) for f, t in product(FLAGS, FLAGS)),
-    *(Operand(four_over_six=f, transposed=t, rotated=r, salt=70) for f, t, r in product(FLAGS, FLAGS, FLAGS)),
+    *(core_nvfp4.Operand(square=True, four_over_six=f, transposed=t) for f, t in product(FLAGS, FLAGS)),
+    *(
+        core_nvfp4.Operand(four_over_six=f, transposed=t, rotated=r, salt=70)
+        for f, t, r in product(FLAGS, FLAGS, FLAGS)
+    ),
 ]
 SEED = torch.tensor(-1_234_567, dtype=torch.int32)
 CASES = [(how, seed) for how in OPERANDS for seed in ((None,) if how.square else (None, SEED))]
@@ -48,13 +51,13 @@ def hostile(rows: int, inner: int, seed: int = 0) -> Tensor:
     return x
 
 
-def assert_same_bits(x: Tensor, how: Operand, seed: Tensor | None, device: torch.device) -> None:
+def assert_same_bits(x: Tensor, how: core_nvfp4.Operand, seed: Tensor | None, device: torch.device) -> None:
     """`x` and `seed` are on the CPU."""
     there = x.to(device), None if seed is None else seed.to(device), how
     codes, scales, decode = (t.cpu() for t in nvfp4.nvfp4_quantised(*there))
     values, decode_again = (t.cpu() for t in nvfp4.nvfp4_rounded(*there))
-    expected = nvfp4_quantised(x, seed, how)
-    expected_values, _ = nvfp4_rounded(x, seed, how)
+    expected = core_nvfp4.nvfp4_quantised(x, seed, how)
+    expected_values, _ = core_nvfp4.nvfp4_rounded(x, seed, how)
     assert [t.shape for t in (codes, scales, decode)] == [t.shape for t in expected]
     assert torch.equal(codes, expected[0])
     assert torch.equal(scales.view(torch.uint8), expected[1].view(torch.uint8))
@@ -66,13 +69,13 @@ def assert_same_bits(x: Tensor, how: Operand, seed: Tensor | None, device: torch
 
 
 @pytest.mark.parametrize(("how", "seed"), CASES, ids=str)
-def test_bits(how: Operand, seed: Tensor | None, device: torch.device) -> None:
+def test_bits(how: core_nvfp4.Operand, seed: Tensor | None, device: torch.device) -> None:
     assert_same_bits(hostile(32, 48), how, seed, device)
 
 
 @pytest.mark.parametrize("how", [OPERANDS[1], OPERANDS[3], OPERANDS[4], OPERANDS[-1]], ids=str)
 @pytest.mark.parametrize("special", ["zero", "inf", "nan", "subnormal", "huge", "odd", "bfloat16", "strided"])
-def test_bits_of_special_tensors(how: Operand, special: str, device: torch.device) -> None:
+def test_bits_of_special_tensors(how: core_nvfp4.Operand, special: str, device: torch.device) -> None:
     x = hostile(32, 48, seed=1)
     if special == "zero":
         x = x * 0
@@ -94,7 +97,7 @@ def test_bits_of_special_tensors(how: Operand, special: str, device: torch.devic
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "seed"), CASES, ids=str)
-def test_bits_of_a_million_values(how: Operand, seed: Tensor | None, device: torch.device) -> None:
+def test_bits_of_a_million_values(how: core_nvfp4.Operand, seed: Tensor | None, device: torch.device) -> None:
     # On the host a launch of this size would take a minute.
     side = 1024 if device.type == "cuda" else 256
     x = hostile(side, side, seed=2)
@@ -106,7 +109,7 @@ def test_bits_of_a_million_values(how: Operand, seed: Tensor | None, device: tor
 def test_stochastic_rounding_is_unbiased(device: torch.device) -> None:
     """The mean error of ten million draws, a million on the host, is within four of its standard deviations."""
     x = torch.rand(2048, 4896 if device.type == "cuda" else 512, generator=torch.Generator().manual_seed(0)) * 12 - 6
-    how = Operand(salt=9)
+    how = core_nvfp4.Operand(salt=9)
     codes, scales, decode = nvfp4.nvfp4_quantised(x.to(device), SEED.to(device), how)
     values, _ = nvfp4.nvfp4_rounded(x.to(device), SEED.to(device), how)
     unit = (scales.double() * decode.double()).repeat_interleave(16, 1)
@@ -128,7 +131,7 @@ def test_equal_bits_in_a_graph_and_beside_another_stream() -> None:
     if reason is not None:
         pytest.skip(reason)
     x, seed = hostile(512, 768, seed=3).cuda(), SEED.cuda()
-    how = Operand(transposed=True, rotated=True, salt=3)
+    how = core_nvfp4.Operand(transposed=True, rotated=True, salt=3)
     first = nvfp4.nvfp4_quantised(x, seed, how)
     load, other = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     for _ in range(10):

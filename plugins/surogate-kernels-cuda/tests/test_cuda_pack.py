@@ -6,8 +6,7 @@ import pytest
 import surogate_kernels_cuda
 import torch
 
-from surogate_core.kernels.registry import KernelTable
-from surogate_core.kernels.torch_pack import TORCH_PACK
+from surogate_core.service.kernels import TORCH_PACK, KernelTable
 from surogate_testing.fake_gpu import a_gpu_is_there
 
 

@@ -7,8 +7,9 @@ import surogate_kernels_cuda
 import torch
 from torch import Tensor
 
-from surogate_core.formats import fp8 as scaled
-from surogate_core.kernels.registry import KernelTable, references
+from surogate_core.plugin import compute
+from surogate_core.plugin import fp8 as scaled
+from surogate_core.service.kernels import KernelTable
 from surogate_testing.op_cases import random
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +54,7 @@ def test_codes_of_both_layouts_are_the_references(kind: str, delayed: bool, role
     # A view of columns, a transpose, and one that begins off the alignment of a load.
     for x in (room[:, 8:], room[:, 8:].contiguous().t(), room[:, 7:-1]):
         found = quantise_both(x, row, role, 1)
-        expected = references["quantise_both"].function(x, row, role, 1)
+        expected = compute.references["quantise_both"].function(x, row, role, 1)
         for a, b in zip(found, expected, strict=True):
             assert a.dtype == b.dtype
             assert a.is_contiguous()

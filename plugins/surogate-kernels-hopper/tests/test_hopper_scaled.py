@@ -10,20 +10,21 @@ import surogate_kernels_hopper
 import torch
 from torch import Tensor
 
-from surogate_core.formats import fp8 as scaled
-from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import references
+from surogate_core.plugin import compute
+from surogate_core.plugin import fp8 as scaled
 from surogate_testing.op_cases import random
 
 pytestmark = pytest.mark.gpu
 BOUND = 8e-3
 """‖error‖ / ‖value‖: results are rounded to bf16, and the tensor cores keep fewer bits of an FP8 sum than fp32 has."""
 SHAPES = {
-    "three": PanelShape(
+    "three": compute.PanelShape(
         inputs=256, outputs=(512, 256, 256), rank=16, scale=2.0, dropout=0.0, salts=(0, 1, 2), frozen=False
     ),
-    "two": PanelShape(inputs=512, outputs=(768, 768), rank=32, scale=0.7, dropout=0.0, salts=(4, 5), frozen=False),
-    "one": PanelShape(inputs=1280, outputs=(256,), rank=16, scale=1.0, dropout=0.0, salts=(3,), frozen=False),
+    "two": compute.PanelShape(
+        inputs=512, outputs=(768, 768), rank=32, scale=0.7, dropout=0.0, salts=(4, 5), frozen=False
+    ),
+    "one": compute.PanelShape(inputs=1280, outputs=(256,), rank=16, scale=1.0, dropout=0.0, salts=(3,), frozen=False),
 }
 Run = Callable[..., Sequence[Tensor]]
 
@@ -80,7 +81,9 @@ def test_codes_and_largest_values_are_the_references(linears: Run, kind: str, de
         torch.testing.assert_close(found, scaled.quantise(x, used, format).float(), rtol=0, atol=0, equal_nan=True)
 
 
-def run(function: Run, shape: PanelShape, tokens: int, delayed: bool, seed: Tensor | None = None) -> list[Tensor]:
+def run(
+    function: Run, shape: compute.PanelShape, tokens: int, delayed: bool, seed: Tensor | None = None
+) -> list[Tensor]:
     """Outputs, then gradients of x, the rows and the adapters."""
     x = random(tokens, shape.inputs, seed=0).bfloat16().cuda()
     panel = shape.allocate(x.device, x.dtype)
@@ -109,7 +112,7 @@ def test_products_and_gradients_are_the_references(
     shape = replace(SHAPES[name], dropout=dropout)
     seed = torch.tensor([7, 300], dtype=torch.int32, device="cuda")
     found = run(linears, shape, tokens, delayed, seed)
-    expected = run(references["scaled_linears"].function, shape, tokens, delayed, seed)
+    expected = run(compute.references["scaled_linears"].function, shape, tokens, delayed, seed)
     slots = len(shape.outputs)
     for number, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a.shape == b.shape

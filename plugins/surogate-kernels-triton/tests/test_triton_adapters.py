@@ -10,18 +10,19 @@ import surogate_kernels_triton
 import torch
 from torch import Tensor
 
-from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import references
+from surogate_core.plugin import compute
 from surogate_testing.op_cases import random
 
 pytestmark = pytest.mark.gpu
 BOUND = 1.5e-2
 """‖error‖ / ‖value‖: u, du and results are rounded to bf16."""
 SHAPES = {
-    "wide": PanelShape(inputs=128, outputs=(256, 64, 64), rank=16, scale=2.0, dropout=0.0, salts=(0, 1, 2)),
-    "two": PanelShape(inputs=96, outputs=(192, 192), rank=16, scale=0.7, dropout=0.0, salts=(4, 5)),
-    "narrow": PanelShape(inputs=512, outputs=(128,), rank=32, scale=2.0, dropout=0.0, salts=(3,)),
-    "four": PanelShape(inputs=144, outputs=(48, 16, 32, 304), rank=16, scale=1.0, dropout=0.0, salts=(0, 1, 2, 6)),
+    "wide": compute.PanelShape(inputs=128, outputs=(256, 64, 64), rank=16, scale=2.0, dropout=0.0, salts=(0, 1, 2)),
+    "two": compute.PanelShape(inputs=96, outputs=(192, 192), rank=16, scale=0.7, dropout=0.0, salts=(4, 5)),
+    "narrow": compute.PanelShape(inputs=512, outputs=(128,), rank=32, scale=2.0, dropout=0.0, salts=(3,)),
+    "four": compute.PanelShape(
+        inputs=144, outputs=(48, 16, 32, 304), rank=16, scale=1.0, dropout=0.0, salts=(0, 1, 2, 6)
+    ),
 }
 Run = Callable[..., Sequence[Tensor]]
 
@@ -37,7 +38,9 @@ def adapted() -> Run:
     return kernel.function
 
 
-def make(shape: PanelShape, tokens: int, scale: float = 1.0) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+def make(
+    shape: compute.PanelShape, tokens: int, scale: float = 1.0
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """x, panel, adapters, dys; all exact in bf16."""
     x = random(tokens, shape.inputs, seed=0, scale=scale, dtype=torch.bfloat16).cuda()
     panel = shape.allocate(x.device, x.dtype)
@@ -52,7 +55,7 @@ def make(shape: PanelShape, tokens: int, scale: float = 1.0) -> tuple[Tensor, Te
     return x, panel, adapters, dys
 
 
-def run(function: Run, shape: PanelShape, seed: Tensor | None, *tensors: object) -> list[Tensor]:
+def run(function: Run, shape: compute.PanelShape, seed: Tensor | None, *tensors: object) -> list[Tensor]:
     """Outputs, then gradients of x and the adapters."""
     x, panel, adapters, dys = tensors
     leaves = [t.detach().requires_grad_() for t in (x, *adapters)]  # type: ignore[misc]
@@ -60,10 +63,12 @@ def run(function: Run, shape: PanelShape, seed: Tensor | None, *tensors: object)
     return [t.detach() for t in (*outputs, *torch.autograd.grad(outputs, leaves, dys))]  # type: ignore[arg-type]
 
 
-def exact(shape: PanelShape, seed: Tensor | None, x: Tensor, panel: Tensor, adapters: list[Tensor], dys: list[Tensor]):
+def exact(
+    shape: compute.PanelShape, seed: Tensor | None, x: Tensor, panel: Tensor, adapters: list[Tensor], dys: list[Tensor]
+):
     """The reference in float64."""
     wide = panel.double(), [t.double() for t in adapters], [t.double() for t in dys]
-    return run(references["adapted_linears"].function, shape, seed, x.double(), *wide)
+    return run(compute.references["adapted_linears"].function, shape, seed, x.double(), *wide)
 
 
 def check(found: list[Tensor], expected: list[Tensor], bound: float = BOUND) -> None:
@@ -76,7 +81,7 @@ def check(found: list[Tensor], expected: list[Tensor], bound: float = BOUND) -> 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tokens", [1, 64, 600, 1500])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_against_the_reference(adapted: Run, shape: PanelShape, tokens: int, dropout: float) -> None:
+def test_against_the_reference(adapted: Run, shape: compute.PanelShape, tokens: int, dropout: float) -> None:
     shape = replace(shape, dropout=dropout)
     seed = torch.tensor([-123_456, 777], dtype=torch.int32, device="cuda")
     tensors = make(shape, tokens)

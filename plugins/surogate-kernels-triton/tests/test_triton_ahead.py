@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import fx
 
-from surogate_core.kernels.building import ahead
+from surogate_core.service.kernels import ahead
 from surogate_testing.triton_programs import empty
 
 pytestmark = [

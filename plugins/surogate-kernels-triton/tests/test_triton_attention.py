@@ -9,8 +9,7 @@ import pytest
 import surogate_kernels_triton
 import torch
 
-from surogate_core.kernels.registry import KernelTable
-from surogate_core.kernels.torch_pack import TORCH_PACK
+from surogate_core.service.kernels import TORCH_PACK, KernelTable
 from surogate_testing.attention_suite import (
     BOUNDS,
     LAYERS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surogate_core.kernels import decoding as ops
+from surogate_core.service.kernels import decoding as ops
 from surogate_testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
 from surogate_testing.op_cases import random
 

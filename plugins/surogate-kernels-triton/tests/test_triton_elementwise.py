@@ -9,8 +9,9 @@ import surogate_kernels_triton
 import torch
 from torch import Tensor
 
-from surogate_core.dsl.trace import Signature, trace_joint
-from surogate_core.kernels.registry import KernelTable, references, using
+from surogate_core.plugin import compute
+from surogate_core.service.kernels import KernelTable, using
+from surogate_core.service.model import Signature, trace_joint
 from surogate_testing.op_cases import random
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +51,7 @@ def check(found: list[Tensor], expected: list[Tensor], bound: float) -> None:
 @pytest.mark.parametrize("shape", [(5, 48), (1, 1), (130, 1500)], ids=str)
 def test_swiglu(dtype: torch.dtype, scale: float, shape: tuple[int, int]) -> None:
     gate, up = (random(*shape, seed=s, scale=scale, dtype=dtype).cuda() for s in (0, 1))
-    expected = run(references["swiglu"].function, [gate.double(), up.double()])
+    expected = run(compute.references["swiglu"].function, [gate.double(), up.double()])
     check(run(find("swiglu"), [gate, up]), expected, BOUNDS[dtype])
     both = torch.cat((gate, up), dim=1)
     halves = [both[:, : shape[1]], both[:, shape[1] :]]
@@ -79,7 +80,9 @@ def make(n: int, heads: int, kv_heads: int, features: int, dtype: torch.dtype, s
 @pytest.mark.parametrize(("n", "heads", "kv_heads", "features"), [(70, 4, 2, 128), (1, 1, 1, 64), (33, 3, 1, 32)])
 def test_norm_rope(dtype: torch.dtype, scale: float, n: int, heads: int, kv_heads: int, features: int) -> None:
     *leaves, cos, sin = make(n, heads, kv_heads, features, dtype, scale)
-    expected = run(references["norm_rope"].function, [t.double() for t in leaves], 1e-6, cos.double(), sin.double())
+    expected = run(
+        compute.references["norm_rope"].function, [t.double() for t in leaves], 1e-6, cos.double(), sin.double()
+    )
     check(run(find("norm_rope"), leaves, 1e-6, cos, sin), expected, BOUNDS[dtype])
     apart = [t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim == 3 else t for t in leaves]
     check(run(find("norm_rope"), apart, 1e-6, cos, sin), expected, BOUNDS[dtype])
@@ -87,7 +90,7 @@ def test_norm_rope(dtype: torch.dtype, scale: float, n: int, heads: int, kv_head
 
 def test_norm_rope_of_other_head_sizes() -> None:
     *leaves, cos, sin = make(9, 2, 1, 80, torch.bfloat16)
-    expected = run(references["norm_rope"].function, leaves, 1e-6, cos, sin)
+    expected = run(compute.references["norm_rope"].function, leaves, 1e-6, cos, sin)
     assert all(torch.equal(a, b) for a, b in zip(run(find("norm_rope"), leaves, 1e-6, cos, sin), expected, strict=True))
 
 
@@ -108,7 +111,7 @@ def test_norm_rope_keeps_nan_in_its_head() -> None:
 def test_rms_norm(dtype: torch.dtype, scale: float, shape: tuple[int, int]) -> None:
     x = random(*shape, seed=0, scale=scale, dtype=dtype).cuda()
     weight = (1 + 0.3 * random(shape[1], seed=1)).to("cuda", dtype)
-    expected = run(references["rms_norm"].function, [x.double(), weight.double()], 1e-6)
+    expected = run(compute.references["rms_norm"].function, [x.double(), weight.double()], 1e-6)
     check(run(find("rms_norm"), [x, weight], 1e-6), expected, BOUNDS[dtype])
     apart = x.t().contiguous().t()
     check(run(find("rms_norm"), [apart, weight], 1e-6), expected, BOUNDS[dtype])
@@ -126,7 +129,7 @@ def test_rms_norm_keeps_nan_in_its_token() -> None:
 
 def test_rms_norm_takes_in_the_residual_streams_gradient() -> None:
     """In a block's graph the addition behind the norm's backward is gone, and the sums are what they were."""
-    from surogate_core.kernels import ops
+    from surogate_core.plugin import ops
 
     def block(weight_D: Tensor, x_ND: Tensor) -> Tensor:
         return x_ND + torch.tanh(ops.rms_norm(x_ND, weight_D, 1e-6))
@@ -163,7 +166,7 @@ def labels_of(n: int, vocabulary: int) -> Tensor:
 def test_cross_entropy(dtype: torch.dtype, scale: float, n: int, vocabulary: int) -> None:
     logits, labels = random(n, vocabulary, scale=scale, dtype=dtype).cuda(), labels_of(n, vocabulary)
     found = run(find("cross_entropy"), [logits], labels)
-    expected = run(references["cross_entropy"].function, [logits.double()], labels)
+    expected = run(compute.references["cross_entropy"].function, [logits.double()], labels)
     assert found[0].dtype == torch.float32
     for a, b, bound in zip(found, expected, (1e-5, BOUNDS[dtype]), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=bound, atol=bound * 1e-1)
@@ -178,7 +181,7 @@ def test_cross_entropy_of_hostile_logits() -> None:
     logits[3] = -3e38
     logits[4, 1] = 3e38
     found = run(find("cross_entropy"), [logits], labels)
-    expected = run(references["cross_entropy"].function, [logits.double()], labels)
+    expected = run(compute.references["cross_entropy"].function, [logits.double()], labels)
     assert found[0].isnan().tolist() == [True, False, False, False, False]
     keep = [1, 3, 4]
     torch.testing.assert_close(found[0][keep].double(), expected[0][keep], rtol=1e-5, atol=1e-5)
@@ -195,9 +198,8 @@ def test_equal_inputs_give_equal_bits() -> None:
 
 def test_no_gradients_are_joined_that_stand_side_by_side() -> None:
     """The backward of a panel reads what those of `swiglu` and `norm_rope` wrote, with no copy in between."""
-    from surogate_core.kernels.panels import PanelShape
 
-    shape = PanelShape(inputs=64, outputs=(256, 256), rank=16, scale=1.0, dropout=0.0, salts=(0, 1))
+    shape = compute.PanelShape(inputs=64, outputs=(256, 256), rank=16, scale=1.0, dropout=0.0, salts=(0, 1))
     adapted, swiglu = find("adapted_linears"), find("swiglu")
 
     def block(x: Tensor, panel: Tensor, *adapters: Tensor) -> Tensor:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from surogate_core.formats import fp8_rows
-from surogate_core.kernels import experts as ops
-from surogate_core.kernels.grouped import grouped_product
+from surogate_core.plugin import compute, fp8_rows
+from surogate_core.service.kernels import experts as ops
 from surogate_testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
 from surogate_testing.op_cases import random
 
@@ -210,7 +209,7 @@ def test_plain_products_of_trained_weights(device: str, skew: float, inputs: int
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.t())]
 
     found = run(kernel("grouped_product"), *drawn)
-    check(found, run(grouped_product, *(t.double() for t in drawn)), BOUND[DTYPE[device]])
+    check(found, run(compute.grouped_product, *(t.double() for t in drawn)), BOUND[DTYPE[device]])
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     assert skew < 10 or (counts == 0).any()
     assert not found[2][counts == 0].any()
@@ -220,7 +219,7 @@ def test_plain_products_of_trained_weights(device: str, skew: float, inputs: int
 
 def doubled(x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor) -> list[Tensor]:
     """A product such as a recipe has."""
-    return [2 * grouped_product(x_RI, w, ends_E) for w in weights]
+    return [2 * compute.grouped_product(x_RI, w, ends_E) for w in weights]
 
 
 @devices

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surogate_core.formats.fp8 import E4M3
+from surogate_core.plugin import fp8
 from surogate_testing.triton_programs import SHARED, Launch, check_compiled, empty, recorded
 
 pytestmark = [
@@ -38,7 +38,7 @@ def codes(rank: int, order: Tensor, ends: Tensor) -> None:
         (INNER, WIDTH, 2, False),
     ):
         x = [experts_launches.round_rows(empty(TOKENS if gathered else rows, inputs)) for _ in range(count)]
-        w = [(empty(EXPERTS, outputs, inputs, dtype=E4M3), empty(EXPERTS, outputs, dtype=torch.float32))] * count
+        w = [(empty(EXPERTS, outputs, inputs, dtype=fp8.E4M3), empty(EXPERTS, outputs, dtype=torch.float32))] * count
         b = [empty(EXPERTS, outputs, rank)] * count
         where = order if gathered else None
         named: dict[str, Any] = {"choices": CHOICES, "scale": 2.0, "backward": False, "dtype": torch.bfloat16}

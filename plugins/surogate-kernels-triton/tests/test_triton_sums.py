@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surogate_core.kernels import sums
+from surogate_core.service.kernels import sums
 from surogate_testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
 from surogate_testing.triton_programs import SHARED, check_compiled, empty, recorded
 

@@ -7,10 +7,8 @@ import surogate_kernels_triton
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ParamGroup
-from surogate_core.kernels.optimizing import updates
-from surogate_core.kernels.optimizing.rounding import write_master
-from surogate_core.kernels.optimizing.updates import adamw_update as reference
+from surogate_core.plugin import bundles, compute
+from surogate_core.service.kernels import updates, write_master
 
 pytestmark = pytest.mark.gpu
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.1
@@ -22,22 +20,24 @@ def find(op: str = "adamw_update") -> object:
     return next(k.function for k in surogate_kernels_triton.kernels() if k.op == op)
 
 
-def make_group(length: int, dtype: torch.dtype, scale: float) -> ParamGroup:
+def make_group(length: int, dtype: torch.dtype, scale: float) -> bundles.ParamGroup:
     generator = torch.Generator("cuda").manual_seed(length)
     master = torch.randn(length, generator=generator, device="cuda").to(dtype)
     grad = torch.randn(length, generator=generator, device="cuda") * scale
     seed = torch.tensor(-77, dtype=torch.int32, device="cuda") if dtype == torch.bfloat16 else None
-    return ParamGroup(name="g", master=master, grad=grad, shapes={}, weight_decay=DECAY, seed=seed, number=3)
+    return bundles.ParamGroup(name="g", master=master, grad=grad, shapes={}, weight_decay=DECAY, seed=seed, number=3)
 
 
-def update(function: object, group: ParamGroup, first: Tensor, second: Tensor, step: int, **figures: float) -> None:
+def update(
+    function: object, group: bundles.ParamGroup, first: Tensor, second: Tensor, step: int, **figures: float
+) -> None:
     values = {"lr": 1e-2, "clip": 0.7, "skip": 0.0, "count": float(step)} | figures
     tensors = {name: torch.tensor(value, device="cuda") for name, value in values.items()}
     assert callable(function)
     function(first, second, group, beta1=BETA1, beta2=BETA2, epsilon=EPSILON, **tensors)
 
 
-def exact(group: ParamGroup, first: Tensor, second: Tensor, step: int) -> list[Tensor]:
+def exact(group: bundles.ParamGroup, first: Tensor, second: Tensor, step: int) -> list[Tensor]:
     """Master, first and second in float64."""
     p, g = group.master.double(), group.grad.double() * 0.7
     m = BETA1 * first.double() + (1 - BETA1) * g
@@ -98,14 +98,14 @@ def test_the_reference_agrees() -> None:
         # torch's kernel leaves the gradients scaled by the clip.
         theirs.grad.copy_(ours.grad)
         update(find(), ours, *states[0], step)
-        update(reference, theirs, *states[1], step)
+        update(compute.adamw_update, theirs, *states[1], step)
     torch.testing.assert_close(ours.master, theirs.master, rtol=1e-5, atol=1e-6)
 
 
 # --------------------------------------------------------------------------------- matrices
 
 
-def make_matrices(shape: tuple[int, int], dtype: torch.dtype) -> tuple[ParamGroup, updates.Matrices]:
+def make_matrices(shape: tuple[int, int], dtype: torch.dtype) -> tuple[bundles.ParamGroup, updates.Matrices]:
     """Three matrices with room between them."""
     room = -(-shape[0] * shape[1] // 256) * 256 + 256
     group = make_group(3 * room, dtype, 1.0)

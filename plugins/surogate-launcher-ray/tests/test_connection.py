@@ -13,8 +13,7 @@ import pytest
 import surogate_launcher_ray
 from surogate_launcher_ray import connection
 
-from surogate_core.errors import MachineError
-from surogate_core.plugins.registry import load_plugins
+from surogate_core.plugin import MachineError, load_plugins
 from surogate_testing.launchers import Probe
 
 

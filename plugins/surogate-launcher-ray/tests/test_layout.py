@@ -8,7 +8,7 @@ import pytest
 from surogate_launcher_ray.layout import Machine, layout
 from surogate_launcher_ray.options import RayOptions
 
-from surogate_core.errors import ConfigError, MachineError
+from surogate_core.plugin import ConfigError, MachineError
 
 
 def machines(*gpus: int, cpus: float = 8.0) -> list[Machine]:

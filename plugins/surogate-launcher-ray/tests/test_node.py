@@ -21,10 +21,7 @@ from surogate_launcher_ray.node import FailuresElsewhere, MachineReport, Node, S
 from surogate_launcher_ray.output import Output
 from surogate_launcher_ray.sockets import interface_of
 
-from surogate_core.errors import MachineError, PluginError
-from surogate_core.launch.child import Failure
-from surogate_core.launch.local import sent
-from surogate_core.plugins.registry import load_plugins
+from surogate_core.plugin import MachineError, PluginError, launching, load_plugins
 from surogate_testing.launchers import Probe
 
 HERE = "127.0.0.1"
@@ -44,7 +41,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Node]:
 def begin(directory: Path, *, first: int = 0, here: int = 1, world: int = 1, **probe: Any) -> Start:
     directory.mkdir(exist_ok=True)
     return Start(
-        job=sent(Probe(directory=str(directory), gpus=world, **probe), world, ()),  # type: ignore[arg-type]
+        job=launching.sent(Probe(directory=str(directory), gpus=world, **probe), world, ()),  # type: ignore[arg-type]
         world=world,
         first=first,
         here=here,
@@ -84,7 +81,7 @@ def test_a_failure_waits_for_the_verdict_of_the_driver(machine: Node, tmp_path: 
     assert (failure.rank, failure.host, failure.code) == (3, "h0 (10.0.0.1)", 1)
     assert 0 <= failure.at < 60  # seconds ago
     assert "raised by the conformance kit" in failure.message
-    other = Failure(rank=0, message="rank 0 was first.", code=9, at=0.0)
+    other = launching.Failure(rank=0, message="rank 0 was first.", code=9, at=0.0)
     machine.end(other)
     assert result_of(machine).result is other
 
@@ -95,7 +92,7 @@ def test_a_failure_elsewhere_ends_the_ranks_here(
     monkeypatch.setattr(node_module, "plan", lambda *arguments: _sleeping(plan(*arguments)))
     machine.start(begin(tmp_path / "run", first=1, here=1, world=2))
     assert machine.look() == MachineReport(output=[], failures=[])
-    other = Failure(rank=0, message="rank 0 was first.", code=9, at=0.0)
+    other = launching.Failure(rank=0, message="rank 0 was first.", code=9, at=0.0)
     machine.end(other)
     assert result_of(machine).result is other
 
@@ -112,17 +109,17 @@ def test_an_error_of_the_supervisor_is_a_failure(
     def broken(*arguments: Any) -> int:
         raise MachineError("no more processes.")
 
-    monkeypatch.setattr(node_module, "supervise", broken)
+    monkeypatch.setattr("surogate_core.launch.supervisor.supervise", broken)
     machine.start(begin(tmp_path / "run"))
     report = result_of(machine)
-    assert isinstance(report.result, Failure)
+    assert isinstance(report.result, launching.Failure)
     assert (report.result.code, report.result.kind, report.result.may_pass) == (3, MachineError, False)
     assert [failure.message for failure in report.failures] == ["no more processes."]
 
 
 def test_the_verdict_is_the_own_first_failure_if_the_driver_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "VERDICT_SECONDS", 0.05)
-    found = [Failure(rank=rank, message=f"a bug {rank}", code=1, at=9.0 - rank) for rank in (1, 2)]
+    found = [launching.Failure(rank=rank, message=f"a bug {rank}", code=1, at=9.0 - rank) for rank in (1, 2)]
     assert FailuresElsewhere().first(found).message == "rank 2: a bug 2"
 
 
@@ -178,7 +175,7 @@ def test_to_stop_ends_the_wait_for_the_driver(machine: Node, tmp_path: Path) -> 
         time.sleep(0.05)
     machine.stop()
     result = result_of(machine).result
-    assert isinstance(result, Failure)
+    assert isinstance(result, launching.Failure)
     assert "raised by the conformance kit" in result.message
 
 

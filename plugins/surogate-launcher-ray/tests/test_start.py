@@ -21,11 +21,7 @@ from surogate_launcher_ray.layout import RankLayout
 from surogate_launcher_ray.node import PreparedMachine
 from surogate_launcher_ray.options import RayOptions
 
-from surogate_core.errors import MachineError, SurogateError, UserError
-from surogate_core.launch.child import Failure
-from surogate_core.launch.forwarding import Forwarding
-from surogate_core.launch.restarts import Restarts
-from surogate_core.plugins.registry import load_plugins
+from surogate_core.plugin import MachineError, SurogateError, UserError, launching, load_plugins
 from surogate_testing.launchers import Probe
 
 PENDING = None
@@ -194,16 +190,16 @@ def run(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, place: Path, *, restarts:
             watched.append(len(members))
             self.lost = any(member.id not in ray.alive for member in members)
 
-        def run(self) -> int | Failure:
-            return Failure(rank=1, message="found by the watch.", code=1, at=0.0) if self.lost else 0
+        def run(self) -> int | launching.Failure:
+            return launching.Failure(rank=1, message="found by the watch.", code=1, at=0.0) if self.lost else 0
 
     monkeypatch.setattr(launcher, "RanksWatch", Watch)
     monkeypatch.setattr(HeadProbe, "of", lambda ray, environment: QuietHead())
     job: Any = Steps(directory=str(place), gpus=2)
     (place / "logs").mkdir(parents=True, exist_ok=True)
-    signals = Forwarding()
+    signals = launching.Forwarding()
     one = launcher._Run(ray, job, RayOptions(num_nodes=2, **options), plugins(), signals)
-    return Restarts(job.config, restarts).run(one.start, signals), watched
+    return launching.Restarts(job.config, restarts).run(one.start, signals), watched
 
 
 @pytest.mark.parametrize("lose_at", ["reserve", "placed", "facts", "prepare"])
@@ -229,7 +225,7 @@ def test_the_number_of_micro_batches_may_vary(monkeypatch: pytest.MonkeyPatch, t
     """As in reinforcement learning, whose record has none."""
     monkeypatch.setattr(HeadProbe, "of", lambda ray, environment: QuietHead())
     job: Any = Steps(directory=str(tmp_path), gpus=2)
-    one = launcher._Run(FakeRay(), job, RayOptions(num_nodes=2), plugins(), Forwarding())
+    one = launcher._Run(FakeRay(), job, RayOptions(num_nodes=2), plugins(), launching.Forwarding())
     one._layout = RankLayout(nodes=2, per_node=1, on_gpus=False)
     assert one._micro_batches() == 2
     one._facts.write_text('{"micro_batches": null}')

@@ -16,9 +16,7 @@ from surogate_launcher_ray.facts import Facts
 from surogate_launcher_ray.node import MachineReport
 from surogate_launcher_ray.watch import RanksWatch
 
-from surogate_core.errors import UserError
-from surogate_core.launch.child import Failure
-from surogate_core.launch.forwarding import Forwarding
+from surogate_core.plugin import UserError, launching
 
 
 class ActorError(Exception):
@@ -88,13 +86,17 @@ class Head:
     def __init__(self, looks: float = float("inf")):
         self.left = looks
 
-    def look(self) -> Failure | None:
+    def look(self) -> launching.Failure | None:
         self.left -= 1
-        return None if self.left > 0 else Failure(rank=0, message="no head.", code=1, at=0.0, may_pass=False)
+        return None if self.left > 0 else launching.Failure(rank=0, message="no head.", code=1, at=0.0, may_pass=False)
 
 
 def run(
-    *actors: Actor, signals: Forwarding | None = None, silence: float = 5.0, show: Any = None, head: Any = None
+    *actors: Actor,
+    signals: launching.Forwarding | None = None,
+    silence: float = 5.0,
+    show: Any = None,
+    head: Any = None,
 ) -> Any:
     members = []
     for number, actor in enumerate(actors):
@@ -103,11 +105,15 @@ def run(
         members.append(member)
     shown = show or (lambda stream, text: None)
     looked_at: Any = head or Head()
-    return RanksWatch(FakeRay(), members, signals or Forwarding(), head=looked_at, silence=silence, show=shown).run()
+    return RanksWatch(
+        FakeRay(), members, signals or launching.Forwarding(), head=looked_at, silence=silence, show=shown
+    ).run()
 
 
-def failed(rank: int, message: str, ago: float, **values: Any) -> Failure:
-    return Failure(rank=rank, message=message, code=1, at=ago, host=f"h{rank // 2} (10.0.0.{rank // 2})", **values)
+def failed(rank: int, message: str, ago: float, **values: Any) -> launching.Failure:
+    return launching.Failure(
+        rank=rank, message=message, code=1, at=ago, host=f"h{rank // 2} (10.0.0.{rank // 2})", **values
+    )
 
 
 def over(code: int) -> MachineReport:
@@ -188,7 +194,7 @@ def test_a_short_interruption_of_the_network_is_no_loss() -> None:
 
 
 def test_a_driver_that_was_stopped_blames_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "STOPPED", 0.3)
+    monkeypatch.setattr("surogate_core.launch.child.STOPPED", 0.3)
 
     class Resting(Actor):
         def _look(self) -> Callable[[], Any]:
@@ -204,7 +210,7 @@ def test_a_driver_that_was_stopped_blames_no_machine(monkeypatch: pytest.MonkeyP
 
 
 def test_a_signal_reaches_the_machine_of_rank_0_once() -> None:
-    signals = Forwarding()
+    signals = launching.Forwarding()
     signals.receive(signal.SIGTERM)
     first, other = Actor(NEVER, NEVER, over(143)), Actor(NEVER, over(143))
     assert run(first, other, signals=signals) == 143
@@ -212,14 +218,14 @@ def test_a_signal_reaches_the_machine_of_rank_0_once() -> None:
 
 
 def test_a_signal_before_rank_0_handles_it_is_no_failure_of_the_others() -> None:
-    signals = Forwarding()
+    signals = launching.Forwarding()
     signals.receive(signal.SIGINT)
     lost = MachineReport(output=(), failures=[failed(2, "a bug: DistError: the store is gone", 0.0)])
     assert run(Actor(over(130)), Actor(NEVER, NEVER, lost), signals=signals) == 130
 
 
 def test_a_second_signal_ends_all_machines_at_once() -> None:
-    signals = Forwarding()
+    signals = launching.Forwarding()
     for _ in range(2):
         signals.receive(signal.SIGINT)
     actors = Actor(NEVER), Actor(NEVER)

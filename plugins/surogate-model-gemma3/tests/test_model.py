@@ -8,7 +8,7 @@ import pytest
 import surogate_model_gemma3
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 from surogate_testing.family_suite import REFUSED, DenseFamilyTests, FamilyFacts
 
 ROPES = ("full_attention", "sliding_attention")

@@ -14,11 +14,8 @@ from surogate_model_gpt_oss.presets import PRESETS
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from surogate_core.files.tensorfile import TensorFile
-from surogate_core.hf.export import CardFacts, export_adapter, export_full
-from surogate_core.hf.fused import rejoined
-from surogate_core.hf.lora_files import LoraAdapter
-from surogate_core.hf.weights import ModelDir
+from surogate_core.plugin import CardFacts, ModelDir, TensorFile, export_adapter
+from surogate_core.service.files import LoraAdapter, export_full, rejoined
 from surogate_testing import tiny
 
 CONFIG = {

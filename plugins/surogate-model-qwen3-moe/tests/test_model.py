@@ -9,7 +9,7 @@ import surogate_model_qwen3_moe
 from surogate_model_qwen3_moe.model import PlainBlock, SparseBlock, build
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 from surogate_testing.family_suite import NO_SHARE, REFUSED, FamilyFacts, FamilyTests
 
 CASES: dict[str, dict[str, Any]] = {

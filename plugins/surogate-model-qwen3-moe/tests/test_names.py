@@ -8,10 +8,9 @@ from pathlib import Path
 from surogate_model_qwen3_moe.model import build
 from surogate_model_qwen3_moe.presets import PRESETS
 
-from surogate_core.engine.engine import Engine
-from surogate_core.files.tensorfile import TensorFile
-from surogate_core.hf.export import CardFacts, export_adapter, export_full
-from surogate_core.hf.weights import ModelDir
+from surogate_core.plugin import CardFacts, ModelDir, TensorFile, export_adapter
+from surogate_core.service.engine import Engine
+from surogate_core.service.files import export_full
 from surogate_testing import tiny
 
 CONFIG = {**PRESETS["tiny"], "num_hidden_layers": 2, "hidden_size": 32, "num_experts": 3, "tie_word_embeddings": False}

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from surogate_core.batch import MicroBatch
-from surogate_core.dsl.sides import Form, RouterLosses
+from surogate_core.plugin import MicroBatch
+from surogate_core.service.model import Form, RouterLosses
 from surogate_testing import tiny
 from surogate_testing.parity import TINY, TOLERANCE, ModelPair
 

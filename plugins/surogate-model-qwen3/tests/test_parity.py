@@ -13,9 +13,9 @@ from surogate_model_qwen3.model import build
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.engine.engine import Engine
-from surogate_core.hf.export import CardFacts, export_adapter, export_full
+from surogate_core.plugin import IGNORE_LABEL, CardFacts, MicroBatch, export_adapter
+from surogate_core.service.engine import Engine
+from surogate_core.service.files import export_full
 from surogate_testing import tiny
 
 TOLERANCE = 1e-5

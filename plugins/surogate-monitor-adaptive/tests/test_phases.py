@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from surogate_monitor_adaptive.monitor import AdaptiveMonitor, AdaptiveOptions, replay
 
-from surogate_core.events import EvalEnd, Event, PhaseChange
+from surogate_core.plugin import events
 from surogate_testing.run_events import START, curve, falling, info, step
 
 Value = Callable[[int], float]
@@ -19,8 +19,8 @@ Value = Callable[[int], float]
 # ------------------------------------------------------------------------------- phases
 
 
-def phases(recorded: Sequence[Event]) -> list[tuple[int, str, str]]:
-    found = [e for control in replay(recorded, info()) for e in control.events if isinstance(e, PhaseChange)]
+def phases(recorded: Sequence[events.Event]) -> list[tuple[int, str, str]]:
+    found = [e for control in replay(recorded, info()) for e in control.events if isinstance(e, events.PhaseChange)]
     return [(e.step, e.previous, e.phase) for e in found]
 
 
@@ -57,7 +57,7 @@ def test_a_phase_that_does_not_last_is_not_told() -> None:
 # --------------------------------------------------------------------------- loss guard
 
 
-def controls_at(recorded: Sequence[Event], **options: bool) -> list[tuple[int, float | None, int]]:
+def controls_at(recorded: Sequence[events.Event], **options: bool) -> list[tuple[int, float | None, int]]:
     """(step, scale, fade) of what changes the rate."""
     monitor = AdaptiveMonitor(AdaptiveOptions(**options), info())
     answers = [(getattr(event, "step", 0), monitor.on_event(event)) for event in recorded]
@@ -90,7 +90,7 @@ def test_what_is_not_finite_is_survived_until_no_reduction_is_left() -> None:
 # --------------------------------------------------------------------------- early stop
 
 
-def stopped(recorded: Sequence[Event], *, early_stop: bool = True) -> tuple[int, str] | None:
+def stopped(recorded: Sequence[events.Event], *, early_stop: bool = True) -> tuple[int, str] | None:
     monitor = AdaptiveMonitor(AdaptiveOptions(early_stop=early_stop), info())
     for event in recorded:
         control = monitor.on_event(event)
@@ -99,12 +99,12 @@ def stopped(recorded: Sequence[Event], *, early_stop: bool = True) -> tuple[int,
     return None
 
 
-def evaluated(loss: Value, count: int, every: int = 10) -> list[Event]:
-    recorded: list[Event] = [START]
+def evaluated(loss: Value, count: int, every: int = 10) -> list[events.Event]:
+    recorded: list[events.Event] = [START]
     for at in range(1, count * every + 1):
         recorded.append(step(at, falling(at)))
         if at % every == 0:
-            recorded.append(EvalEnd(step=at, loss=loss(at // every), label_tokens=1, seconds=0.1, gap=None))
+            recorded.append(events.EvalEnd(step=at, loss=loss(at // every), label_tokens=1, seconds=0.1, gap=None))
     return recorded
 
 

@@ -14,7 +14,7 @@ import pytest
 from surogate_monitor_adaptive.advisor import RULES
 from surogate_monitor_adaptive.monitor import replay
 
-from surogate_core.events import Advice, Control, EvalEnd, Event, PhaseChange, RunInfo, RunStart, StepEnd
+from surogate_core.plugin import events
 
 DATA = Path(__file__).parent / "data"
 RUNS: dict[str, Any] = json.loads((DATA / "runs.json").read_text())
@@ -56,11 +56,11 @@ TURN = {
 """Run → the key that a practitioner would turn."""
 
 
-def events_of(run: dict[str, Any], rates: Sequence[float]) -> Iterator[Event]:
+def events_of(run: dict[str, Any], rates: Sequence[float]) -> Iterator[events.Event]:
     """The recorded run as its monitors saw it, but for what no rule reads."""
     begin, held_out = run["start"], dict(run["held_out"])
     tokens = begin["tokens_per_step"]
-    yield RunStart(
+    yield events.RunStart(
         model="tiny",
         parameters=begin["parameters"],
         trainable_parameters=begin["parameters"],
@@ -72,9 +72,9 @@ def events_of(run: dict[str, Any], rates: Sequence[float]) -> Iterator[Event]:
         device="cpu",
     )
     if 0 in held_out:
-        yield EvalEnd(step=0, loss=held_out[0], label_tokens=1, seconds=0.1, gap=None)
+        yield events.EvalEnd(step=0, loss=held_out[0], label_tokens=1, seconds=0.1, gap=None)
     for step, (loss, norm, rate) in enumerate(zip(run["loss"], run["grad_norm"], rates, strict=True), start=1):
-        yield StepEnd(
+        yield events.StepEnd(
             step=step,
             epoch=0.0,
             loss=float(loss),
@@ -89,21 +89,21 @@ def events_of(run: dict[str, Any], rates: Sequence[float]) -> Iterator[Event]:
             peak_memory_bytes=0,
         )
         if step in held_out:
-            yield EvalEnd(step=step, loss=held_out[step], label_tokens=1, seconds=0.1, gap=None)
+            yield events.EvalEnd(step=step, loss=held_out[step], label_tokens=1, seconds=0.1, gap=None)
 
 
-def controls(run: dict[str, Any], rates: Sequence[float], **config: Any) -> list[Control]:
+def controls(run: dict[str, Any], rates: Sequence[float], **config: Any) -> list[events.Control]:
     values = {**run["config"], **config}
-    info = RunInfo(run_name="r", output_dir="o", task="sft", config=values, interactive=False)
+    info = events.RunInfo(run_name="r", output_dir="o", task="sft", config=values, interactive=False)
     return replay(events_of(run, rates), info)
 
 
-def advices(found: Sequence[Control]) -> list[Advice]:
-    return [event for control in found for event in control.events if isinstance(event, Advice)]
+def advices(found: Sequence[events.Control]) -> list[events.Advice]:
+    return [event for control in found for event in control.events if isinstance(event, events.Advice)]
 
 
 def phases(run: dict[str, Any], rates: Sequence[float]) -> set[str]:
-    return {e.phase for control in controls(run, rates) for e in control.events if isinstance(e, PhaseChange)}
+    return {e.phase for control in controls(run, rates) for e in control.events if isinstance(e, events.PhaseChange)}
 
 
 def test_no_healthy_run_is_unstable() -> None:

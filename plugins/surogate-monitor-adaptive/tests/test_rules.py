@@ -17,51 +17,41 @@ import pytest
 from surogate_monitor_adaptive.advisor import COOLDOWN, FROZEN_ROUTER, NATIVE_GAP, RULES
 from surogate_monitor_adaptive.monitor import GUARDED, AdaptiveMonitor, AdaptiveOptions, replay
 
-from surogate_core.events import (
-    Advice,
-    Control,
-    Event,
-    PrecisionStats,
-    RolloutEval,
-    Rollouts,
-    RoutingStats,
-    Spread,
-)
-from surogate_core.events import StepEnd as Step
+from surogate_core.plugin import events
 from surogate_testing.run_events import START, curve, falling, info, step
 
 Value = Callable[[int], float]
 """Step, 1 for the first → value."""
 
 
-def routed(recorded: Sequence[Event], routing: Callable[[int], RoutingStats]) -> Iterator[Event]:
+def routed(recorded: Sequence[events.Event], routing: Callable[[int], events.RoutingStats]) -> Iterator[events.Event]:
     """The events, each step's routing before it."""
     for event in recorded:
-        if isinstance(event, Step):
+        if isinstance(event, events.StepEnd):
             yield routing(event.step)
         yield event
 
 
-def advices(controls: Sequence[Control]) -> list[Advice]:
-    return [event for control in controls for event in control.events if isinstance(event, Advice)]
+def advices(controls: Sequence[events.Control]) -> list[events.Advice]:
+    return [event for control in controls for event in control.events if isinstance(event, events.Advice)]
 
 
-def told(rule: str, recorded: Sequence[Event], **config: Any) -> list[int]:
+def told(rule: str, recorded: Sequence[events.Event], **config: Any) -> list[int]:
     return [advice.step for advice in advices(replay(recorded, info(**config))) if advice.rule == rule]
 
 
-def stats(at: int, imbalance: float = 1.5, utilization: float = 0.95, **more: Any) -> RoutingStats:
+def stats(at: int, imbalance: float = 1.5, utilization: float = 0.95, **more: Any) -> events.RoutingStats:
     figures = {"moe_worst_imbalance": imbalance, "moe_worst_layer": 0, "moe_entropy": 0.97, "moe_cv": 0.3, **more}
-    return RoutingStats(step=at, moe_load_imbalance=imbalance, moe_expert_utilization=utilization, **figures)
+    return events.RoutingStats(step=at, moe_load_imbalance=imbalance, moe_expert_utilization=utilization, **figures)
 
 
-def even(at: int) -> RoutingStats:
+def even(at: int) -> events.RoutingStats:
     return stats(at, moe_aux_loss_raw=1.0)
 
 
-def scaled(at: int, saturated: float, excess: float = 1.3) -> PrecisionStats:
+def scaled(at: int, saturated: float, excess: float = 1.3) -> events.PrecisionStats:
     shares = {"activation": 0.0, "gradient": saturated}
-    return PrecisionStats(
+    return events.PrecisionStats(
         step=at, steps=50, saturated=shares, underflowed={}, worst="layer 0 q_proj gradient", worst_excess=excess
     )
 
@@ -87,7 +77,7 @@ SPARSE = {"moe_experts": 128, "moe_experts_per_token": 8}
 """The experts of Qwen3-30B-A3B. Its largest possible imbalance is 16."""
 
 
-def routed_from(begin: int, *, steps: int = 130, **changed: float) -> list[Event]:
+def routed_from(begin: int, *, steps: int = 130, **changed: float) -> list[events.Event]:
     """A run whose routing changes at the step `begin`, for good."""
     usual = {"moe_load_imbalance": 4.0, "moe_worst_imbalance": 4.0, **SPARSE}
     return list(
@@ -103,23 +93,23 @@ def reinforced(
     held_out: Mapping[int, float] = MappingProxyType({}),
     figures: Mapping[str, Value] = MappingProxyType({}),
     **more: Value,
-) -> list[Event]:
+) -> list[events.Event]:
     """A run of reinforcement learning whose loss and gradient jump without meaning."""
-    recorded: list[Event] = [replace(START, steps=steps)]
+    recorded: list[events.Event] = [replace(START, steps=steps)]
     for at in range(1, steps + 1):
         given: dict[str, Any] = {name: value(at) for name, value in more.items()}
         recorded.append(
-            Rollouts(
-                step=at, prompts=8, completions=64, reward=Spread(reward(at), 0.4, 0.0, 1.0), tokens=64,
-                length=Spread(length(at), 1.0, 1.0, 64.0), **given,
+            events.Rollouts(
+                step=at, prompts=8, completions=64, reward=events.Spread(reward(at), 0.4, 0.0, 1.0), tokens=64,
+                length=events.Spread(length(at), 1.0, 1.0, 64.0), **given,
             )
         )  # fmt: skip
         named = {"entropy": entropy(at), **{name: value(at) for name, value in figures.items()}}
         loss, norm = (-1) ** at * (5.0 if at % 40 else 500.0), 30.0 if at % 30 else 0.1
         recorded.append(step(at, loss, grad_norm=norm, figures=named))
         if at in held_out:
-            spread = Spread(held_out[at], 0.4, 0.0, 1.0)
-            recorded.append(RolloutEval(step=at, tasks=64, reward=spread, seconds=0.1))
+            spread = events.Spread(held_out[at], 0.4, 0.0, 1.0)
+            recorded.append(events.RolloutEval(step=at, tasks=64, reward=spread, seconds=0.1))
     return recorded
 
 
@@ -133,7 +123,7 @@ def rising(at: int) -> float:
 
 LONG_WARMUP = {"warmup_steps": 100}
 
-CASES: dict[str, tuple[int, list[Event], list[Event], dict[str, Any]]] = {
+CASES: dict[str, tuple[int, list[events.Event], list[events.Event], dict[str, Any]]] = {
     # rule: (step at which it fires first, the curve, the near miss, config of both)
     "loss_spike": (300, curve(320, spiky(0.6)), curve(320, spiky(0.4)), {}),
     "divergence": (
@@ -331,7 +321,7 @@ def test_a_gap_is_not_blamed_on_the_engine_that_the_run_has() -> None:
 
 
 def test_norms_of_the_first_steps_and_norms_that_come_back_are_no_acceleration() -> None:
-    def steep(begin: int) -> list[Event]:
+    def steep(begin: int) -> list[events.Event]:
         return curve(begin + 40, falling, lambda at: 1.0 + max(0.0, at - begin) * 0.4)
 
     assert told("gradient_acceleration", steep(10)) == []
@@ -347,7 +337,7 @@ def test_a_single_batch_says_little_about_routing() -> None:
 
 
 def test_fixed_limits_until_the_beginning_is_known() -> None:
-    def early(**changed: Any) -> list[Event]:
+    def early(**changed: Any) -> list[events.Event]:
         return list(routed(curve(40, falling), lambda at: replace(stats(at), **changed)))
 
     assert told("expert_imbalance", early(moe_load_imbalance=3.1)) == [19], "nothing fires before step 10"
@@ -366,8 +356,8 @@ def test_fixed_limits_until_the_beginning_is_known() -> None:
 
 
 def test_limits_can_be_reached_where_the_beginning_is_uneven_already() -> None:
-    def run(imbalance: float) -> list[Event]:
-        def routing(at: int) -> RoutingStats:
+    def run(imbalance: float) -> list[events.Event]:
+        def routing(at: int) -> events.RoutingStats:
             return stats(at, imbalance if at >= 100 else 11.0, **SPARSE)
 
         return list(routed(curve(130, falling), routing))
@@ -398,21 +388,23 @@ def test_a_healthy_run_of_reinforcement_learning_gets_no_advice() -> None:
 
 def test_in_reinforcement_learning_what_is_not_finite_is_still_survived() -> None:
     run = reinforced(60)
-    broken = [replace(e, loss=math.nan) if isinstance(e, Step) and e.step == 40 else e for e in run]
+    broken = [replace(e, loss=math.nan) if isinstance(e, events.StepEnd) and e.step == 40 else e for e in run]
     (control,) = [c for c in replay(broken, info(auto_lr_reduction=True)) if c.proceed]
     assert control.lr_scale == 0.5
 
 
 def test_a_held_out_reward_before_the_first_step_is_no_best_one() -> None:
     """The most probable tokens may be right at once where sampled ones are not."""
-    before = RolloutEval(step=0, tasks=64, reward=Spread(0.9, 0.1, 0.0, 1.0), seconds=0.1)
+    before = events.RolloutEval(step=0, tasks=64, reward=events.Spread(0.9, 0.1, 0.0, 1.0), seconds=0.1)
     run = reinforced(60, reward=rising, held_out={20: 0.7, 40: 0.72, 60: 0.71})
     assert told("reward_hacking", [run[0], before, *run[1:]]) == []
 
 
 def test_rollouts_without_a_reward_are_taken() -> None:
-    run = [replace(e, reward=None) if isinstance(e, Rollouts) else e for e in reinforced(30, truncated=from_50(0.4))]
-    run.append(RolloutEval(step=30, tasks=4, reward=None, seconds=0.1))
+    run = [
+        replace(e, reward=None) if isinstance(e, events.Rollouts) else e for e in reinforced(30, truncated=from_50(0.4))
+    ]
+    run.append(events.RolloutEval(step=30, tasks=4, reward=None, seconds=0.1))
     assert advices(replay(run, info())) == []
 
 
@@ -429,8 +421,8 @@ def test_a_resumed_run_of_reinforcement_learning_gets_the_same_advice() -> None:
     AdaptiveMonitor(AdaptiveOptions(), info()).load_state(older)
 
 
-def step_of(recorded: Sequence[Event], number: int) -> Event:
-    return next(event for event in recorded if isinstance(event, Step) and event.step == number)
+def step_of(recorded: Sequence[events.Event], number: int) -> events.Event:
+    return next(event for event in recorded if isinstance(event, events.StepEnd) and event.step == number)
 
 
 def test_advice_about_a_frozen_router() -> None:
@@ -510,11 +502,11 @@ def test_gradients_that_are_large_from_the_beginning_are_no_jump() -> None:
 # ------------------------------------------------------------------------- false alarms
 
 
-def healthy(seed: int, steps: int = 1000) -> list[Event]:
+def healthy(seed: int, steps: int = 1000) -> list[events.Event]:
     """A power law with 2 % of noise, spells of correlated noise, and a cosine rate after 5 % of warm-up."""
     random_ = random.Random(seed)
     drift = 0.0
-    recorded: list[Event] = [replace(START, steps=steps)]
+    recorded: list[events.Event] = [replace(START, steps=steps)]
     top, exponent, floor = random_.uniform(6, 9), random_.uniform(0.25, 0.4), random_.uniform(1.2, 2.2)
     for at in range(1, steps + 1):
         drift = 0.9 * drift + random_.gauss(0, 0.003)

@@ -17,26 +17,9 @@ from surogate_monitor_console.live import LiveView
 from surogate_monitor_console.options import ConsoleOptions, build
 from surogate_monitor_console.plain import PlainView
 
-from surogate_core.events import (
-    Advice,
-    CheckpointSaved,
-    EvalEnd,
-    GpuStats,
-    Notice,
-    PhaseChange,
-    PrecisionStats,
-    Progress,
-    RankStats,
-    ReportWritten,
-    RoutingStats,
-    RunEnd,
-    RunInfo,
-    RunStart,
-    Samples,
-    StepEnd,
-)
+from surogate_core.plugin import events
 
-INFO = RunInfo(
+INFO = events.RunInfo(
     run_name="brisk-otter",
     output_dir="output",
     task="sft",
@@ -50,7 +33,7 @@ INFO = RunInfo(
     },
     interactive=False,
 )
-START = RunStart(
+START = events.RunStart(
     model="qwen3 [tiny]",
     parameters=1_234_567,
     trainable_parameters=98_765,
@@ -62,9 +45,9 @@ START = RunStart(
     device="cpu",
     notes=("no GPU: training on the CPU",),
 )
-EVAL = EvalEnd(step=100, loss=2.5, label_tokens=12_345, seconds=1.25, gap=0.125)
-SAVED = CheckpointSaved(step=50, path="output/checkpoint-50", seconds=0.2, reason="schedule")
-END = RunEnd(
+EVAL = events.EvalEnd(step=100, loss=2.5, label_tokens=12_345, seconds=1.25, gap=0.125)
+SAVED = events.CheckpointSaved(step=50, path="output/checkpoint-50", seconds=0.2, reason="schedule")
+END = events.RunEnd(
     reason="finished",
     step=120,
     seconds=83.0,
@@ -75,7 +58,7 @@ END = RunEnd(
 )
 
 
-ROUTING = RoutingStats(
+ROUTING = events.RoutingStats(
     step=1,
     moe_load_imbalance=2.346,
     moe_expert_utilization=0.998,
@@ -94,8 +77,8 @@ class Clock:
         return self.now
 
 
-def step(number: int, loss: float = 3.0, **changes: float) -> StepEnd:
-    event = StepEnd(
+def step(number: int, loss: float = 3.0, **changes: float) -> events.StepEnd:
+    event = events.StepEnd(
         step=number,
         epoch=number / 40,
         loss=loss,
@@ -153,8 +136,8 @@ def test_plain_run_reads_well() -> None:
             view.on_event(SAVED)
         if number == 100:
             view.on_event(EVAL)
-    view.on_event(Notice(level="warning", message="the rate is high"))
-    view.on_event(Notice(level="info", message="resumed"))
+    view.on_event(events.Notice(level="warning", message="the rate is high"))
+    view.on_event(events.Notice(level="info", message="resumed"))
     view.on_event(END)
     view.close()
     lines = stream.getvalue().splitlines()
@@ -182,7 +165,7 @@ def test_plain_run_reads_well() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-GPU = GpuStats(
+GPU = events.GpuStats(
     step=2,
     utilization=0.97,
     memory_used_bytes=71 * 2**30,
@@ -194,24 +177,24 @@ GPU = GpuStats(
 GPU_TEXT = "GPU 97% busy · 71.00 GiB of 80.00 GiB · 655 W · 58 °C · 1755 MHz"
 
 
-RANKS = RankStats(step=2, peak_memory_bytes=(70 * 2**30, 71 * 2**30), work_seconds=(0.1, 0.12))
+RANKS = events.RankStats(step=2, peak_memory_bytes=(70 * 2**30, 71 * 2**30), work_seconds=(0.1, 0.12))
 RANKS_TEXT = "2 ranks · peak memory 70.00 GiB to 71.00 GiB · slowest rank 1, micro-steps 9.1% longer than the mean"
 
 
 def test_ranks_without_a_micro_step_of_their_own_have_no_slowest() -> None:
-    assert text.ranks_line(RankStats(step=2, peak_memory_bytes=(2**30,) * 4)) == "4 ranks · peak memory 1.00 GiB"
+    assert text.ranks_line(events.RankStats(step=2, peak_memory_bytes=(2**30,) * 4)) == "4 ranks · peak memory 1.00 GiB"
 
 
 def test_plain_lines_have_speed_of_light_phase_telemetry_and_the_report() -> None:
     view, stream, _ = plain()
     view.on_event(START)
     view.on_event(step(1, speed_of_light=0.0712))
-    view.on_event(PhaseChange(step=1, phase="converging", previous="warmup", improvement=0.1))
+    view.on_event(events.PhaseChange(step=1, phase="converging", previous="warmup", improvement=0.1))
     view.on_event(step(2, speed_of_light=0.415))
     view.on_event(GPU)
     view.on_event(RANKS)
     view.on_event(END)
-    view.on_event(ReportWritten(path="output/report.html"))
+    view.on_event(events.ReportWritten(path="output/report.html"))
     lines = stream.getvalue().splitlines()
     assert "tok/s  MFU  7.1 %  mem  1.50 GiB  eta    1:01" in lines[4]
     assert lines[6].endswith("tok/s  MFU 41.5 %  mem  1.50 GiB  eta    1:01  converging")
@@ -220,7 +203,7 @@ def test_plain_lines_have_speed_of_light_phase_telemetry_and_the_report() -> Non
     assert "Report: output/report.html" in lines
 
 
-PRECISION = PrecisionStats(
+PRECISION = events.PrecisionStats(
     step=50,
     steps=50,
     saturated={"activation": 0.004, "gradient": 0.0},
@@ -262,10 +245,10 @@ def test_plain_first_lines_count_from_a_resumed_step() -> None:
 def test_plain_progress_only_of_long_tasks() -> None:
     view, stream, clock = plain()
     for done in range(1, 101):
-        view.on_event(Progress(task="evaluating", done=done, total=100, unit="batches"))
+        view.on_event(events.Progress(task="evaluating", done=done, total=100, unit="batches"))
     assert stream.getvalue() == ""
     for done in range(13):
-        view.on_event(Progress(task="tokenising", done=done, total=12, unit="rows"))
+        view.on_event(events.Progress(task="tokenising", done=done, total=12, unit="rows"))
         clock.now += 1
     assert stream.getvalue().splitlines() == [
         "tokenising: 5/12 rows  5.0 s",
@@ -303,14 +286,14 @@ def test_live_view() -> None:
     view, console, clock = terminal()
     try:
         assert drawn(view) == [""] or drawn(view) == []
-        view.on_event(Progress(task="loading", done=3, total=10, unit="tensors"))
+        view.on_event(events.Progress(task="loading", done=3, total=10, unit="tensors"))
         clock.now += 3
         assert drawn(view)[-1].startswith("loading ━")
         assert drawn(view)[-1].endswith("3/10 tensors  3.0 s")
-        view.on_event(Progress(task="loading", done=10, total=10, unit="tensors"))
-        view.on_event(Progress(task="compiling", done=1))
+        view.on_event(events.Progress(task="loading", done=10, total=10, unit="tensors"))
+        view.on_event(events.Progress(task="compiling", done=1))
         assert "compiling" in drawn(view)[-1]
-        view.on_event(Progress(task="compiling", done=1, total=1))
+        view.on_event(events.Progress(task="compiling", done=1, total=1))
         view.on_event(START)
         assert drawn(view)[0].startswith("step 0/120 ")
         assert "first step" in drawn(view)[1]
@@ -319,8 +302,8 @@ def test_live_view() -> None:
             view.on_event(step(number, loss=6.0 / number))
         view.on_event(EVAL)
         view.on_event(SAVED)
-        view.on_event(Notice(level="warning", message="gradients [bold]vanish[/bold]"))
-        view.on_event(Progress(task="evaluating", done=1, total=4, unit="batches"))
+        view.on_event(events.Notice(level="warning", message="gradients [bold]vanish[/bold]"))
+        view.on_event(events.Progress(task="evaluating", done=1, total=4, unit="batches"))
         rows = drawn(view)
         assert rows[0].startswith("step 30/120 ━")
         assert rows[0].endswith("25 % 0:30 gone 1:01 to go")
@@ -348,8 +331,8 @@ def test_live_view() -> None:
     assert output.rstrip().endswith("Your own data: datasets=…")
 
 
-PHASE = PhaseChange(step=75, phase="plateau", previous="warmup", improvement=0.0)
-ADVICE = Advice(step=80, rule="r", message="It [stands].", key="learning_rate", suggestion="lower it")
+PHASE = events.PhaseChange(step=75, phase="plateau", previous="warmup", improvement=0.0)
+ADVICE = events.Advice(step=80, rule="r", message="It [stands].", key="learning_rate", suggestion="lower it")
 
 
 def test_phase_and_advice_on_plain_lines() -> None:
@@ -501,7 +484,7 @@ def test_an_eval_loss_below_the_train_loss() -> None:
 def test_samples_are_a_line_each_in_both_views() -> None:
     prompts = ("Why?", "A prompt that is much longer than the column of prompts", *(f"number {n}" for n in range(9)))
     texts = ("line 1\n\x1b[31mline 2", "x" * 300, "", *("yes" for _ in range(8)))
-    event = Samples(step=20, prompts=prompts, texts=texts, ended=(True,) * 11, tokens=120, seconds=1.5)
+    event = events.Samples(step=20, prompts=prompts, texts=texts, ended=(True,) * 11, tokens=120, seconds=1.5)
     lines = text.sample_lines(event)
     assert lines[:2] == ["step 20: samples  (120 tokens in 1.5 s)", r"  Why? → line 1\n\x1b[31mline 2"]
     assert lines[2].startswith("  A prompt that is much longer than the c… → xxx")

@@ -12,33 +12,35 @@ from surogate_monitor_console.live import LiveView
 from surogate_monitor_console.options import ConsoleOptions
 from surogate_monitor_console.plain import PlainView
 
-from surogate_core.events import EvalEnd, Event, RolloutEval, Rollouts, RolloutSample, RolloutSamples, RunInfo, Spread
+from surogate_core.plugin import events
 from surogate_testing.run_events import END, START, step
 
-INFO = RunInfo(run_name="r", output_dir="output", task="any", config={}, interactive=False)
+INFO = events.RunInfo(run_name="r", output_dir="output", task="any", config={}, interactive=False)
 ONLINE = replace(START, train_tokens=0, epochs=0.0)
-ROLLOUTS = Rollouts(
+ROLLOUTS = events.Rollouts(
     step=1,
     prompts=8,
     completions=64,
-    reward=Spread(0.25, 0.43, 0.0, 1.0),
-    rewards={"correct": Spread(0.2, 0.4, 0.0, 1.0), "format": Spread(0.3, 0.46, 0.0, 1.0)},
+    reward=events.Spread(0.25, 0.43, 0.0, 1.0),
+    rewards={"correct": events.Spread(0.2, 0.4, 0.0, 1.0), "format": events.Spread(0.3, 0.46, 0.0, 1.0)},
     without_signal=0.125,
     faults={"timeout": 2, "exception": 1},
-    length=Spread(40.4, 9.0, 3.0, 64.0),
+    length=events.Spread(40.4, 9.0, 3.0, 64.0),
     truncated=0.05,
     tokens=2400,
     seconds={"generate": 2.0, "score": 0.5, "pack": 0.001},
 )
-SAMPLES = RolloutSamples(
+SAMPLES = events.RolloutSamples(
     step=1,
     samples=(
-        RolloutSample(prompt="2 + 2 =", completion=" 4", reward=1.0, reason="stop"),
-        RolloutSample(prompt="3 + 3 =", completion=" 5", reward=0.5, reason="stop"),
-        RolloutSample(prompt="4 + 4 =", completion=" [" + "x" * 300, reward=None, reason="timeout"),
+        events.RolloutSample(prompt="2 + 2 =", completion=" 4", reward=1.0, reason="stop"),
+        events.RolloutSample(prompt="3 + 3 =", completion=" 5", reward=0.5, reason="stop"),
+        events.RolloutSample(prompt="4 + 4 =", completion=" [" + "x" * 300, reward=None, reason="timeout"),
     ),
 )
-EVAL = RolloutEval(step=2, tasks=16, reward=Spread(0.5, 0.4, 0.0, 1.0), length=Spread(8, 0, 8, 8), seconds=1.5)
+EVAL = events.RolloutEval(
+    step=2, tasks=16, reward=events.Spread(0.5, 0.4, 0.0, 1.0), length=events.Spread(8, 0, 8, 8), seconds=1.5
+)
 
 
 class Clock:
@@ -48,7 +50,7 @@ class Clock:
         return self.now
 
 
-def plain(*recorded: Event, **options: float) -> list[str]:
+def plain(*recorded: events.Event, **options: float) -> list[str]:
     stream = io.StringIO()
     view = PlainView(ConsoleOptions(**options), INFO, stream=stream, clock=Clock())  # type: ignore[arg-type]
     for event in recorded:
@@ -92,7 +94,9 @@ def test_figures_of_an_objective(figures: dict[str, float], found: list[tuple[st
 
 
 def test_an_evaluation_has_the_figures_of_the_objective() -> None:
-    event = EvalEnd(step=3, loss=0.5, label_tokens=64, seconds=0.5, gap=None, figures={"rewards/accuracies": 0.75})
+    event = events.EvalEnd(
+        step=3, loss=0.5, label_tokens=64, seconds=0.5, gap=None, figures={"rewards/accuracies": 0.75}
+    )
     assert plain(event) == ["step 3: eval loss 0.5000  acc 0.75  (64 tokens in 0.5 s)"]
 
 
@@ -109,8 +113,8 @@ def test_the_best_the_worst_and_a_failed_completion_at_intervals() -> None:
 
 
 def test_held_out_rewards_and_the_summary() -> None:
-    after = replace(ROLLOUTS, step=2, reward=Spread(0.75, 0.4, 0.0, 1.0))
-    better = replace(EVAL, step=3, reward=Spread(0.625, 0.4, 0.0, 1.0), faults={"timeout": 1}, truncated=0.5)
+    after = replace(ROLLOUTS, step=2, reward=events.Spread(0.75, 0.4, 0.0, 1.0))
+    better = replace(EVAL, step=3, reward=events.Spread(0.625, 0.4, 0.0, 1.0), faults={"timeout": 1}, truncated=0.5)
     nothing = replace(ROLLOUTS, step=3, reward=None)
     end = replace(END, first_eval_loss=None, first_reward=0.5, last_reward=0.625, best_reward=0.75, best_step=2)
     lines = plain(ONLINE, ROLLOUTS, EVAL, after, better, nothing, end)

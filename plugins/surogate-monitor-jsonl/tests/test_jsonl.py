@@ -10,14 +10,13 @@ from pathlib import Path
 import surogate_monitor_jsonl
 from surogate_monitor_jsonl.monitor import JsonlMonitor, JsonlOptions
 
-from surogate_core.events import EvalEnd, Progress, RunEnd, RunInfo
-from surogate_core.files.metrics import read_metrics
+from surogate_core.plugin import events, read_metrics
 
-END = RunEnd(reason="failed", step=0, seconds=1.0, first_eval_loss=None, last_eval_loss=None, export_path=None)
+END = events.RunEnd(reason="failed", step=0, seconds=1.0, first_eval_loss=None, last_eval_loss=None, export_path=None)
 
 
 def monitor(directory: Path, options: JsonlOptions) -> JsonlMonitor:
-    info = RunInfo(run_name="r", output_dir=str(directory), task="sft", config={}, interactive=False)
+    info = events.RunInfo(run_name="r", output_dir=str(directory), task="sft", config={}, interactive=False)
     return JsonlMonitor(options, info)
 
 
@@ -25,8 +24,8 @@ def test_events_are_in_the_record_progress_only_when_asked(tmp_path: Path) -> No
     for asked in (False, True):
         directory = tmp_path / str(asked)
         watching = monitor(directory, JsonlOptions(progress=asked))
-        watching.on_event(Progress(task="loading", done=1, total=2))
-        watching.on_event(EvalEnd(step=0, loss=2.0, label_tokens=5, seconds=0.1, gap=None))
+        watching.on_event(events.Progress(task="loading", done=1, total=2))
+        watching.on_event(events.EvalEnd(step=0, loss=2.0, label_tokens=5, seconds=0.1, gap=None))
         assert watching.on_event(END) is None
         watching.close()
         found = [record["event"] for record in read_metrics(directory / "metrics.jsonl")]

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import surogate_monitor_mlflow
 
-from surogate_core.errors import MachineError
-from surogate_core.events import RunInfo
+from surogate_core.plugin import MachineError, events
 from surogate_testing.check import NotApplicable
 from surogate_testing.monitors import sees_a_run
 from surogate_testing.run_events import END, EVENTS, START, step
@@ -31,7 +30,7 @@ def monitor(directory: Path, **options: Any) -> Any:
     spec = surogate_monitor_mlflow.surogate_monitor()
     config = {"learning_rate": 1e-3, "name": "<script>", "model": {"path": None, "preset": "tiny"}, "long": "x" * 9000}
     config |= {f"key_{number}": number for number in range(150)}
-    info = RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
+    info = events.RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
     return spec.build(spec.options(**{"seconds": 0.05, **options}), info)
 
 
@@ -119,7 +118,7 @@ def test_many_values_are_sent_in_batches() -> None:
 def test_without_the_package_the_message_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     spec = surogate_monitor_mlflow.surogate_monitor()
-    info = RunInfo(run_name="r", output_dir=str(tmp_path), task="sft", config={}, interactive=False)
+    info = events.RunInfo(run_name="r", output_dir=str(tmp_path), task="sft", config={}, interactive=False)
     with pytest.raises(MachineError, match=r"Fix: pip install 'surogate-monitor-mlflow\[client\]'"):
         spec.build(spec.options(), info)
     with pytest.raises(NotApplicable, match="not installed"):

@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import surogate_monitor_tensorboard
 
-from surogate_core.events import (
-    Advice,
-    EvalEnd,
-    PhaseChange,
-    Progress,
-    RolloutEval,
-    Rollouts,
-    RolloutSamples,
-    RunInfo,
-    Samples,
-)
+from surogate_core.plugin import events
 from surogate_testing.monitors import events_of_run
 from surogate_testing.run_events import START, step
 
@@ -29,7 +19,7 @@ def monitor(directory: Path) -> Any:
     pytest.importorskip("tensorboard")
     spec = surogate_monitor_tensorboard.surogate_monitor()
     config = {"learning_rate": 1e-3, "name": "<script>"}
-    info = RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
+    info = events.RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
     return spec.build(spec.options(), info)
 
 
@@ -47,11 +37,20 @@ def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
 
 def test_scalars_and_texts_read_back(tmp_path: Path) -> None:
     writer = monitor(tmp_path)
-    advice = Advice(step=2, rule="plateau", message="It stands.", key="k", suggestion="turn")
-    phase = PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0)
-    evaluation = EvalEnd(step=2, loss=1.25, label_tokens=1, seconds=0.1, gap=None)
-    samples = Samples(step=2, prompts=("Why?",), texts=("So.\nYes.",))
-    for event in (Progress(task="t", done=0), START, step(1, 3.0), step(2, 2.5), evaluation, phase, advice, samples):
+    advice = events.Advice(step=2, rule="plateau", message="It stands.", key="k", suggestion="turn")
+    phase = events.PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0)
+    evaluation = events.EvalEnd(step=2, loss=1.25, label_tokens=1, seconds=0.1, gap=None)
+    samples = events.Samples(step=2, prompts=("Why?",), texts=("So.\nYes.",))
+    for event in (
+        events.Progress(task="t", done=0),
+        START,
+        step(1, 3.0),
+        step(2, 2.5),
+        evaluation,
+        phase,
+        advice,
+        samples,
+    ):
         assert writer.on_event(event) is None
     writer.close()
     assert scalars(tmp_path, "train/loss") == [(1, 3.0), (2, 2.5)]
@@ -102,7 +101,10 @@ def test_the_option_has_the_defaults() -> None:
 
 def test_rewards_and_completions_of_reinforcement_learning(tmp_path: Path) -> None:
     writer = monitor(tmp_path)
-    for event in (START, *(e for e in events_of_run() if isinstance(e, Rollouts | RolloutSamples | RolloutEval))):
+    for event in (
+        START,
+        *(e for e in events_of_run() if isinstance(e, events.Rollouts | events.RolloutSamples | events.RolloutEval)),
+    ):
         writer.on_event(event)
     writer.close()
     assert scalars(tmp_path, "reward/mean") == [(3, 0.5)]

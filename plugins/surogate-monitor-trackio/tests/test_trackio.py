@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import surogate_monitor_trackio
 
-from surogate_core.errors import MachineError
-from surogate_core.events import RunInfo
+from surogate_core.plugin import MachineError, events
 from surogate_testing.check import NotApplicable
 from surogate_testing.monitors import sees_a_run
 from surogate_testing.run_events import END, EVENTS, START, step
@@ -35,7 +34,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def monitor(directory: Path, **options: Any) -> Any:
     spec = surogate_monitor_trackio.surogate_monitor()
     config = {"learning_rate": 1e-3, "name": "<script>", "model": {"path": None}}
-    info = RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
+    info = events.RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
     return spec.build(spec.options(**options), info)
 
 

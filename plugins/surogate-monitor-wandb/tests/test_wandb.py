@@ -15,13 +15,7 @@ from typing import Any
 import pytest
 import surogate_monitor_wandb
 
-from surogate_core.errors import MachineError
-from surogate_core.events import (
-    Notice,
-    Rollouts,
-    RolloutSamples,
-    RunInfo,
-)
+from surogate_core.plugin import MachineError, events
 from surogate_testing.check import NotApplicable
 from surogate_testing.monitors import events_of_run, sees_a_run
 from surogate_testing.run_events import END, EVENTS, START, step
@@ -31,7 +25,7 @@ def monitor(directory: Path, **options: Any) -> Any:
     pytest.importorskip("wandb")
     spec = surogate_monitor_wandb.surogate_monitor()
     config = {"learning_rate": 1e-3, "name": "<script>", "model": {"path": None}, "monitor": [{"name": "wandb"}]}
-    info = RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
+    info = events.RunInfo(run_name="r", output_dir=str(directory), task="sft", config=config, interactive=False)
     return spec.build(spec.options(**{"mode": "offline", **options}), info)
 
 
@@ -80,7 +74,7 @@ def test_an_offline_run_read_back(tmp_path: Path) -> None:
     writer = monitor(tmp_path)
     answers = [writer.on_event(event) for event in (*EVENTS, step(3, math.nan), END)]
     (notice,) = answers[1].events
-    assert isinstance(notice, Notice)
+    assert isinstance(notice, events.Notice)
     assert notice.message.startswith(f"Weights & Biases: wandb sync {tmp_path}/wandb/offline-run-")
     assert [answer for answer in answers if answer is not None] == [answers[1]]
     writer.close()
@@ -105,7 +99,7 @@ def test_completions_are_a_table_with_their_rewards(tmp_path: Path) -> None:
     writer = monitor(tmp_path)
     writer.on_event(START)
     for event in events_of_run():
-        if isinstance(event, Rollouts | RolloutSamples):
+        if isinstance(event, events.Rollouts | events.RolloutSamples):
             writer.on_event(event)
     writer.close()
     lines = history(tmp_path)
@@ -147,7 +141,7 @@ def test_without_credentials_auto_is_offline(tmp_path: Path, monkeypatch: pytest
 def test_without_the_package_the_message_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     spec = surogate_monitor_wandb.surogate_monitor()
-    info = RunInfo(run_name="r", output_dir=str(tmp_path), task="sft", config={}, interactive=False)
+    info = events.RunInfo(run_name="r", output_dir=str(tmp_path), task="sft", config={}, interactive=False)
     with pytest.raises(MachineError, match=r"Fix: pip install 'surogate-monitor-wandb\[client\]'"):
         spec.build(spec.options(), info)
     with pytest.raises(NotApplicable, match="not installed"):

@@ -17,14 +17,13 @@ from surogate_offload_disk.files import mapped
 from surogate_offload_disk.store import BUFFER, DiskGradientStore, DiskWeightStore
 from torch import Tensor
 
-from surogate_core.bundles import OffloaderSpec
-from surogate_core.errors import MachineError
+from surogate_core.plugin import MachineError, bundles
 from surogate_testing import offloaders, tiny
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def in_directory(directory: Path) -> OffloaderSpec:
+def in_directory(directory: Path) -> bundles.OffloaderSpec:
     """The offloader, with its files in this directory wherever it is to put them."""
     offloader = surogate_offloader()
     return replace(offloader, build=lambda options, _, device: offloader.build(options, str(directory), device))

@@ -15,10 +15,9 @@ from surogate_optimizer_adamw_8bit import AdamW8bitOptions, surogate_optimizer
 from surogate_optimizer_adamw_8bit.adamw_8bit import build
 from torch import Tensor
 
-from surogate_core.bundles import ParamGroup
-from surogate_core.formats import adamw_8bit as rule
-from surogate_core.formats.adamw_8bit import BLOCK, BlockwiseAdamW, DynamicCode, dynamic_map
-from surogate_core.kernels.optimizing import rounding
+from surogate_core.plugin import adamw_8bit, bundles
+from surogate_core.plugin import adamw_8bit as rule
+from surogate_core.service.kernels import rounding
 
 CPU = torch.device("cpu")
 SHAPES = {"decayed": ((64, 100), (40,), (4096,), (4095,), (96, 80)), "undecayed": ((33,), (5000,))}
@@ -32,7 +31,7 @@ def bnb() -> ModuleType:
     return pytest.importorskip("bitsandbytes")
 
 
-def make_groups(seed: int = 0, device: str = "cpu") -> list[ParamGroup]:
+def make_groups(seed: int = 0, device: str = "cpu") -> list[bundles.ParamGroup]:
     generator = torch.Generator().manual_seed(seed)
     groups = []
     for name, members in SHAPES.items():
@@ -40,23 +39,23 @@ def make_groups(seed: int = 0, device: str = "cpu") -> list[ParamGroup]:
         offset = 0
         for number, shape in enumerate(members):
             shapes[f"{name}.{number}"] = (offset, shape)
-            offset += -(-math.prod(shape) // BLOCK) * BLOCK
+            offset += -(-math.prod(shape) // adamw_8bit.BLOCK) * adamw_8bit.BLOCK
         master = torch.zeros(offset)
         for start, shape in shapes.values():
             master[start : start + math.prod(shape)].normal_(generator=generator)
         grad = torch.zeros(offset, device=device)
         groups.append(
-            ParamGroup(name=name, master=master.to(device), grad=grad, shapes=shapes, weight_decay=DECAY[name])
+            bundles.ParamGroup(name=name, master=master.to(device), grad=grad, shapes=shapes, weight_decay=DECAY[name])
         )
     return groups
 
 
-def parts(group: ParamGroup, flat: Tensor) -> dict[str, Tensor]:
+def parts(group: bundles.ParamGroup, flat: Tensor) -> dict[str, Tensor]:
     """The parameters' ranges of a flat tensor by name."""
     return {n: flat[a : a + math.prod(shape)] for n, (a, shape) in group.shapes.items()}
 
 
-def set_gradients(groups: list[ParamGroup], step: int) -> None:
+def set_gradients(groups: list[bundles.ParamGroup], step: int) -> None:
     generator = torch.Generator().manual_seed(1000 + step)
     for group in groups:
         for part in parts(group, group.grad).values():
@@ -66,7 +65,7 @@ def set_gradients(groups: list[ParamGroup], step: int) -> None:
             part.copy_(torch.randn(part.shape, generator=generator) * scale * keep)
 
 
-def step(optimizer: BlockwiseAdamW, lr: float, clip: float = 1.0, skip: float = 0.0) -> None:
+def step(optimizer: adamw_8bit.BlockwiseAdamW, lr: float, clip: float = 1.0, skip: float = 0.0) -> None:
     device = optimizer.steps.device
     optimizer.step(
         lr=torch.tensor(lr, device=device),
@@ -75,7 +74,7 @@ def step(optimizer: BlockwiseAdamW, lr: float, clip: float = 1.0, skip: float = 
     )
 
 
-def snapshot(groups: list[ParamGroup], optimizer: BlockwiseAdamW) -> dict[str, Tensor]:
+def snapshot(groups: list[bundles.ParamGroup], optimizer: adamw_8bit.BlockwiseAdamW) -> dict[str, Tensor]:
     masters = {f"master {g.name}": g.master.clone() for g in groups}
     return {**masters, **{name: t.clone() for name, t in optimizer.state().items()}}
 
@@ -105,7 +104,7 @@ def transcribed_map(signed: bool) -> list[float]:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_map_is_the_transcribed_one(signed: bool) -> None:
-    found = dynamic_map(signed=signed)
+    found = adamw_8bit.dynamic_map(signed=signed)
     assert found.dtype == torch.float32
     assert len(found) == len(set(found.tolist())) == 256
     assert found.tolist() == pytest.approx(transcribed_map(signed), rel=3e-7)
@@ -113,7 +112,7 @@ def test_map_is_the_transcribed_one(signed: bool) -> None:
 
 def test_map_at_some_places() -> None:
     """As bitsandbytes 0.50 gives them, to the bit."""
-    signed, unsigned = dynamic_map(signed=True), dynamic_map(signed=False)
+    signed, unsigned = adamw_8bit.dynamic_map(signed=True), adamw_8bit.dynamic_map(signed=False)
     expected = {0: -0.992968738079071, 1: -0.9789062738418579, 126: -5.500000384017767e-07, 127: 0.0}
     expected |= {128: 5.500000384017767e-07, 129: 3.250000190746505e-06, 254: 0.992968738079071, 255: 1.0}
     assert {i: signed[i].item() for i in expected} == expected
@@ -123,7 +122,7 @@ def test_map_at_some_places() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_map_equals_that_of_bitsandbytes(bnb: ModuleType, signed: bool) -> None:
-    assert torch.equal(dynamic_map(signed=signed), bnb.functional.create_dynamic_map(signed=signed))
+    assert torch.equal(adamw_8bit.dynamic_map(signed=signed), bnb.functional.create_dynamic_map(signed=signed))
 
 
 # ----------------------------------------------------------------------------- the codes
@@ -132,7 +131,7 @@ def test_map_equals_that_of_bitsandbytes(bnb: ModuleType, signed: bool) -> None:
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_the_nearest_at_every_border(signed: bool) -> None:
     """The look-up against a search, for the floats at and next to every border, value and pattern of 16 bits."""
-    code = DynamicCode(signed=signed, device=CPU)
+    code = adamw_8bit.DynamicCode(signed=signed, device=CPU)
     patterns = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
     values = code.values.double()
     middles = ((values[1:] + values[:-1]) / 2).float()
@@ -155,8 +154,8 @@ def test_codes_are_the_nearest_at_every_border(signed: bool) -> None:
 
 
 def test_blocks_of_zeros_and_of_one_value() -> None:
-    code = DynamicCode(signed=True, device=CPU)
-    x = torch.zeros(4, BLOCK)
+    code = adamw_8bit.DynamicCode(signed=True, device=CPU)
+    x = torch.zeros(4, adamw_8bit.BLOCK)
     x[1, 3], x[2, 5], x[3] = 7.5, -1e-30, -2.0
     codes, absmax = code.quantise(x)
     assert absmax.tolist() == [0.0, 7.5, fp32(1e-30), 2.0]
@@ -174,7 +173,7 @@ def exact_codes(blocks: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
     For fp32 its CPU library (0.50) looks codes up in a table that is too coarse near 0: exact zeros get the code of
     9e-5. Its GPU kernels search exactly.
     """
-    rows = blocks.view(-1, BLOCK)
+    rows = blocks.view(-1, adamw_8bit.BLOCK)
     absmax = rows.abs().amax(dim=1)
     scaled = (rows * (1 / absmax)[:, None]).clamp(-1, 1)
     return torch.cat([(row[:, None] - code).abs().argmin(dim=1) for row in scaled]), absmax
@@ -183,10 +182,10 @@ def exact_codes(blocks: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_equal_those_of_bitsandbytes(signed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    shape = (400, BLOCK)
+    shape = (400, adamw_8bit.BLOCK)
     x = torch.randn(shape, generator=generator) * 10 ** (3 * torch.rand(shape, generator=generator) - 3)
     x = x if signed else x.square()
-    code = DynamicCode(signed=signed, device=CPU)
+    code = adamw_8bit.DynamicCode(signed=signed, device=CPU)
     codes, absmax = code.quantise(x)
     theirs, their_absmax = exact_codes(x, code.values)
     assert torch.equal(absmax, their_absmax)
@@ -235,7 +234,7 @@ class Transcription:
 def test_hundred_steps_equal_a_transcription() -> None:
     options = AdamW8bitOptions(beta1=0.85, beta2=0.97, epsilon=1e-7)
     size = 4100
-    (group,) = (ParamGroup(
+    (group,) = (bundles.ParamGroup(
         name="decayed", master=torch.zeros(4352), grad=torch.zeros(4352), shapes={"w": (0, (size,))}, weight_decay=0.1,
     ),)  # fmt: skip
     group.master[:size].normal_(generator=torch.Generator().manual_seed(0))
@@ -272,7 +271,7 @@ def test_hundred_steps_equal_bitsandbytes(bnb: ModuleType, decay: float, monkeyp
     monkeypatch.setattr("bitsandbytes.backends.cpu.ops._quant_blockwise_fp32_direct", quantise)
     generator = torch.Generator().manual_seed(0)
     shape, lr = (20, 256), 1e-3
-    group = ParamGroup(
+    group = bundles.ParamGroup(
         name="w",
         master=torch.randn(math.prod(shape), generator=generator),
         grad=torch.zeros(math.prod(shape)),
@@ -372,7 +371,7 @@ def test_a_gradient_that_is_not_finite_reaches_nothing_even_unannounced() -> Non
     assert_equal(found, snapshot(twins, optimizer))
 
 
-def after_three_steps(groups: list[ParamGroup]) -> dict[str, Tensor]:
+def after_three_steps(groups: list[bundles.ParamGroup]) -> dict[str, Tensor]:
     optimizer = build(groups, AdamW8bitOptions())
     for number in range(3):
         set_gradients(groups, number)
@@ -382,7 +381,7 @@ def after_three_steps(groups: list[ParamGroup]) -> dict[str, Tensor]:
 
 def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for size in (BLOCK, 1 << 16):
+    for size in (adamw_8bit.BLOCK, 1 << 16):
         monkeypatch.setitem(rule.CHUNK, "cpu", size)
         found.append(after_three_steps(make_groups()))
     assert_equal(*found)
@@ -391,9 +390,9 @@ def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_draw_the_same_bits_for_bf16_masters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their length follows the number of threads, and what elements draw follows their place alone."""
     for module in (rule, rounding):
-        monkeypatch.setattr(module, "PERIOD", 8 * BLOCK)
+        monkeypatch.setattr(module, "PERIOD", 8 * adamw_8bit.BLOCK)
     found = []
-    for size in (3 * BLOCK, 1 << 16):
+    for size in (3 * adamw_8bit.BLOCK, 1 << 16):
         monkeypatch.setitem(rule.CHUNK, "cpu", size)
         groups = [replace(group, master=group.master.bfloat16(), seed=torch.tensor(7)) for group in make_groups()]
         found.append(after_three_steps(groups))
@@ -408,9 +407,9 @@ def test_a_block_never_holds_two_tensors() -> None:
     step(optimizer, 1e-2)
     (group, _) = groups
     offset, shape = group.shapes["decayed.4"]
-    size = -(-math.prod(shape) // BLOCK) * BLOCK
+    size = -(-math.prod(shape) // adamw_8bit.BLOCK) * adamw_8bit.BLOCK
     grad, master = (t[offset : offset + size].clone() for t in (group.grad, group.master))
-    alone = ParamGroup(name="decayed", master=master, grad=grad, shapes={"w": (0, shape)}, weight_decay=0.1)
+    alone = bundles.ParamGroup(name="decayed", master=master, grad=grad, shapes={"w": (0, shape)}, weight_decay=0.1)
     other = build([alone], AdamW8bitOptions())
     step(other, 1e-2)
     for name in ("decayed.first.codes", "decayed.second.codes", "decayed.first.absmax", "decayed.second.absmax"):
@@ -440,7 +439,9 @@ def test_state_goes_into_another_optimizer_and_continues_bit_for_bit() -> None:
 def test_state_is_what_the_plan_is_told() -> None:
     count = 1 << 20
     flat = torch.zeros(count)
-    group = ParamGroup(name="w", master=flat, grad=flat.clone(), shapes={"w": (0, (1024, 1024))}, weight_decay=0.0)
+    group = bundles.ParamGroup(
+        name="w", master=flat, grad=flat.clone(), shapes={"w": (0, (1024, 1024))}, weight_decay=0.0
+    )
     state_bytes = sum(t.nbytes for t in build([group], AdamW8bitOptions()).state().values())
     spec = surogate_optimizer()
     assert spec.name == "adamw_8bit"

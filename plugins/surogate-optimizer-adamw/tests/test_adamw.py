@@ -10,13 +10,13 @@ from surogate_optimizer_adamw import AdamWOptions, surogate_optimizer
 from surogate_optimizer_adamw.adamw import AdamW
 from torch import Tensor
 
-from surogate_core.bundles import ParamGroup
+from surogate_core.plugin import bundles
 
 SHAPES = {"decayed": ((17, 9), (64,)), "undecayed": ((33,),)}
 DECAY = {"decayed": 0.1, "undecayed": 0.0}
 
 
-def make_groups(seed: int = 0) -> list[ParamGroup]:
+def make_groups(seed: int = 0) -> list[bundles.ParamGroup]:
     generator = torch.Generator().manual_seed(seed)
     groups = []
     for name, members in SHAPES.items():
@@ -25,7 +25,7 @@ def make_groups(seed: int = 0) -> list[ParamGroup]:
             shapes[f"{name}.{number}"] = (offset, shape)
             offset += math.prod(shape)
         groups.append(
-            ParamGroup(
+            bundles.ParamGroup(
                 name=name,
                 master=torch.randn(offset, generator=generator),
                 grad=torch.zeros(offset),
@@ -36,7 +36,7 @@ def make_groups(seed: int = 0) -> list[ParamGroup]:
     return groups
 
 
-def set_gradients(groups: list[ParamGroup], step: int) -> None:
+def set_gradients(groups: list[bundles.ParamGroup], step: int) -> None:
     generator = torch.Generator().manual_seed(1000 + step)
     for group in groups:
         # Six orders of magnitude, and a tenth of exact zeros.

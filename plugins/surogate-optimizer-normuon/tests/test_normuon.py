@@ -10,14 +10,13 @@ from surogate_optimizer_normuon import NorMuonOptions, normuon, surogate_optimiz
 from surogate_optimizer_normuon.normuon import NorMuon, polar
 from torch import Tensor
 
-from surogate_core.bundles import FLAT_ALIGNMENT, ParamGroup
-from surogate_core.formats.adamw_8bit import BlockwiseAdamW
+from surogate_core.plugin import adamw_8bit, bundles
 
 MEMBERS = {"embedding": (50, 40), "a": (40, 24), "b": (24, 40), "c": (40, 24), "d": (40, 24)}
 HIDDEN = frozenset("abcd")
 
 
-def make_groups(seed: int = 0, device: str = "cpu") -> list[ParamGroup]:
+def make_groups(seed: int = 0, device: str = "cpu") -> list[bundles.ParamGroup]:
     generator = torch.Generator().manual_seed(seed)
     groups = []
     for name, members, hidden in (("decayed", MEMBERS, HIDDEN), ("undecayed", {"norm": (40,)}, frozenset())):
@@ -25,12 +24,12 @@ def make_groups(seed: int = 0, device: str = "cpu") -> list[ParamGroup]:
         size = 0
         for member, shape in members.items():
             shapes[member] = (size, shape)
-            size += -(-math.prod(shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
+            size += -(-math.prod(shape) // bundles.FLAT_ALIGNMENT) * bundles.FLAT_ALIGNMENT
         master = torch.zeros(size)
         for start, shape in shapes.values():
             master[start : start + math.prod(shape)].normal_(generator=generator)
         groups.append(
-            ParamGroup(
+            bundles.ParamGroup(
                 name=name,
                 master=master.to(device),
                 grad=torch.zeros(size, device=device),
@@ -42,12 +41,12 @@ def make_groups(seed: int = 0, device: str = "cpu") -> list[ParamGroup]:
     return groups
 
 
-def part(group: ParamGroup, flat: Tensor, name: str) -> Tensor:
+def part(group: bundles.ParamGroup, flat: Tensor, name: str) -> Tensor:
     offset, shape = group.shapes[name]
     return flat[offset : offset + math.prod(shape)].view(shape)
 
 
-def set_gradients(groups: list[ParamGroup], step: int) -> None:
+def set_gradients(groups: list[bundles.ParamGroup], step: int) -> None:
     generator = torch.Generator().manual_seed(1000 + step)
     for group in groups:
         for name, (_, shape) in group.shapes.items():
@@ -57,7 +56,7 @@ def set_gradients(groups: list[ParamGroup], step: int) -> None:
             part(group, group.grad, name).copy_(value)
 
 
-def make(groups: list[ParamGroup], **options: float | bool) -> NorMuon:
+def make(groups: list[bundles.ParamGroup], **options: float | bool) -> NorMuon:
     return NorMuon(groups, NorMuonOptions(**options))  # type: ignore[arg-type]
 
 
@@ -65,7 +64,7 @@ def step(optimizer: NorMuon, lr: float, clip: float = 1.0, skip: float = 0.0) ->
     optimizer.step(lr=torch.tensor(lr), clip=torch.tensor(clip), skip=torch.tensor(skip))
 
 
-def snapshot(groups: list[ParamGroup], optimizer: NorMuon) -> dict[str, Tensor]:
+def snapshot(groups: list[bundles.ParamGroup], optimizer: NorMuon) -> dict[str, Tensor]:
     masters = {f"master {g.name}": g.master.clone() for g in groups}
     return {**masters, **{name: t.clone() for name, t in optimizer.state().items()}}
 
@@ -196,7 +195,7 @@ def test_steps_equal_a_transcription(exact: bool, cautious: bool, monkeypatch: p
 def test_the_rest_is_8_bit_adamw() -> None:
     groups, twins = make_groups(), make_groups()
     optimizer = NorMuon(groups, NorMuonOptions(rest_lr_factor=0.5))
-    twin = BlockwiseAdamW(twins)
+    twin = adamw_8bit.BlockwiseAdamW(twins)
     for number in range(5):
         set_gradients(groups, number)
         set_gradients(twins, number)
@@ -242,7 +241,7 @@ def test_the_matrices_of_all_experts_are_updated_one_by_one() -> None:
     for shapes in ({"e": (0, (3, 40, 24))}, {name: (i * 960, (40, 24)) for i, name in enumerate("abc")}):
         values = torch.randn(2, 3 * 960, generator=torch.Generator().manual_seed(0))
         master, grad = values.clone().unbind()
-        group = ParamGroup(
+        group = bundles.ParamGroup(
             name="decayed", master=master, grad=grad, shapes=shapes, weight_decay=0.1, hidden=frozenset(shapes)
         )
         step(make([group]), 1e-2)
@@ -299,7 +298,7 @@ def test_state_goes_into_another_optimizer_and_continues_bit_for_bit() -> None:
 
 def test_state_is_at_most_what_the_plan_is_told() -> None:
     flat = torch.zeros(1 << 20)
-    group = ParamGroup(
+    group = bundles.ParamGroup(
         name="w",
         master=flat,
         grad=flat.clone(),

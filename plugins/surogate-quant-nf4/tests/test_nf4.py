@@ -8,7 +8,7 @@ from surogate_quant_nf4 import NF4Options, surogate_weight_format
 from surogate_quant_nf4.nf4 import CHUNK, NF4, UNPACKER, VALUES
 from torch import Tensor
 
-from surogate_core.formats.adamw_8bit import dynamic_map
+from surogate_core.plugin import adamw_8bit
 from surogate_testing import host_cuda
 
 PLAIN = NF4(NF4Options(double_quant=False))
@@ -81,10 +81,12 @@ def test_double_quantisation_rounds_the_absmax_to_the_nearest_of_the_map(block: 
     rest = (absmax - absmax.mean()).split(256)
     assert groups.tolist() == [part.abs().max().item() for part in rest]
     scaled = torch.cat([part * (1 / part.abs().max()) for part in rest])
-    distances = (scaled[:, None] - dynamic_map(signed=True)).abs()
+    distances = (scaled[:, None] - adamw_8bit.dynamic_map(signed=True)).abs()
     chosen = distances.gather(1, numbers[:, None].long())[:, 0]
     assert torch.equal(chosen, distances.min(dim=1).values)
-    expected = dynamic_map(signed=True)[numbers.long()] * groups.repeat_interleave(256)[: layout.blocks] + offset
+    expected = (
+        adamw_8bit.dynamic_map(signed=True)[numbers.long()] * groups.repeat_interleave(256)[: layout.blocks] + offset
+    )
     values = torch.tensor(VALUES)[torch.stack((codes >> 4, codes & 15), dim=1).view(-1).long()].view(-1, block)
     assert torch.equal(unpacked(nf4.pack(x), x, nf4), (values * expected[:, None]).view(x.shape))
 

@@ -8,7 +8,7 @@ from surogate_quant_nvfp4 import NVFP4FormatOptions, surogate_weight_format
 from surogate_quant_nvfp4.nvfp4 import CHUNK, UNPACKER, NVFP4Format, parts_of
 from torch import Tensor
 
-from surogate_core.formats import fp4
+from surogate_core.plugin import fp4
 from surogate_testing import host_cuda
 
 SIX = NVFP4Format(NVFP4FormatOptions(four_over_six=False))

@@ -7,11 +7,10 @@ import torch
 from surogate_recipe_bf16 import BF16Options, surogate_recipe
 from surogate_recipe_bf16.gemm import BF16
 
-from surogate_core.bundles import RecipeContext
-from surogate_core.dsl.slots import TracedSlot
+from surogate_core.plugin import bundles, dsl
 from surogate_testing import tiny
 
-SLOT = TracedSlot(
+SLOT = dsl.TracedSlot(
     name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, region="qkv", adapter=None, index=0
 )
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -47,7 +46,9 @@ def test_columns_in_any_order_of_memory() -> None:
 def test_it_is_offered_under_its_name_and_runs_anywhere() -> None:
     recipe = surogate_recipe()
     assert recipe.name == "bf16"
-    assert isinstance(recipe.build(BF16Options(), RecipeContext(device=torch.device("cpu"), dtype="bf16")), BF16)
+    assert isinstance(
+        recipe.build(BF16Options(), bundles.RecipeContext(device=torch.device("cpu"), dtype="bf16")), BF16
+    )
     assert recipe.unavailable(torch.device("cpu")) is None
 
 

@@ -10,7 +10,7 @@ from surogate_recipe_bf16 import BF16Options
 from surogate_recipe_bf16.gemm import BF16, RoundedOperands, round_to
 from torch import Tensor
 
-from surogate_core.kernels.grouped import masked_factors, masked_product
+from surogate_core.service.kernels import masked_factors, masked_product
 from surogate_testing import tiny
 from surogate_testing.recipes import EXPERTS
 

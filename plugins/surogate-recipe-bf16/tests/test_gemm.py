@@ -11,11 +11,10 @@ from surogate_recipe_bf16 import surogate_recipe
 from surogate_recipe_bf16.gemm import COMBINATIONS, DTYPES, RoundedOperands, round_to
 from torch import Tensor
 
-from surogate_core.bundles import Recipe, RecipeContext
-from surogate_core.dsl.slots import TracedSlot
+from surogate_core.plugin import bundles, dsl
 from surogate_testing import tiny
 
-SLOT = TracedSlot(
+SLOT = dsl.TracedSlot(
     name="q", module="self_attn.q_proj", inputs=96, outputs=40, bias=False, region="qkv", adapter=None, index=0
 )
 CPU = torch.device("cpu")
@@ -31,10 +30,10 @@ EVERY = [
 ]
 
 
-def built(matmul: str | None, gradient: str | None, model: Any) -> Recipe:
+def built(matmul: str | None, gradient: str | None, model: Any) -> bundles.Recipe:
     spec = surogate_recipe()
     options = spec.options(matmul_dtype=matmul, gradient_dtype=gradient)
-    recipe = spec.build(options, RecipeContext(device=CPU, dtype=model))
+    recipe = spec.build(options, bundles.RecipeContext(device=CPU, dtype=model))
     assert recipe.plain == (recipe.note is None) == (not isinstance(recipe, RoundedOperands))
     return recipe
 

@@ -11,10 +11,8 @@ from surogate_recipe_fp8.experts import ExpertProducts
 from surogate_recipe_fp8.gemm import FP8Hybrid
 from torch import Tensor
 
-from surogate_core.errors import MachineError
-from surogate_core.formats import fp8_rows
-from surogate_core.formats.fp8_rows import quantise_rows, row_values
-from surogate_core.kernels.grouped import masked_factors, masked_product
+from surogate_core.plugin import MachineError, fp8_rows
+from surogate_core.service.kernels import masked_factors, masked_product
 from surogate_testing import tiny
 from surogate_testing.recipes import EXPERTS
 
@@ -29,7 +27,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    return row_values(*quantise_rows(x), torch.float64)
+    return fp8_rows.row_values(*fp8_rows.quantise_rows(x), torch.float64)
 
 
 @pytest.mark.parametrize("how", ["emulated", "native"])

@@ -14,24 +14,18 @@ from surogate_recipe_fp8.gemm import FP8Hybrid
 from surogate_recipe_fp8.panels import ScaledPanels
 from torch import Tensor
 
-from surogate_core.bundles import Kernel, KernelPack
-from surogate_core.dsl.slots import LinearSlot, Panel, TracedSlot
-from surogate_core.dsl.trace import Signature
-from surogate_core.engine.engine import Engine
-from surogate_core.engine.planning.pieces import pieces
-from surogate_core.engine.planning.weight_plan import plain_layers, plan_panels
-from surogate_core.formats import fp8 as scaled
-from surogate_core.kernels import ops
-from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import references
-from surogate_core.kernels.torch_pack import TORCH_PACK
+from surogate_core.plugin import bundles, compute, dsl, ops
+from surogate_core.plugin import fp8 as scaled
+from surogate_core.service.engine import Engine, pieces, plain_layers, plan_panels
+from surogate_core.service.kernels import TORCH_PACK
+from surogate_core.service.model import Panel, Signature
 from surogate_testing import tiny
 
 RECIPE = FP8Hybrid.of(FP8Options(amax_history=3), "no FP8")
 # What a device that multiplies FP8 would say; the products of this one are the reference's.
 NATIVE = FP8Hybrid(native=False, margin=0, history=3, note="")
 NATIVE.panel_op = ScaledPanels(0)
-SHAPE = PanelShape(inputs=256, outputs=(512, 256), rank=16, scale=2.0, dropout=0.25, salts=(3, 5), frozen=False)
+SHAPE = compute.PanelShape(inputs=256, outputs=(512, 256), rank=16, scale=2.0, dropout=0.25, salts=(3, 5), frozen=False)
 CONFIG = {
     **tiny.CONFIG,
     "num_hidden_layers": 1,
@@ -42,12 +36,12 @@ CONFIG = {
 TABLES = {"cu_seqlens": Signature((8,), torch.int32, torch.device("cpu"))}
 
 
-def kernels() -> Iterable[Kernel]:
-    function = references["scaled_linears"].function
-    return [Kernel(op="scaled_linears", name="panels", function=function, supports=lambda device, dtype: True)]
+def kernels() -> Iterable[bundles.Kernel]:
+    function = compute.references["scaled_linears"].function
+    return [bundles.Kernel(op="scaled_linears", name="panels", function=function, supports=lambda device, dtype: True)]
 
 
-PACK = KernelPack(name="panels", kernels=kernels)
+PACK = bundles.KernelPack(name="panels", kernels=kernels)
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -84,10 +78,10 @@ def test_a_panel_is_the_recipes_products_and_the_adapters(delayed: bool, dropout
     def by_slot(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         found = []
         for number, outputs in enumerate(shape.outputs):
-            slot = LinearSlot(
+            slot = dsl.LinearSlot(
                 name="a", module="a", inputs=256, outputs=outputs, bias=False, region="qkv", adapter=None, index=number
             )
-            traced = TracedSlot.of(slot, seed=None, row=tensors[number], packed=True)
+            traced = dsl.TracedSlot.of(slot, seed=None, row=tensors[number], packed=True)
             y = RECIPE.linear(x, RECIPE.pack(weights[number], slot), traced)
             a, b = tensors[2 + 2 * number : 4 + 2 * number]
             dropped = ops.dropout(x, seed, salt=shape.salts[number], p=dropout) if dropout else x

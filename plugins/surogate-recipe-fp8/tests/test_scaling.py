@@ -13,18 +13,17 @@ from surogate_recipe_fp8.rounding import rounded as rounded_by_recipe
 from surogate_recipe_fp8.scaling import DelayedScaling
 from torch import Tensor
 
-from surogate_core.dsl.slots import LinearSlot
-from surogate_core.formats.fp8 import E4M3, E4M3_MAX, E5M2, E5M2_MAX, FP32_MAX, quantise, scale_of
+from surogate_core.plugin import dsl, fp8
 
 MILLION = 1_000_000
-HOSTILE = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-126, 2.0**-149, 448.0, 57344.0, FP32_MAX, -FP32_MAX]
+HOSTILE = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-126, 2.0**-149, 448.0, 57344.0, fp8.FP32_MAX, -fp8.FP32_MAX]
 RECIPE = FP8Hybrid(native=False, margin=0, history=1, note="")
-SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, region="qkv", adapter=None, index=0)
+SLOT = dsl.LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, region="qkv", adapter=None, index=0)
 
 
 def magnitudes(format: torch.dtype) -> list[float]:
     """Every finite value ≥ 0 of a format in the order of its codes, from its definition (arXiv 2209.05433)."""
-    exponent_bits, mantissa_bits, largest = (4, 3, E4M3_MAX) if format == E4M3 else (5, 2, E5M2_MAX)
+    exponent_bits, mantissa_bits, largest = (4, 3, fp8.E4M3_MAX) if format == fp8.E4M3 else (5, 2, fp8.E5M2_MAX)
     bias = 2 ** (exponent_bits - 1) - 1
     found = []
     for exponent in range(2**exponent_bits):
@@ -65,43 +64,43 @@ def hostile_values(format: torch.dtype) -> Tensor:
     return values
 
 
-@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=str)
 def test_codes(format: torch.dtype) -> None:
     values = hostile_values(format)
-    codes = quantise(values, torch.tensor(1.0), format).view(torch.uint8).numpy()
+    codes = fp8.quantise(values, torch.tensor(1.0), format).view(torch.uint8).numpy()
     expected = rounded(values.numpy(), format)
     wrong = np.flatnonzero(codes != expected)
     assert not wrong.size, [(values[i].item(), codes[i], expected[i]) for i in wrong[:5]]
 
 
-@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=str)
 def test_scaled_codes(format: torch.dtype) -> None:
     """The product with the scale is rounded to fp32 first."""
     values, scale = hostile_values(format), np.float32(37.77)
-    codes = quantise(values, torch.tensor(scale), format).view(torch.uint8).numpy()
+    codes = fp8.quantise(values, torch.tensor(scale), format).view(torch.uint8).numpy()
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(codes, rounded(values.numpy() * scale, format))
 
 
-@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=str)
 def test_nan_stays(format: torch.dtype) -> None:
-    codes = quantise(torch.tensor([math.nan, 1.0]), torch.tensor(1.0), format).float()
+    codes = fp8.quantise(torch.tensor([math.nan, 1.0]), torch.tensor(1.0), format).float()
     assert codes[0].isnan()
     assert codes[1] == 1
 
 
 @pytest.mark.parametrize("margin", [0, 2])
-@pytest.mark.parametrize("limit", [E4M3_MAX, E5M2_MAX])
+@pytest.mark.parametrize("limit", [fp8.E4M3_MAX, fp8.E5M2_MAX])
 def test_scales(limit: float, margin: int) -> None:
     generator = torch.Generator().manual_seed(2)
     bits = torch.randint(0, 2**31, (MILLION,), generator=generator).to(torch.int32).view(torch.float32)
     amax = torch.cat([bits, torch.tensor([abs(v) for v in HOSTILE] + [math.inf, math.nan])])
     old = np.float32(0.125)
-    scales = scale_of(amax, limit, margin=margin, old=torch.tensor(old)).numpy()
+    scales = fp8.scale_of(amax, limit, margin=margin, old=torch.tensor(old)).numpy()
     with np.errstate(all="ignore"):
         found = np.float32(limit) / amax.numpy() / np.float32(2**margin)
     keep = (amax.numpy() == 0) | ~np.isfinite(amax.numpy())
-    expected = np.where(keep, old, np.where(np.isinf(found), np.float32(FP32_MAX), found))
+    expected = np.where(keep, old, np.where(np.isinf(found), np.float32(fp8.FP32_MAX), found))
     np.testing.assert_array_equal(scales.view(np.int32), expected.astype(np.float32).view(np.int32))
     assert np.isfinite(scales).all()
 
@@ -116,7 +115,7 @@ def one_scale(history: deque[float], new: float, skip: bool, old: float, limit: 
         return old
     with np.errstate(over="ignore"):
         found = np.float32(limit) / np.float32(largest)
-    return float(FP32_MAX if np.isinf(found) else found)
+    return float(fp8.FP32_MAX if np.isinf(found) else found)
 
 
 def test_a_ring_over_many_steps() -> None:
@@ -125,7 +124,7 @@ def test_a_ring_over_many_steps() -> None:
     histories = [[deque([0.0] * length, maxlen=length) for _ in range(3)] for _ in range(slots)]
     expected = torch.zeros(slots, 3)
     generator = torch.Generator().manual_seed(3)
-    special = [0.0, math.inf, math.nan, 1e-45, FP32_MAX]
+    special = [0.0, math.inf, math.nan, 1e-45, fp8.FP32_MAX]
     for step in range(60):
         observed = torch.rand(slots, 3, generator=generator) * 10.0 ** (step % 7 - 3)
         if step % 4 == 1:
@@ -133,7 +132,7 @@ def test_a_ring_over_many_steps() -> None:
         skip = step % 9 == 5
         scaling.update(observed, torch.tensor(float(skip)))
         for slot in range(slots):
-            for role, limit in enumerate((E4M3_MAX, E4M3_MAX, E5M2_MAX)):
+            for role, limit in enumerate((fp8.E4M3_MAX, fp8.E4M3_MAX, fp8.E5M2_MAX)):
                 old, new = expected[slot, role].item(), observed[slot, role].item()
                 expected[slot, role] = one_scale(histories[slot][role], new, skip, old, limit)
         torch.testing.assert_close(scaling.rows, expected, rtol=0, atol=0)
@@ -159,7 +158,7 @@ def test_a_packed_weight_holds_both_layouts(dtype: torch.dtype) -> None:
     codes_OI, codes_IO, inverse = unpack(packed, SLOT.outputs, SLOT.inputs)
     scale = np.float32(448) / weight.abs().max().float().numpy()
     assert inverse.item() == np.float32(1) / scale
-    expected = rounded(weight.float().numpy() * scale, E4M3).reshape(weight.shape)
+    expected = rounded(weight.float().numpy() * scale, fp8.E4M3).reshape(weight.shape)
     np.testing.assert_array_equal(codes_OI.view(torch.uint8).numpy(), expected)
     np.testing.assert_array_equal(codes_IO.view(torch.uint8).numpy(), expected.T)
     assert packed.numel() == 16 + 2 * weight.numel()
@@ -181,12 +180,12 @@ def test_the_smallest_normal_numbers_are_those_of_the_formats() -> None:
     formats = DelayedScaling(1, history=1, margin=0, device=torch.device("cpu")).formats
     limits = {
         role: (torch.finfo(kind).tiny / torch.finfo(kind).max)
-        for role, kind in zip(formats, (E4M3, E4M3, E5M2), strict=True)
+        for role, kind in zip(formats, (fp8.E4M3, fp8.E4M3, fp8.E5M2), strict=True)
     }
     assert formats == limits
 
 
-@pytest.mark.parametrize(("role", "kind"), [("activation", E4M3), ("weight", E4M3), ("gradient", E5M2)])
+@pytest.mark.parametrize(("role", "kind"), [("activation", fp8.E4M3), ("weight", fp8.E4M3), ("gradient", fp8.E5M2)])
 def test_what_a_report_calls_rounded_is_what_the_formats_hold(role: str, kind: torch.dtype) -> None:
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)) * 1e-3
     x[0] = 0
@@ -205,4 +204,4 @@ def test_without_room_nothing_and_with_infinity_one_value_is_cut_off() -> None:
     x[1, 3] = torch.inf
     values, beyond = rounded_by_recipe(x, "activation", RECIPE.margin)
     assert beyond.nonzero().tolist() == [[1, 3]]
-    assert values[1, 3] == E4M3_MAX  # no scale can be made of infinity: 1
+    assert values[1, 3] == fp8.E4M3_MAX  # no scale can be made of infinity: 1

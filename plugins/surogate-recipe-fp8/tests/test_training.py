@@ -12,18 +12,15 @@ from surogate_recipe_fp8 import FP8Options, surogate_recipe
 from surogate_recipe_fp8.gemm import FP8Hybrid, multiply
 from torch import Tensor
 
-from surogate_core.dsl.slots import LinearSlot, TracedSlot
-from surogate_core.engine.engine import Engine
-from surogate_core.engine.planning.prediction import predict
-from surogate_core.errors import MachineError
-from surogate_core.formats.fp8 import E4M3, E5M2, quantise
+from surogate_core.plugin import MachineError, dsl, fp8
+from surogate_core.service.engine import Engine, predict
 from surogate_testing import tiny
 from surogate_testing.recipes import built
 
 CPU = torch.device("cpu")
 SPEC = surogate_recipe()
 RECIPE = built(SPEC, CPU, FP8Options(amax_history=3))
-SLOT = LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, region="qkv", adapter=None, index=0)
+SLOT = dsl.LinearSlot(name="q", module="q_proj", inputs=48, outputs=32, bias=False, region="qkv", adapter=None, index=0)
 State = Mapping[str, Mapping[str, Tensor]]
 MODES = {"full": None, "lora": tiny.lora(dropout=0.1)}
 
@@ -35,7 +32,7 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantised(x: Tensor, format: torch.dtype, scale: float) -> Tensor:
-    return quantise(x, torch.tensor(scale), format).double() / scale
+    return fp8.quantise(x, torch.tensor(scale), format).double() / scale
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -46,13 +43,13 @@ def test_products_are_of_the_quantised_operands(delayed: bool, frozen: bool) -> 
     own = [448 / x.abs().max().item(), 448 / w.abs().max().item(), 57344 / dy.abs().max().item()]
     used = [100.0, own[1] if frozen else 3000.0, 2e9] if delayed else own
     row = (torch.tensor(used) if delayed else torch.zeros(3)).requires_grad_()
-    slot = TracedSlot.of(SLOT, seed=None, row=row, packed=frozen)
+    slot = dsl.TracedSlot.of(SLOT, seed=None, row=row, packed=frozen)
     weight = RECIPE.pack(w, SLOT) if frozen else w.clone().requires_grad_()
     x_leaf = x.clone().requires_grad_()
     y = RECIPE.linear(x_leaf, weight, slot)
     y.backward(dy)
-    xq, wq = dequantised(x, E4M3, used[0]), dequantised(w, E4M3, used[1])
-    dyq = dequantised(dy, E5M2, used[2])
+    xq, wq = dequantised(x, fp8.E4M3, used[0]), dequantised(w, fp8.E4M3, used[1])
+    dyq = dequantised(dy, fp8.E5M2, used[2])
     assert tiny.relative_error(y, xq @ wq.t()) < 1e-6
     assert tiny.relative_error(x_leaf.grad, dyq @ wq) < 1e-6
     if not frozen:
@@ -66,7 +63,7 @@ def test_an_infinite_activation_saturates_and_is_observed() -> None:
     x, w, dy = operands()
     x[0, 0] = torch.inf
     row = torch.full((3,), 64.0, requires_grad=True)
-    y = RECIPE.linear(x.requires_grad_(), w.requires_grad_(), TracedSlot.of(SLOT, seed=None, row=row, packed=False))
+    y = RECIPE.linear(x.requires_grad_(), w.requires_grad_(), dsl.TracedSlot.of(SLOT, seed=None, row=row, packed=False))
     y.backward(dy)
     assert y.isfinite().all()
     assert row.grad is not None
@@ -241,11 +238,11 @@ def test_where_it_runs() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=str)
 def test_native_products_agree_with_emulated_ones(format: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    a = quantise(torch.randn(64, 256, generator=generator), torch.tensor(100.0), format).cuda()
-    b = quantise(torch.randn(128, 256, generator=generator), torch.tensor(100.0), E4M3).cuda()
+    a = fp8.quantise(torch.randn(64, 256, generator=generator), torch.tensor(100.0), format).cuda()
+    b = fp8.quantise(torch.randn(128, 256, generator=generator), torch.tensor(100.0), fp8.E4M3).cuda()
     inverse = torch.tensor(0.01, device="cuda")
     for out in (torch.bfloat16, torch.float32):
         native, emulated = (multiply(a, b, inverse, inverse, out, native) for native in (True, False))

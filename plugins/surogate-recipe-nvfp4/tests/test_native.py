@@ -14,8 +14,7 @@ from surogate_recipe_nvfp4.gemm import NVFP4, Coded, Rounded, operand, wide_prod
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from surogate_core.dsl.slots import LinearSlot, TracedSlot
-from surogate_core.formats.nvfp4 import Operand
+from surogate_core.plugin import dsl, nvfp4
 from surogate_testing import tiny
 from surogate_testing.recipes import built
 
@@ -67,10 +66,10 @@ def test_scales_lie_where_the_description_says(rows: int, blocks: int) -> None:
 def test_operands_are_what_the_description_decodes() -> None:
     x = torch.randn(160, 96, generator=torch.Generator().manual_seed(0))
     for how in (
-        Operand(four_over_six=True),
-        Operand(square=True, four_over_six=True),
-        Operand(square=True, transposed=True),
-        Operand(transposed=True, rotated=True),
+        nvfp4.Operand(four_over_six=True),
+        nvfp4.Operand(square=True, four_over_six=True),
+        nvfp4.Operand(square=True, transposed=True),
+        nvfp4.Operand(transposed=True, rotated=True),
     ):
         coded, rounded = (operand(x, None, how, is_native) for is_native in (True, False))
         assert isinstance(coded, Coded)
@@ -86,13 +85,13 @@ def test_native_and_emulated_products_agree(monkeypatch: pytest.MonkeyPatch, fro
     """Forward and both gradients, with a product of the described layout in the place of torch's."""
     monkeypatch.setattr(native, "product", described_product)
     settings = {"four_over_six": True, "stochastic": True, "note": ""}
-    slot = LinearSlot(name="q", module="q", inputs=64, outputs=160, bias=False, region="qkv", adapter=None, index=1)
+    slot = dsl.LinearSlot(name="q", module="q", inputs=64, outputs=160, bias=False, region="qkv", adapter=None, index=1)
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((32, 64), (160, 64), (32, 160)))
     results = []
     for is_native in (False, True):
         recipe = NVFP4(native=is_native, **settings)  # type: ignore[arg-type]
-        traced = TracedSlot.of(slot, seed=torch.tensor(3, dtype=torch.int32), row=None, packed=frozen)
+        traced = dsl.TracedSlot.of(slot, seed=torch.tensor(3, dtype=torch.int32), row=None, packed=frozen)
         leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
         y = recipe.linear(leaf, recipe.pack(w, slot) if frozen else weight, traced)
         y.backward(dy)
@@ -109,8 +108,8 @@ def test_sides_that_tensor_cores_do_not_take_are_emulated() -> None:
     assert native.fits(4096, 64, 96)
     assert not native.fits(4096, 64, 100)
     recipe = NVFP4(native=True, four_over_six=True, stochastic=False, note="")
-    slot = LinearSlot(name="q", module="q", inputs=40, outputs=24, bias=False, region="qkv", adapter=None, index=1)
-    traced = TracedSlot.of(slot, seed=None, row=None, packed=False)
+    slot = dsl.LinearSlot(name="q", module="q", inputs=40, outputs=24, bias=False, region="qkv", adapter=None, index=1)
+    traced = dsl.TracedSlot.of(slot, seed=None, row=None, packed=False)
     y = recipe.linear(torch.randn(20, 40), torch.randn(24, 40), traced)
     assert y.isfinite().all()
 

@@ -11,9 +11,8 @@ from surogate_recipe_nvfp4.experts import unpack
 from surogate_recipe_nvfp4.gemm import NVFP4
 from torch import Tensor
 
-from surogate_core.errors import MachineError
-from surogate_core.formats.nvfp4 import quantise
-from surogate_core.kernels.grouped import masked_factors, masked_product
+from surogate_core.plugin import MachineError, nvfp4
+from surogate_core.service.kernels import masked_factors, masked_product
 from surogate_testing import tiny
 from surogate_testing.recipes import EXPERTS, built
 
@@ -37,7 +36,7 @@ SLOTS = [replace(slot, inputs=40, outputs=n) for slot, n in zip(EXPERTS, (24, 56
 
 
 def rounded(x: Tensor, *, square: bool) -> Tensor:
-    found = quantise(x, square=square, four_over_six=True)
+    found = nvfp4.quantise(x, square=square, four_over_six=True)
     return (found.blocks(*x.shape) * found.decode).double()
 
 
@@ -82,11 +81,11 @@ def test_packed_experts_have_the_codes_of_each_alone() -> None:
         packed = RECIPE.pack_experts(w, slot)
         found = unpack(packed, slot.outputs, slot.inputs)
         for number, expert in enumerate(w):
-            alone = quantise(expert, square=True, four_over_six=True)
+            alone = nvfp4.quantise(expert, square=True, four_over_six=True)
             assert torch.equal(found.codes[number], alone.codes)
             assert torch.equal(found.scales[number].view(torch.uint8), alone.scales.view(torch.uint8))
             assert torch.equal(found.decode[number], alone.decode)
-        together = quantise(w, square=True, four_over_six=True)
+        together = nvfp4.quantise(w, square=True, four_over_six=True)
         assert torch.equal(together.codes, found.codes)
         assert torch.equal(together.decode, found.decode)
 
@@ -95,9 +94,9 @@ def test_scales_of_frozen_experts_can_be_searched() -> None:
     recipe = built(surogate_recipe(), torch.device("cpu"), NVFP4Options(search_scales=True))
     w, slot = weights()[0], SLOTS[0]
     found = unpack(recipe.pack_experts(w, slot), slot.outputs, slot.inputs)
-    alone = quantise(w[1], square=True, four_over_six=True, search=True)
+    alone = nvfp4.quantise(w[1], square=True, four_over_six=True, search=True)
     assert torch.equal(found.codes[1], alone.codes)
-    assert not torch.equal(alone.codes, quantise(w[1], square=True, four_over_six=True).codes)
+    assert not torch.equal(alone.codes, nvfp4.quantise(w[1], square=True, four_over_six=True).codes)
 
 
 def test_experts_are_rounded_as_they_are_packed() -> None:

@@ -12,11 +12,8 @@ from surogate_recipe_nvfp4 import NVFP4Options, surogate_recipe, unavailable
 from surogate_recipe_nvfp4.gemm import FIRST_SALT, NVFP4, unpack
 from torch import Tensor
 
-from surogate_core.dsl.slots import LinearSlot, TracedSlot
-from surogate_core.engine.engine import Engine
-from surogate_core.errors import MachineError, UserError
-from surogate_core.formats.nvfp4 import BLOCK, hadamard, quantise
-from surogate_core.kernels import ops
+from surogate_core.plugin import MachineError, UserError, dsl, nvfp4, ops
+from surogate_core.service.engine import Engine
 from surogate_testing import tiny
 from surogate_testing.recipes import built
 
@@ -32,21 +29,21 @@ def recipe_on(device: torch.device, **options: Any) -> NVFP4:
 
 SPEC = surogate_recipe()
 RECIPE = recipe_on(CPU)
-SLOT = LinearSlot(name="q", module="q_proj", inputs=40, outputs=24, bias=False, region="qkv", adapter=None, index=5)
+SLOT = dsl.LinearSlot(name="q", module="q_proj", inputs=40, outputs=24, bias=False, region="qkv", adapter=None, index=5)
 State = Mapping[str, Mapping[str, Tensor]]
 MODES = {"full": None, "lora": tiny.lora(dropout=0.1)}
 
 
 def wide(x: Tensor, **how: Any) -> Tensor:
     """The dequantised matrix in fp64."""
-    found = quantise(x, **how)
+    found = nvfp4.quantise(x, **how)
     return found.blocks(*x.shape).double() * found.decode.double()
 
 
 def random_bits_of(x: Tensor, seed: Tensor, number: int) -> Tensor:
     """Of an operand; elements are numbered in the padded matrix."""
     rows, inner = x.shape
-    return ops.random_bits(torch.Size((rows, -(-inner // BLOCK) * BLOCK)), seed, salt=number)[:, :inner]
+    return ops.random_bits(torch.Size((rows, -(-inner // nvfp4.BLOCK) * nvfp4.BLOCK)), seed, salt=number)[:, :inner]
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -57,7 +54,7 @@ def test_products_are_of_the_quantised_operands(frozen: bool, stochastic: bool) 
     x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((20, 40), (24, 40), (20, 24)))
     recipe = recipe_on(CPU, nearest_gradients=not stochastic)
     seed = torch.tensor(123, dtype=torch.int32)
-    slot = TracedSlot.of(SLOT, seed=seed, row=None, packed=frozen)
+    slot = dsl.TracedSlot.of(SLOT, seed=seed, row=None, packed=frozen)
     weight = recipe.pack(w, SLOT) if frozen else w.clone().requires_grad_()
     leaf = x.clone().requires_grad_()
     y = recipe.linear(leaf, weight, slot)
@@ -65,19 +62,19 @@ def test_products_are_of_the_quantised_operands(frozen: bool, stochastic: bool) 
     wq = wide(w, square=True, four_over_six=True)
     assert tiny.relative_error(y, wide(x, square=False, four_over_six=True) @ wq.t()) < 1e-6
     numbers = FIRST_SALT + 2 * SLOT.index, FIRST_SALT + 2 * SLOT.index + 1
-    rotated = hadamard(dy.t())
+    rotated = nvfp4.hadamard(dy.t())
     bits = [random_bits_of(t, seed, n) if stochastic else None for t, n in zip((dy, rotated), numbers, strict=True)]
     dyq = wide(dy, square=False, four_over_six=True, bits=bits[0])
     assert tiny.relative_error(leaf.grad, dyq @ wq) < 1e-6
     if not frozen:
         a = wide(rotated, square=False, four_over_six=False, bits=bits[1])
-        b = wide(hadamard(x.t()), square=False, four_over_six=False)
+        b = wide(nvfp4.hadamard(x.t()), square=False, four_over_six=False)
         assert tiny.relative_error(weight.grad, a @ b.t()) < 1e-6
 
 
 def test_four_over_six_can_be_turned_off() -> None:
     x = torch.randn(16, 40, generator=torch.Generator().manual_seed(0))
-    slot = TracedSlot.of(SLOT, seed=None, row=None, packed=False)
+    slot = dsl.TracedSlot.of(SLOT, seed=None, row=None, packed=False)
     w = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
     six = recipe_on(CPU, four_over_six=False)
     expected = wide(x, square=False, four_over_six=False) @ wide(w, square=True, four_over_six=False).t()
@@ -100,7 +97,7 @@ def test_frozen_weights_in_rows_are_rounded_along_the_inner_dimension_of_each_pr
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((20, 40), (24, 40), (20, 24)))
     recipe = recipe_on(CPU, frozen_blocks="1x16", search_scales=True, nearest_gradients=True)
-    slot = TracedSlot.of(SLOT, seed=None, row=None, packed=True)
+    slot = dsl.TracedSlot.of(SLOT, seed=None, row=None, packed=True)
     leaf = x.clone().requires_grad_()
     packed = recipe.pack(w, SLOT)
     assert packed.numel() == 16 + (24 * 48 // 2 + 24 * 3) + (40 * 32 // 2 + 40 * 2)
@@ -116,7 +113,7 @@ def test_frozen_weights_in_rows_are_rounded_along_the_inner_dimension_of_each_pr
     assert recipe.rounded is not None
     assert tiny.relative_error(recipe.rounded(w, "weight")[0], wq) < 1e-6
     trained = w.clone().requires_grad_()
-    of_trained = recipe.linear(x, trained, TracedSlot.of(SLOT, seed=None, row=None, packed=False))
+    of_trained = recipe.linear(x, trained, dsl.TracedSlot.of(SLOT, seed=None, row=None, packed=False))
     expected = wide(x, square=False, four_over_six=True) @ wide(w, square=True, four_over_six=True).t()
     assert tiny.relative_error(of_trained, expected) < 1e-6, "trained weights keep their blocks"
 

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from surogate_core.bundles import PolicyLoss, PolicyLossSpec, part_of
-from surogate_core.errors import PluginError
+from surogate_core.plugin import PluginError, bundles
 from surogate_reinforcement.policy import Policy
 from surogate_reinforcement.policy_terms import bounds
 from surogate_testing.policy_losses import LossSettings
 
 
 def policy(parts: dict[str, Any], **settings: Any) -> Policy:
-    spec = PolicyLossSpec(name="mine", build=lambda options: PolicyLoss(loss=lambda terms: -terms.ratio_N, **parts))
-    return Policy(part_of("policy_loss", spec), LossSettings(**settings))
+    spec = bundles.PolicyLossSpec(
+        name="mine", build=lambda options: bundles.PolicyLoss(loss=lambda terms: -terms.ratio_N, **parts)
+    )
+    return Policy(bundles.part_of("policy_loss", spec), LossSettings(**settings))
 
 
 BEHAVIOUR = {"against": "behaviour", "corrected": False}
@@ -43,8 +44,10 @@ def test_the_head_runs_twice_where_sums_over_completions_are_needed(
 
 
 def test_the_objective_says_whose_it_is() -> None:
-    spec = PolicyLossSpec(name="mine", build=lambda options: PolicyLoss(loss=lambda terms: -terms.ratio_N))
-    objective = Policy(part_of("policy_loss", spec, plugin="plugin x"), LossSettings()).objective()
+    spec = bundles.PolicyLossSpec(
+        name="mine", build=lambda options: bundles.PolicyLoss(loss=lambda terms: -terms.ratio_N)
+    )
+    objective = Policy(bundles.part_of("policy_loss", spec, plugin="plugin x"), LossSettings()).objective()
     assert (objective.name, objective.label) == ("mine", "policy loss mine of plugin x")
 
 
@@ -89,4 +92,7 @@ def test_the_divergence_is_where_the_loss_says() -> None:
 
 def test_what_is_no_policy_loss_is_refused() -> None:
     with pytest.raises(PluginError, match=r"policy loss mine: `build` returned 'grpo', not a PolicyLoss"):
-        Policy(part_of("policy_loss", PolicyLossSpec(name="mine", build=lambda options: "grpo")), LossSettings())  # type: ignore[arg-type,return-value]
+        Policy(
+            bundles.part_of("policy_loss", bundles.PolicyLossSpec(name="mine", build=lambda options: "grpo")),
+            LossSettings(),
+        )  # type: ignore[arg-type,return-value]

@@ -14,9 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surogate_core.bundles import Request, RolloutSettings, Sampling
-from surogate_core.generate.native import NativeEngine
-from surogate_core.generate.weights import Weights
+from surogate_core.plugin import bundles, inference
+from surogate_core.service.inference import Weights
 from surogate_testing import tiny
 
 BASE = "tiny"
@@ -36,7 +35,7 @@ class FakeVllm:
         self.context = 4096
         self.processed = False
         """Whether log-probabilities are those after the temperature: ``--logprobs-mode processed_logprobs``."""
-        self._engines: dict[str, NativeEngine] = {}
+        self._engines: dict[str, inference.NativeEngine] = {}
         self._first: dict[str, torch.Tensor] | None = None
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"fake": self})
@@ -50,7 +49,7 @@ class FakeVllm:
         self.server.server_close()
         self._thread.join()
 
-    def engine(self, model: str) -> NativeEngine:
+    def engine(self, model: str) -> inference.NativeEngine:
         if model not in self._engines:
             path = self.adapters.get(model)
             tensors = load_file(path / "adapter_model.safetensors") if path else None
@@ -64,7 +63,7 @@ class FakeVllm:
                 return torch.zeros(spec.shape) if tensors is None else tensors[f"base_model.model.{spec.hf_name}"]
 
             weights = Weights.load(tiny.assembly(lora=tiny.lora()), source)
-            self._engines[model] = NativeEngine(weights, RolloutSettings(slots=4, context=64))
+            self._engines[model] = inference.NativeEngine(weights, bundles.RolloutSettings(slots=4, context=64))
         return self._engines[model]
 
     # --------------------------------------------------------------------------- answers
@@ -110,14 +109,14 @@ class FakeVllm:
 
     def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
         assert values["ignore_eos"]
-        sampling = Sampling(
+        sampling = bundles.Sampling(
             temperature=values["temperature"],
             top_k=max(values["top_k"], 0),
             top_p=values["top_p"],
             seed=values["seed"],
             tempered_logprobs=self.processed,
         )
-        request = Request(
+        request = bundles.Request(
             prompt=tuple(values["prompt"]),
             max_new_tokens=values["max_tokens"],
             sampling=sampling,

@@ -16,13 +16,11 @@ from surogate_rollout_vllm.engine import VllmEngine
 from surogate_rollout_vllm.options import VllmOptions
 from surogate_rollout_vllm.wire import seed_of
 
-from surogate_core.bundles import Request, RolloutEngine, RolloutSettings, Sampling
-from surogate_core.errors import MachineError, UserError
-from surogate_core.generate.native import NativeEngine
-from surogate_core.generate.weights import Weights
+from surogate_core.plugin import MachineError, UserError, bundles, inference
+from surogate_core.service.inference import Weights
 from surogate_testing import rollouts, tiny
 
-SETTINGS = RolloutSettings(slots=2, context=32)
+SETTINGS = bundles.RolloutSettings(slots=2, context=32)
 PROMPTS = tiny.documents((12, 5, 9))
 
 
@@ -48,9 +46,9 @@ def opened(fake: Any, still: Any) -> Callable[..., VllmEngine]:
     return open_
 
 
-def requests(count: int = 3, **changes: Any) -> list[Request]:
-    values: dict[str, Any] = {"max_new_tokens": 6, "sampling": Sampling(temperature=0), **changes}
-    return [Request(prompt=tuple(p), number=n, **values) for n, p in enumerate(PROMPTS[:count])]
+def requests(count: int = 3, **changes: Any) -> list[bundles.Request]:
+    values: dict[str, Any] = {"max_new_tokens": 6, "sampling": bundles.Sampling(temperature=0), **changes}
+    return [bundles.Request(prompt=tuple(p), number=n, **values) for n, p in enumerate(PROMPTS[:count])]
 
 
 def moved(trainer: Any, by: float = 0.05) -> None:
@@ -67,14 +65,14 @@ def test_the_kits_checks_hold_for_a_server_with_the_same_weights(check: Any, fak
     check(spec)
 
 
-def _opening(url: str) -> Callable[[Weights, RolloutSettings], RolloutEngine]:
+def _opening(url: str) -> Callable[[Weights, bundles.RolloutSettings], bundles.RolloutEngine]:
     return lambda weights, settings: VllmEngine(weights, settings, VllmOptions(url=url))
 
 
 def test_every_update_reaches_the_server_before_the_next_completion(
     fake: Any, trainer: Any, opened: Callable[..., VllmEngine]
 ) -> None:
-    engine, native = opened(trainer), NativeEngine(Weights.of(trainer), SETTINGS)
+    engine, native = opened(trainer), inference.NativeEngine(Weights.of(trainer), SETTINGS)
     found = [engine.generate(requests())]
     engine.generate(requests())
     assert len(fake.loads) == 1, "an adapter that has not changed is not sent again"
@@ -106,7 +104,7 @@ def test_a_copy_of_the_weights_samples_while_they_change(fake: Any, trainer: Any
     engine = VllmEngine(Weights.of(trainer), settings, VllmOptions(url=fake.url))
     documents = [list(request.prompt) for request in requests()]
     moved(trainer)
-    expected = NativeEngine(Weights.of(trainer), SETTINGS).generate(requests())
+    expected = inference.NativeEngine(Weights.of(trainer), SETTINGS).generate(requests())
     engine.copy_weights(documents)
     moved(trainer)
     assert [one.ids for one in engine.generate(requests())] == [one.ids for one in expected]
@@ -135,7 +133,7 @@ def test_closing_waits_for_no_server(fake: Any, trainer: Any, monkeypatch: pytes
 def test_the_request_names_every_value_that_a_server_has_a_default_for(
     fake: Any, opened: Callable[..., VllmEngine]
 ) -> None:
-    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3)
+    sampling = bundles.Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3)
     engine = opened()
     engine.generate(requests(1, sampling=sampling, stop_ids=frozenset({7, 3}), sample=2))
     sent = fake.seen[-1]
@@ -143,9 +141,11 @@ def test_the_request_names_every_value_that_a_server_has_a_default_for(
     assert (sent["temperature"], sent["top_k"], sent["top_p"], sent["min_p"]) == (0.7, 5, 0.9, 0.0)
     assert sent["stop_token_ids"] == [3, 7]
     assert (sent["ignore_eos"], sent["return_token_ids"], sent["add_special_tokens"]) == (True, True, False)
-    first = Request(prompt=(1,), max_new_tokens=1)
+    first = bundles.Request(prompt=(1,), max_new_tokens=1)
     others = [dataclasses.replace(first, **change) for change in ({"number": 1}, {"sample": 1})]
-    seeds = {seed_of(request) for request in (first, *others, dataclasses.replace(first, sampling=Sampling(seed=1)))}
+    seeds = {
+        seed_of(request) for request in (first, *others, dataclasses.replace(first, sampling=bundles.Sampling(seed=1)))
+    }
     assert len(seeds) == 4
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert seed_of(dataclasses.replace(first, prompt=(2, 3), max_new_tokens=9)) == seed_of(first)
@@ -251,7 +251,7 @@ def test_a_server_sends_the_log_probabilities_that_the_loss_needs(
     opened: Callable[..., VllmEngine],
 ) -> None:
     fake.processed = processed
-    engine, asked = opened(), requests(sampling=Sampling(tempered_logprobs=True, **changes))
+    engine, asked = opened(), requests(sampling=bundles.Sampling(tempered_logprobs=True, **changes))
     if message is not None:
         with pytest.raises(MachineError, match=message):
             engine.generate(asked)
@@ -272,7 +272,7 @@ def test_neither_kind_of_log_probabilities_suits_a_temperature_with_a_filter(
     with pytest.raises(
         UserError, match=r"temperature=0.7 and a filter .* Fix: temperature=1, no filter, or rollout=native"
     ):
-        opened().generate(requests(sampling=Sampling(temperature=0.7, top_p=0.9, tempered_logprobs=True)))
+        opened().generate(requests(sampling=bundles.Sampling(temperature=0.7, top_p=0.9, tempered_logprobs=True)))
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:port", "http://u:p@a", "http://a/?q=1"])

@@ -19,12 +19,7 @@ from surogate_task_distill.task import teacher_columns
 from surogate_task_distill.teacher import check_context, check_tokenizer
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import TaskSpec
-from surogate_core.data.cache import DataCache
-from surogate_core.data.sampler import collate
-from surogate_core.data.shards import PackedRows
-from surogate_core.errors import ConfigError
+from surogate_core.plugin import IGNORE_LABEL, ConfigError, MicroBatch, PackedRows, bundles, collate, encoding
 from surogate_testing import tasks
 from surogate_testing.chat_templates import byte_tokenizer
 
@@ -33,7 +28,7 @@ WANTED = Wanted(teacher="a digest", top_k=3, temperature=2.0, vocabulary=300)
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[PackedRows]:
-    with tasks.small(TaskSpec(name="rows", build=lambda config, data: data)) as data:
+    with tasks.small(bundles.TaskSpec(name="rows", build=lambda config, data: data)) as data:
         found: Any = data
         yield found.train
 
@@ -64,7 +59,7 @@ def run(
         rows,
         indices,
         WANTED,
-        DataCache(cache, "teachers"),
+        encoding.DataCache(cache, "teachers"),
         load=lambda: teacher,
         rows_per_pass=2,
         progress=seen or (lambda done, total: None),

@@ -9,16 +9,14 @@ import pytest
 from surogate_task_grpo import surogate_advantage
 from surogate_task_grpo.advantages import ADVANTAGES
 
-from surogate_core.bundles import AdvantageSpec, Part, part_of
-from surogate_core.bundles.reinforcement.advantages import advantages
-from surogate_core.errors import PluginError
+from surogate_core.plugin import PluginError, advantages, bundles
 from surogate_testing.suites import bundle_checks
 
 NAN = float("nan")
 REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [2.0, 1.0, 3.0, 2.0]])
 LENGTHS = np.array([[10, 20, 30, 40], [1, 1, 1, 2]])
 SPECS = {spec.name: spec for spec in ADVANTAGES}
-PARTS = {name: part_of("advantage", spec) for name, spec in SPECS.items()}
+PARTS = {name: bundles.part_of("advantage", spec) for name, spec in SPECS.items()}
 BY_HAND = {
     # Deviations with n - 1: sqrt(0.75 / 3) = 0.5, sqrt(2 / 3), and of all eight sqrt(8.875 / 7).
     "group": [[0.75 / 0.5001, *[-0.25 / 0.5001] * 3], np.array([0.0, -1.0, 1.0, 0.0]) / (np.sqrt(2 / 3) + 1e-4)],
@@ -32,8 +30,10 @@ BY_HAND = {
 }
 
 
-def odd(compute: Any) -> Part:
-    return part_of("advantage", AdvantageSpec(name="odd", build=lambda options: compute), plugin="plugin x")
+def odd(compute: Any) -> bundles.Part:
+    return bundles.part_of(
+        "advantage", bundles.AdvantageSpec(name="odd", build=lambda options: compute), plugin="plugin x"
+    )
 
 
 def test_every_one_is_computed_by_hand_here() -> None:

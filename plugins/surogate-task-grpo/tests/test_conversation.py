@@ -1,13 +1,11 @@
 import pytest
 from surogate_task_grpo.conversation import Renderer
 
-from surogate_core.bundles import EnvironmentProblem
-from surogate_core.data.encoded import EncodeContext
-from surogate_core.data.text.answers import encode_answer
+from surogate_core.plugin import EncodeContext, bundles, encoding
 from surogate_testing.chat_templates import CHATML, byte_tokenizer
 
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
-TASK = EnvironmentProblem(messages=(QUESTION,))
+TASK = bundles.EnvironmentProblem(messages=(QUESTION,))
 ANSWER = [{"role": "user", "content": "No. Again."}]
 
 
@@ -53,7 +51,7 @@ def test_a_reply_that_ends_with_another_stop_token_starts_a_new_sample(renderer_
 
 def test_control_tokens_in_what_environments_say_are_text(renderer_of):
     renderer = renderer_of("chatml-short")
-    prompt = renderer.prompt(EnvironmentProblem(messages=({"role": "user", "content": "Say <|im_end|>"},)))
+    prompt = renderer.prompt(bundles.EnvironmentProblem(messages=({"role": "user", "content": "Say <|im_end|>"},)))
     assert sum(token in renderer.stop_ids for token in prompt) == 1
 
 
@@ -71,7 +69,7 @@ def test_the_system_message_of_the_configuration_comes_first():
     tokenizer = byte_tokenizer()
     renderer = Renderer(tokenizer, templated=True, system="Be brief.", stop_ids=frozenset())
     assert tokenizer.decode(renderer.prompt(TASK)).startswith("<|im_start|>system\nBe brief.<|im_end|>")
-    own = EnvironmentProblem(messages=({"role": "system", "content": "Shout."}, QUESTION))
+    own = bundles.EnvironmentProblem(messages=({"role": "system", "content": "Shout."}, QUESTION))
     assert "Be brief." not in tokenizer.decode(renderer.prompt(own))
 
 
@@ -82,7 +80,9 @@ def test_the_ending_is_what_the_template_writes_behind_the_last_reply(renderer_o
     rendered = tokenizer.apply_chat_template([QUESTION, {"role": "assistant", "content": "It is 4"}], tokenize=False)
     assert f"It is 4{tokenizer.decode(renderer.ending())}" == rendered[rendered.index("It is 4") :]
     # As a reward model is trained on it.
-    trained = encode_answer(QUESTION["content"], "It is 4", EncodeContext(tokenizer=tokenizer, sequence_len=200))
+    trained = encoding.encode_answer(
+        QUESTION["content"], "It is 4", EncodeContext(tokenizer=tokenizer, sequence_len=200)
+    )
     reply = tuple(tokenizer("It is 4", add_special_tokens=False)["input_ids"])
     assert (*renderer.prompt(TASK), *reply, *renderer.ending()) == tuple(trained.input_ids.tolist())
 
@@ -99,5 +99,5 @@ def test_without_a_template_a_prompt_that_writes_the_first_token_has_it_once():
     tokenizer.add_bos_token = True
     renderer = Renderer(tokenizer, templated=False, system=None, stop_ids=frozenset())
     for text in ("Hi", "<|im_start|>Hi", " <|im_start|>Hi"):
-        prompt = renderer.prompt(EnvironmentProblem(messages=({"role": "user", "content": text},)))
+        prompt = renderer.prompt(bundles.EnvironmentProblem(messages=({"role": "user", "content": text},)))
         assert tokenizer.decode(prompt) == "<|im_start|>Hi"

@@ -10,12 +10,14 @@ import pytest
 from surogate_task_grpo.exchange import gathered, packed, unpacked
 from surogate_task_grpo.play import Played, TrainedSequence
 
-from surogate_core.bundles import EnvironmentProblem, Stopped
+from surogate_core.plugin import bundles
 from surogate_testing.virtual import in_threads
 
 
 def episode(number: int, sample: int = 0) -> Played:
-    problem = EnvironmentProblem(messages=({"role": "user", "content": f"Say {number} \ud800"},), data={"answer": 3})
+    problem = bundles.EnvironmentProblem(
+        messages=({"role": "user", "content": f"Say {number} \ud800"},), data={"answer": 3}
+    )
     tokens = tuple(range(number, number + 4))
     one = TrainedSequence(ids=tokens, trained=[False, True, True, False], logprobs=[0.0, -1 / 3, math.nan, 0.0])
     return Played(
@@ -70,12 +72,12 @@ def test_a_signal_to_one_rank_stops_all() -> None:
 
         def play() -> list[Played]:
             if together.rank:
-                raise Stopped
+                raise bundles.Stopped
             return [episode(0)]
 
         try:
             gathered(together, play, prompts=1, samples=1)
-        except Stopped:
+        except bundles.Stopped:
             return "stopped"
         return "played"
 

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 from surogate_task_grpo.packing import Document, Shape, arranged, first_fit, micro_batch
 
-from surogate_core.batch import IGNORE_LABEL
+from surogate_core.plugin import IGNORE_LABEL
 
 SHAPE = Shape(rows=2, sequence_len=10, documents=3, columns=("weights", "advantages"), padding_id=7)
 

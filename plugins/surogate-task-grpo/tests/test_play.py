@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from surogate_task_grpo.play import EpisodeLimits, Player
 
-from surogate_core.bundles import Completion, EnvironmentProblem, Fault, Request, Sampling, Turn
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_testing.chat_templates import CHATML
 
 END = "<|im_end|>"
-MORE = Turn(messages=({"role": "user", "content": "Go on."},), done=False)
+MORE = bundles.Turn(messages=({"role": "user", "content": "Go on."},), done=False)
 
 
 @dataclass
@@ -22,10 +21,10 @@ class ScriptedEngine:
     """Replies with what a function says of a request; cut at its largest number of tokens."""
 
     tokenizer: Any
-    reply: Callable[[Request], str]
-    requests: list[Request] = field(default_factory=list)
+    reply: Callable[[bundles.Request], str]
+    requests: list[bundles.Request] = field(default_factory=list)
 
-    def generate(self, requests: Sequence[Request], *, on_token: Any = None) -> list[Completion]:
+    def generate(self, requests: Sequence[bundles.Request], *, on_token: Any = None) -> list[bundles.Completion]:
         found = []
         for index, request in enumerate(requests):
             self.requests.append(request)
@@ -35,7 +34,9 @@ class ScriptedEngine:
             for token in ids:
                 on_token(index, token)
             reason = "stop" if ids[-1] in request.stop_ids else "length"
-            found.append(Completion(ids=tuple(ids), logprobs=tuple(-0.5 - i for i in range(len(ids))), reason=reason))
+            found.append(
+                bundles.Completion(ids=tuple(ids), logprobs=tuple(-0.5 - i for i in range(len(ids))), reason=reason)
+            )
         return found
 
     def forget(self) -> None:
@@ -46,31 +47,31 @@ class ScriptedEngine:
 class LocalArena:
     """Environments without processes: `answer` says what follows the replies of an episode, `judge` its rewards."""
 
-    answer: Callable[[list[str]], Turn | Fault] = lambda replies: Turn(done=True)
-    judge: Callable[[EnvironmentProblem, list[str]], Mapping[str, float | None] | Fault] = lambda problem, replies: {
-        "r": 1.0
-    }
+    answer: Callable[[list[str]], bundles.Turn | bundles.Fault] = lambda replies: bundles.Turn(done=True)
+    judge: Callable[[bundles.EnvironmentProblem, list[str]], Mapping[str, float | None] | bundles.Fault] = (
+        lambda problem, replies: {"r": 1.0}
+    )
     size: int | None = None
     held_out: int = 0
-    episodes: dict[Any, tuple[EnvironmentProblem, list[str]]] = field(default_factory=dict)
+    episodes: dict[Any, tuple[bundles.EnvironmentProblem, list[str]]] = field(default_factory=dict)
 
-    def problems(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem | Fault]:
+    def problems(self, numbers: Sequence[int], seed: int) -> list[bundles.EnvironmentProblem | bundles.Fault]:
         return [
-            EnvironmentProblem(
+            bundles.EnvironmentProblem(
                 messages=({"role": "user", "content": f"Say {number % 7}."},), data={"number": number % 7}
             )
             for number in numbers
         ]
 
-    def start(self, items: Sequence[tuple[Any, EnvironmentProblem]], *, groups: Sequence[Any] = ()) -> None:
+    def start(self, items: Sequence[tuple[Any, bundles.EnvironmentProblem]], *, groups: Sequence[Any] = ()) -> None:
         self.episodes |= {key: (problem, []) for key, problem in items}
 
-    def reply(self, items: Sequence[tuple[Any, str]]) -> list[Turn | Fault]:
+    def reply(self, items: Sequence[tuple[Any, str]]) -> list[bundles.Turn | bundles.Fault]:
         for key, text in items:
             self.episodes[key][1].append(text)
         return [self.answer(self.episodes[key][1]) for key, _ in items]
 
-    def rewards(self, keys: Sequence[Any]) -> list[Mapping[str, float | None] | Fault]:
+    def rewards(self, keys: Sequence[Any]) -> list[Mapping[str, float | None] | bundles.Fault]:
         return [self.judge(*self.episodes.pop(key)) for key in keys]
 
     def forget(self, keys: Sequence[Any]) -> None:
@@ -95,7 +96,7 @@ def play(renderer, arena, reply, *, completion=60, sequence=200, turns=8, prompt
     )
     numbers = range(prompts)
     problems = list(zip(numbers, arena.problems(numbers, 0), strict=True))
-    played = player.play(problems, samples, Sampling(), lambda left: None)
+    played = player.play(problems, samples, bundles.Sampling(), lambda left: None)
     player.judged(played)
     return played, engine
 
@@ -113,7 +114,7 @@ def test_the_stop_token_is_trained_and_the_prompt_is_not(renderer_of):
 
 def test_what_the_environment_says_is_in_the_sample_and_not_trained(renderer_of):
     renderer = renderer_of("chatml-short")
-    arena = LocalArena(answer=lambda replies: MORE if len(replies) < 3 else Turn(done=True))
+    arena = LocalArena(answer=lambda replies: MORE if len(replies) < 3 else bundles.Turn(done=True))
     (one,), engine = play(renderer, arena, lambda request: f"ok{END}", completion=100)
     (sample,) = one.samples
     sampled = [token for token, trained in zip(sample.ids, sample.trained, strict=True) if trained]
@@ -128,7 +129,7 @@ def test_what_the_environment_says_is_in_the_sample_and_not_trained(renderer_of)
 def test_a_template_that_breaks_the_prefix_divides_the_episode(renderer_of):
     stripped = CHATML.replace("m.content + '<|im_end|>", "(m.content | trim) + '<|im_end|>")
     renderer = renderer_of("chatml-short", template=stripped)
-    arena = LocalArena(answer=lambda replies: MORE if len(replies) < 2 else Turn(done=True))
+    arena = LocalArena(answer=lambda replies: MORE if len(replies) < 2 else bundles.Turn(done=True))
     (one,), _ = play(renderer, arena, lambda request: f" ok{END}")
     first, second = one.samples
     assert sum(first.trained) == sum(second.trained) == 4
@@ -166,10 +167,10 @@ def test_a_template_that_refuses_the_messages_is_a_fault_with_its_reason(rendere
 
 @pytest.mark.parametrize("where", ["answer", "judge"])
 def test_a_fault_is_a_reason_and_the_others_go_on(renderer_of, where):
-    fault = Fault(reason="timeout")
+    fault = bundles.Fault(reason="timeout")
 
     def odd(*arguments):
-        return fault if arguments[-1][-1] == "bad" else Turn(done=True) if where == "answer" else {"r": 0.5}
+        return fault if arguments[-1][-1] == "bad" else bundles.Turn(done=True) if where == "answer" else {"r": 0.5}
 
     arena = LocalArena(**{where: odd})
     played, _ = play(
@@ -184,7 +185,7 @@ def test_pad_and_several_end_tokens_are_masked_by_position(renderer_of):
     """The pad token ends turns too, and is in the prompt of the second turn; only sampled tokens are trained."""
     renderer = renderer_of("chatml-short", stops=["<|endoftext|>"])
     renderer.tokenizer.pad_token = END
-    arena = LocalArena(answer=lambda replies: MORE if len(replies) < 2 else Turn(done=True))
+    arena = LocalArena(answer=lambda replies: MORE if len(replies) < 2 else bundles.Turn(done=True))
     (one,), _ = play(renderer, arena, lambda r: f"a{END}" if r.sample == 0 else "b<|endoftext|>")
     (sample,) = one.samples
     sampled = [token for token, trained in zip(sample.ids, sample.trained, strict=True) if trained]
@@ -206,7 +207,14 @@ class Scores:
 
 
 def test_a_score_is_one_of_the_rewards_and_no_number_is_a_fault(renderer_of):
-    said = {0: {"r": 1.0}, 1: {"r": None}, 2: Fault(reason="timeout"), 3: {"r": None, "s": 0.0}, 4: {"r": 1.0}, 5: {}}
+    said = {
+        0: {"r": 1.0},
+        1: {"r": None},
+        2: bundles.Fault(reason="timeout"),
+        3: {"r": None, "s": 0.0},
+        4: {"r": 1.0},
+        5: {},
+    }
     arena = LocalArena(judge=lambda problem, replies: said[int(replies[0])])
     judge = Scores(0.5, 0.25, float("nan"), float("inf"))
     played, _ = play(renderer_of("chatml-short"), arena, lambda r: f"{r.sample}{END}", samples=6, judge=judge)
@@ -225,7 +233,7 @@ def test_the_last_conversation_is_scored(renderer_of):
     """Where a template changes earlier turns, that is the one that the last reply was sampled in."""
     stripped = CHATML.replace("m.content + '<|im_end|>", "(m.content | trim) + '<|im_end|>")
     renderer, judge = renderer_of("chatml-short", template=stripped), Scores(1.0)
-    arena = LocalArena(answer=lambda replies: MORE if len(replies) < 2 else Turn(done=True))
+    arena = LocalArena(answer=lambda replies: MORE if len(replies) < 2 else bundles.Turn(done=True))
     (one,), _ = play(renderer, arena, lambda r: f"  ok{END}", completion=100, judge=judge)
     assert len(one.samples) == 2
     assert judge.seen == [list(one.samples[-1].ids)]

@@ -14,8 +14,7 @@ import torch
 from surogate_task_grpo.options import GRPOOptions
 from surogate_task_grpo.policy_losses import POLICY_LOSSES
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Objective, part_of
+from surogate_core.plugin import IGNORE_LABEL, bundles
 from surogate_reinforcement.policy import Policy
 from surogate_testing import tiny
 
@@ -25,8 +24,8 @@ LENGTHS = (4, 3)
 """Tokens of two completions' documents; the first token of each is a prompt."""
 
 
-def objective(options: GRPOOptions) -> Objective:
-    return Policy(part_of("policy_loss", SPECS[options.loss_type]), options).objective()
+def objective(options: GRPOOptions) -> bundles.Objective:
+    return Policy(bundles.part_of("policy_loss", SPECS[options.loss_type]), options).objective()
 
 
 def step(

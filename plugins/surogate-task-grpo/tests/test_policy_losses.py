@@ -16,8 +16,7 @@ from surogate_task_grpo.options import GRPOOptions, advantage_name
 from surogate_task_grpo.policy_losses import POLICY_LOSSES
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Objective, part_of
+from surogate_core.plugin import IGNORE_LABEL, bundles
 from surogate_reinforcement.policy import Policy
 from surogate_reinforcement.policy_terms import bounds
 from surogate_testing import tiny
@@ -32,7 +31,7 @@ V = 7
 
 
 def policy(options: GRPOOptions) -> Policy:
-    return Policy(part_of("policy_loss", SPECS[options.loss_type]), options)
+    return Policy(bundles.part_of("policy_loss", SPECS[options.loss_type]), options)
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def micro_batch(
 
 
 def engine_loss(
-    made: Objective, logits_NV: Tensor, labels_N: Tensor, positions_N: Tensor, values: dict[str, Tensor]
+    made: bundles.Objective, logits_NV: Tensor, labels_N: Tensor, positions_N: Tensor, values: dict[str, Tensor]
 ) -> Tensor:
     loss_N = made.token_loss(logits_NV, labels_N, values)
     assert not loss_N[labels_N == IGNORE_LABEL].any()

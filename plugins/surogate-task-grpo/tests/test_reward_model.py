@@ -12,8 +12,7 @@ import torch
 from surogate_task_grpo.packing import Shape
 from surogate_task_grpo.reward_model import RewardModel, with_room
 
-from surogate_core.bundles import Stopped, Together
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_testing.virtual import in_threads
 
 SHAPE = Shape(rows=2, sequence_len=64, documents=4, columns=(), padding_id=0)
@@ -34,7 +33,7 @@ def logits_of(weights: Any, batch: Any) -> Any:
 def judge() -> Any:
     made = RewardModel.__new__(RewardModel)
     made._shape, made._ending, made._weights = SHAPE, (2, 201), mock.sentinel.weights
-    made._context = SimpleNamespace(stopped=lambda: False, together=Together())
+    made._context = SimpleNamespace(stopped=lambda: False, together=bundles.Together())
     with mock.patch("surogate_task_grpo.reward_model.logits_of", logits_of):
         yield made
 
@@ -68,8 +67,8 @@ def test_ranks_share_the_scoring(judge: Any) -> None:
 
 
 def test_a_signal_ends_the_scoring(judge: Any) -> None:
-    judge._context = SimpleNamespace(stopped=lambda: True, together=Together())
-    with pytest.raises(Stopped):
+    judge._context = SimpleNamespace(stopped=lambda: True, together=bundles.Together())
+    with pytest.raises(bundles.Stopped):
         judge.scores([[1]])
 
 

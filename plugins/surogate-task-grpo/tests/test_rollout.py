@@ -8,16 +8,15 @@ from surogate_task_grpo.play import Played, TrainedSequence
 from surogate_task_grpo.record import CompletionLog
 from surogate_task_grpo.rollout import Collector, Generation, rollouts_event, samples_event, unused_weights
 
-from surogate_core.bundles import AdvantageSpec, EnvironmentProblem, part_of
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 
 
 def mean(rewards, lengths):
     return rewards - np.nanmean(rewards, 1, keepdims=True)
 
 
-MEAN = part_of("advantage", AdvantageSpec(name="mean", build=lambda options: mean))
-TASK = EnvironmentProblem(messages=({"role": "user", "content": "?"},))
+MEAN = bundles.part_of("advantage", bundles.AdvantageSpec(name="mean", build=lambda options: mean))
+TASK = bundles.EnvironmentProblem(messages=({"role": "user", "content": "?"},))
 
 
 def episode(number, place, reward, *, length=4, reason="stop", detail=""):

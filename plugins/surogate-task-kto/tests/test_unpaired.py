@@ -17,12 +17,9 @@ from surogate_task_kto.rows import KTORows
 from surogate_task_kto.task import KTOTask
 from surogate_task_kto.unpaired import FORMAT, UnpairedOptions, encode
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.config.schema import RunConfig
-from surogate_core.data.encoded import EncodeContext, Encoded, RowError
-from surogate_core.data.pipeline import prepare
-from surogate_core.data.referenced import REFERENCE, References
-from surogate_core.errors import ConfigError
+from surogate_core.plugin import IGNORE_LABEL, REFERENCE, ConfigError, EncodeContext, Encoded, RowError
+from surogate_core.service.config import RunConfig
+from surogate_core.service.data import References, prepare
 from surogate_testing.chat_templates import byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -16,9 +16,7 @@ from surogate_task_preference.objectives import FIGURES, PREFERRED, TRAINED
 from surogate_task_preference.options import DPOOptions, IPOOptions, ORPOOptions, SimPOOptions
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Objective
-from surogate_core.data.referenced import REFERENCE
+from surogate_core.plugin import IGNORE_LABEL, REFERENCE, bundles
 from surogate_testing import objectives as checks
 
 V = 11
@@ -90,7 +88,7 @@ def odds(mean: Tensor) -> Tensor:
 
 
 B, E = 0.3, 0.2
-CASES: dict[str, tuple[Objective, Any]] = {
+CASES: dict[str, tuple[bundles.Objective, Any]] = {
     "sigmoid": (
         objectives.dpo(DPOOptions(beta=B)),
         lambda ratio_w, ratio_l, **_: -logsigmoid(B * (ratio_w - ratio_l)),
@@ -164,7 +162,7 @@ CASES: dict[str, tuple[Objective, Any]] = {
 
 
 def by_two_passes(
-    objective: Objective, logits_NV: Tensor, labels_N: Tensor, positions_N: Tensor, columns: dict[str, Tensor]
+    objective: bundles.Objective, logits_NV: Tensor, labels_N: Tensor, positions_N: Tensor, columns: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient of the logits) as the engine computes them."""
     own = {name: columns[name] for name in objective.columns}
@@ -204,7 +202,9 @@ def test_a_pair_has_the_same_bits_wherever_it_is_packed(name: str) -> None:
         at += size
 
 
-def values(objective: Objective, chosen: list[float], rejected: list[float], **columns: list[float]) -> tuple[Any, Any]:
+def values(
+    objective: bundles.Objective, chosen: list[float], rejected: list[float], **columns: list[float]
+) -> tuple[Any, Any]:
     """(loss, figures) of one pair whose tokens have these log-probabilities, the last one without a label."""
     losses_N = -torch.tensor([*chosen, 0.0, *rejected, 0.0])
     positions_N = torch.tensor([*range(len(chosen) + 1), *range(len(rejected) + 1)], dtype=torch.int32)
@@ -280,5 +280,5 @@ OF_TOKENS = [check for check in checks.OF_OBJECTIVES if check is not checks.trai
 
 @pytest.mark.parametrize("name", ["sigmoid", "ipo", "orpo", "simpo"])
 @pytest.mark.parametrize("check", OF_TOKENS, ids=lambda check: check.__name__)
-def test_the_objectives_are_sound(check: Callable[[Objective], None], name: str) -> None:
+def test_the_objectives_are_sound(check: Callable[[bundles.Objective], None], name: str) -> None:
     check(CASES[name][0])

@@ -13,9 +13,7 @@ import torch
 from surogate_task_preference.objectives import FIGURES, PREFERRED, TRAINED
 from surogate_task_preference.task import of_pairs
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import TaskSpec
-from surogate_core.data.referenced import REFERENCE, ReferencedTask
+from surogate_core.plugin import IGNORE_LABEL, REFERENCE, MicroBatch, ReferencedTask, bundles
 from surogate_testing import tasks, tiny
 
 SPECS = {spec.name: spec for spec in plugin.surogate_task()}
@@ -31,7 +29,7 @@ def pairs(seed: int = 0) -> MicroBatch:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("check", tasks.CHECKS, ids=lambda check: check.__name__)
-def test_the_tasks_are_sound(check: Callable[[TaskSpec], None], name: str) -> None:
+def test_the_tasks_are_sound(check: Callable[[bundles.TaskSpec], None], name: str) -> None:
     check(SPECS[name])
 
 

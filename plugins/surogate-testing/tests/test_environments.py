@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.bundles import EnvironmentProblem, EnvironmentSpec, Turn
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_reinforcement.episodes import OneReply, user_says
 from surogate_testing.check import NotApplicable
 from surogate_testing.suites import bundle_checks
@@ -20,46 +19,46 @@ COUNTER = itertools.count()
 class Sound:
     size: int | None = None
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
-        return EnvironmentProblem(messages=user_says(f"{number} {seed}"), data={"number": number})
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
+        return bundles.EnvironmentProblem(messages=user_says(f"{number} {seed}"), data={"number": number})
 
-    def start(self, problem: EnvironmentProblem) -> Any:
+    def start(self, problem: bundles.EnvironmentProblem) -> Any:
         return OneReply(problem, self.judged)
 
-    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+    def judged(self, problem: bundles.EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": len(text)}
 
 
 class Restless(Sound):
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
-        return EnvironmentProblem(messages=user_says(f"{next(COUNTER)}"))
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
+        return bundles.EnvironmentProblem(messages=user_says(f"{next(COUNTER)}"))
 
 
 class Endless(Sound):
-    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+    def judged(self, problem: bundles.EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": float("inf")}
 
 
 class Changing(Sound):
-    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+    def judged(self, problem: bundles.EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {f"length {problem.data['number']}": 1.0}
 
 
 class Drifting(Sound):
-    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+    def judged(self, problem: bundles.EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": float(next(COUNTER))}
 
 
 class Needy(Sound):
-    def judged(self, problem: EnvironmentProblem, text: str) -> Mapping[str, Any]:
+    def judged(self, problem: bundles.EnvironmentProblem, text: str) -> Mapping[str, Any]:
         return {"length": float(text[0] == "T")}
 
 
 class Talkative(Sound):
-    def start(self, problem: EnvironmentProblem) -> Any:
+    def start(self, problem: bundles.EnvironmentProblem) -> Any:
         class Episode(OneReply):
-            def reply(self, text: str) -> Turn:
-                return Turn(messages=user_says("bye"), done=True)
+            def reply(self, text: str) -> bundles.Turn:
+                return bundles.Turn(messages=user_says("bye"), done=True)
 
         return Episode(problem, self.judged)
 
@@ -89,17 +88,17 @@ class Refusing(Sound):
     ],
 )
 def test_faults_are_found(build: Callable[[], Any], message: str | None) -> None:
-    assert found_with(EnvironmentSpec(name="x", build=lambda options: build()))[: 1 if message else None] == (
+    assert found_with(bundles.EnvironmentSpec(name="x", build=lambda options: build()))[: 1 if message else None] == (
         [] if message is None else [message]
     )
 
 
 def test_weights_of_no_reward_are_found() -> None:
-    spec = EnvironmentSpec(name="x", build=lambda options: Sound(), weights={"size": 0.0})
+    spec = bundles.EnvironmentSpec(name="x", build=lambda options: Sound(), weights={"size": 0.0})
     assert found_with(spec) == ["weights {'size': 0.0} of rewards ['length']"]
 
 
-def found_with(spec: EnvironmentSpec) -> list[str]:
+def found_with(spec: bundles.EnvironmentSpec) -> list[str]:
     """What the checks raise, cut to the messages of this file."""
     found = []
     for check in bundle_checks("environment", spec):

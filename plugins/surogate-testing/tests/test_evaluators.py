@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from surogate_core.bundles import EvaluatorSpec
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_testing.suites import bundle_checks
 
 
@@ -24,7 +23,7 @@ class Runs:
         return []
 
 
-def failures(spec: EvaluatorSpec) -> list[str]:
+def failures(spec: bundles.EvaluatorSpec) -> list[str]:
     found = []
     for check in bundle_checks("eval", spec):
         try:
@@ -46,7 +45,7 @@ def failures(spec: EvaluatorSpec) -> list[str]:
     ],
 )
 def test_faults_are_found(name: str, opened: Callable[..., Any], message: str | None) -> None:
-    found = failures(EvaluatorSpec(name=name, open=opened))
+    found = failures(bundles.EvaluatorSpec(name=name, open=opened))
     if message is None:
         assert found == []
     else:

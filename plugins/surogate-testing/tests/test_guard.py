@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import surogate_core
-from surogate_core.kernels.optimizing import updates
+from surogate_core.service.kernels import updates
 from surogate_testing import guard
 from surogate_testing.hostreads import no_host_reads
 

@@ -1,12 +1,11 @@
 import pytest
 
-from surogate_core.bundles import ModelFamily
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_testing.models import describes_itself_to_formats
 
 
 def family(describe):
-    return ModelFamily(
+    return bundles.ModelFamily(
         name="acme",
         hf_model_types=("acme",),
         build=lambda config: None,

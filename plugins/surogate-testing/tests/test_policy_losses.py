@@ -8,33 +8,32 @@ from typing import Any
 import pytest
 import torch
 
-from surogate_core.bundles import Aggregation, PolicyLoss, PolicyLossSpec, PolicyTerms
-from surogate_core.errors import PluginError
+from surogate_core.plugin import PluginError, bundles
 from surogate_testing import policy_losses
 
 
-def clipped(terms: PolicyTerms) -> torch.Tensor:
+def clipped(terms: bundles.PolicyTerms) -> torch.Tensor:
     bounded_N = terms.ratio_N.clamp(1 - terms.low, 1 + terms.high)
     return -(terms.ratio_N * terms.advantages_N).minimum(bounded_N * terms.advantages_N)
 
 
-def overwriting(terms: PolicyTerms) -> torch.Tensor:
+def overwriting(terms: bundles.PolicyTerms) -> torch.Tensor:
     loss_N = clipped(terms)
     terms.advantages_N.zero_()
     return loss_N
 
 
-def counting() -> Callable[[PolicyTerms], torch.Tensor]:
+def counting() -> Callable[[bundles.PolicyTerms], torch.Tensor]:
     calls = iter(range(100))
     return lambda terms: clipped(terms) * (1 + next(calls))
 
 
-def spec(**parts: Any) -> PolicyLossSpec:
-    return PolicyLossSpec(name="odd", build=lambda options: PolicyLoss(**{"loss": clipped, **parts}))
+def spec(**parts: Any) -> bundles.PolicyLossSpec:
+    return bundles.PolicyLossSpec(name="odd", build=lambda options: bundles.PolicyLoss(**{"loss": clipped, **parts}))
 
 
-def averaged(weights: Any, divisor: Any = lambda lengths: 1.0) -> Aggregation:
-    return Aggregation(weights=weights, divisor=divisor)
+def averaged(weights: Any, divisor: Any = lambda lengths: 1.0) -> bundles.Aggregation:
+    return bundles.Aggregation(weights=weights, divisor=divisor)
 
 
 WRONG = [
@@ -71,7 +70,7 @@ def test_a_sound_one_passes_these() -> None:
 
 
 def test_a_loss_that_reads_a_value_cannot_be_traced() -> None:
-    def branching(terms: PolicyTerms) -> torch.Tensor:
+    def branching(terms: bundles.PolicyTerms) -> torch.Tensor:
         return clipped(terms) if float(terms.ratio_N.max()) < 100 else clipped(terms) * 0.5
 
     with pytest.raises(PluginError, match="policy loss odd failed"):

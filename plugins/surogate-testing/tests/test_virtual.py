@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from surogate_core.bundles.fabrics import Fabric
-from surogate_core.kernels.sums import tree_sum
-from surogate_core.mesh.sums import lanes_of
+from surogate_core.plugin import bundles
+from surogate_core.service.engine import lanes_of
+from surogate_core.service.kernels import tree_sum
 from surogate_testing.virtual import in_threads
 
 
 def test_exchange_sends_part_r_to_rank_r() -> None:
-    def work(fabric: Fabric) -> list[list[float]]:
+    def work(fabric: bundles.Fabric) -> list[list[float]]:
         received = torch.zeros(4, 2)
         fabric.exchange([torch.full((2,), 10.0 * fabric.rank + r) for r in range(4)], received)
         return received.tolist()
@@ -23,7 +23,7 @@ def test_exchange_sends_part_r_to_rank_r() -> None:
 
 
 def test_two_ranks_may_exchange_any_lengths() -> None:
-    def work(fabric: Fabric) -> list[list[float]]:
+    def work(fabric: bundles.Fabric) -> list[list[float]]:
         sent = [torch.full(((fabric.rank + r) % 3,), 10.0 * fabric.rank + r) for r in range(4)]
         received = [torch.zeros((fabric.rank + r) % 3) for r in range(4)]
         fabric.exchange_unequal(sent, received)
@@ -33,7 +33,7 @@ def test_two_ranks_may_exchange_any_lengths() -> None:
 
 
 def test_gather_fills_unequal_parts_in_place() -> None:
-    def work(fabric: Fabric) -> list[float]:
+    def work(fabric: bundles.Fabric) -> list[float]:
         flat = torch.zeros(5)
         parts = flat.split([3, 2, 0])
         parts[fabric.rank].fill_(fabric.rank + 1)
@@ -46,7 +46,7 @@ def test_gather_fills_unequal_parts_in_place() -> None:
 def test_the_bits_of_infinity_and_nan_survive_the_maximum() -> None:
     """As int32, patterns of values that are not negative keep their order, and NaN is above infinity."""
 
-    def work(fabric: Fabric) -> list[float]:
+    def work(fabric: bundles.Fabric) -> list[float]:
         values = torch.tensor([1.0, 2.0, float("nan")] if fabric.rank else [3.0, float("inf"), 1.0])
         fabric.maximum(values.view(torch.int32))
         return values.tolist()
@@ -57,7 +57,7 @@ def test_the_bits_of_infinity_and_nan_survive_the_maximum() -> None:
 
 
 def test_an_error_of_a_rank_is_raised_and_frees_the_others() -> None:
-    def work(fabric: Fabric) -> None:
+    def work(fabric: bundles.Fabric) -> None:
         if fabric.rank == 1:
             raise ValueError("rank 1 alone")
         fabric.add(torch.zeros(1))
@@ -74,7 +74,7 @@ def test_a_tree_over_lanes_has_the_same_bits_on_any_number_of_ranks(world: int) 
     plain = torch.stack(lanes).sum(0)
     assert not torch.equal(whole, plain) or world > 1  # the order matters for these values
 
-    def work(fabric: Fabric) -> Tensor:
+    def work(fabric: bundles.Fabric) -> Tensor:
         share = 8 // world
         mine = torch.empty(64)
         tree_sum([lane.clone() for lane in lanes[fabric.rank * share : (fabric.rank + 1) * share]], mine)

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 from surogate_commands.flags import FILTERS, TEMPERATURE, TOOL_PARSER, Flag, shown
 from surogate_commands.sampling import sampling_of
 from surogate_commands.words import Flags, Words
-from surogate_core.errors import SurogateError, UserError
+from surogate_core.plugin import SurogateError, UserError
 
 if TYPE_CHECKING:
     from surogate_commands.adapters import Adapters
-    from surogate_core.bundles import RolloutEngine, Sampling
-    from surogate_core.generate.weights import Weights
-    from surogate_core.inference.generation import PreparedModel
-    from surogate_core.inference.tool_calls import Calling
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.plugin import bundles, inference
+    from surogate_core.service.inference import Calling, Weights
+    from surogate_core.service.plugins import Registry
 
 FLAGS = Flags(
     command="surogate chat",
@@ -75,9 +73,9 @@ class Partner:
     """A model with its conversation."""
 
     name: str
-    prepared: PreparedModel
-    engine: RolloutEngine
-    sampling: Sampling
+    prepared: inference.PreparedModel
+    engine: bundles.RolloutEngine
+    sampling: bundles.Sampling
     context: int
     stop: tuple[str, ...] = ()
     activate: Callable[[], None] | None = None
@@ -109,8 +107,8 @@ class Partner:
         return self._answer(self.messages, most=most, shown=shown)
 
     def _answer(self, messages: list[dict[str, Any]], *, most: int, shown: Callable[[str], None]) -> str:
-        from surogate_core.bundles import Request
-        from surogate_core.inference.texts import generate_texts, prompt_of_messages
+        from surogate_core.plugin import bundles
+        from surogate_core.service.inference import generate_texts, prompt_of_messages
 
         prompt = prompt_of_messages(self.prepared.tokenizer, messages, name="the conversation", tools=self.tools)
         room = self.context - len(prompt.ids)
@@ -119,7 +117,7 @@ class Partner:
                 f"the conversation has {len(prompt.ids):,} tokens, and there is room for {self.context:,}. "
                 f"Fix: /reset, or --context N"
             )
-        request = Request(
+        request = bundles.Request(
             prompt=prompt.ids,
             max_new_tokens=min(room, most),
             number=len(self.messages),
@@ -176,8 +174,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("surogate chat: no model is named. Fix: surogate chat MODEL")
     if "" in words.lists.get("--stop", ()):
         raise UserError("--stop: is empty. Fix: give the text before which an answer ends.")
-    from surogate_core import logs
-    from surogate_core.app.announce import announce
+    from surogate_core.service.app import announce
+    from surogate_core.service.config import logs
 
     announce(f"Loading {', '.join(words.models)}.")
     logs.configure()
@@ -187,14 +185,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _partners(words: Words) -> list[Partner]:
     from surogate_commands.adapters import Adapters
-    from surogate_core.app.arguments import Arguments, registry_for
-    from surogate_core.app.progress import shown_progress
-    from surogate_core.bundles import RolloutSettings
-    from surogate_core.events import Progress
-    from surogate_core.inference.texts import warm_up
-    from surogate_core.inference.tool_calls import calling
-    from surogate_core.tools.checks import read_tools
-    from surogate_core.tools.choosing import check_parser
+    from surogate_core.plugin import bundles, events
+    from surogate_core.service.app import Arguments, registry_for, shown_progress
+    from surogate_core.service.inference import calling, check_parser, read_tools, warm_up
 
     registry = registry_for(Arguments(overrides=words.overrides))
     spec = registry.get("rollout", "native")
@@ -207,13 +200,13 @@ def _partners(words: Words) -> list[Partner]:
     partners = []
     with shown_progress() as progress:
 
-        def opened(word: str, prepared: PreparedModel) -> tuple[Weights, RolloutEngine]:
+        def opened(word: str, prepared: inference.PreparedModel) -> tuple[Weights, bundles.RolloutEngine]:
             def told(task: str, done: int, total: int) -> None:
-                progress(Progress(task=f"{word}: {task}", done=done, total=total))
+                progress(events.Progress(task=f"{word}: {task}", done=done, total=total))
 
             weights = prepared.load(registry, progress=told)
             context = _context(words, prepared)
-            engine = spec.open(weights, RolloutSettings(slots=1, context=context, frozen=True))
+            engine = spec.open(weights, bundles.RolloutSettings(slots=1, context=context, frozen=True))
             told("warming up", 0, 1)
             warm_up(engine, slots=1, context=context)
             told("warming up", 1, 1)
@@ -243,27 +236,30 @@ def _partners(words: Words) -> list[Partner]:
     return partners
 
 
-def _check_tools(ready: Mapping[str, PreparedModel] | Sequence[Partner], tools: Sequence[Mapping[str, Any]]) -> None:
+def _check_tools(
+    ready: Mapping[str, inference.PreparedModel] | Sequence[Partner], tools: Sequence[Mapping[str, Any]]
+) -> None:
     """Raises `UserError` for tools beside several partners, whose calls would need different results."""
     if tools and len(ready) > 1:
         raise UserError("surogate chat --tools: tools are for one model. Fix: name one MODEL")
 
 
-def _context(words: Words, prepared: PreparedModel) -> int:
+def _context(words: Words, prepared: inference.PreparedModel) -> int:
     return int(min(words.counts.get("--context", CONTEXT), prepared.context))
 
 
-def _activate(adapters: Adapters, engine: RolloutEngine, word: str) -> None:
+def _activate(adapters: Adapters, engine: bundles.RolloutEngine, word: str) -> None:
     if adapters.activate(word):
         engine.forget()
 
 
-def _ready(words: Words, registry: Registry) -> tuple[dict[str, PreparedModel], PreparedModel | None]:
+def _ready(
+    words: Words, registry: Registry
+) -> tuple[dict[str, inference.PreparedModel], inference.PreparedModel | None]:
     """(the partners' models, the base that all of them share); notes about them are printed."""
     from surogate_commands.adapters import NotSharedError, prepare_beside
-    from surogate_core.config.resolve import load_run_config
-    from surogate_core.data.text.chat import chat_of
-    from surogate_core.inference.generation import named, on_its_base, prepare, quantised_note, with_adapter
+    from surogate_core.plugin import encoding, load_run_config
+    from surogate_core.service.inference import named, on_its_base, prepare, quantised_note, with_adapter
 
     adapters = words.lists.get("--adapter", [])
     if adapters and len(words.models) > 1:
@@ -274,7 +270,7 @@ def _ready(words: Words, registry: Registry) -> tuple[dict[str, PreparedModel], 
     configs = {
         word: load_run_config([*found.overrides, *words.overrides], registry=registry) for word, found in chosen.items()
     }
-    ready: dict[str, PreparedModel] = {}
+    ready: dict[str, inference.PreparedModel] = {}
     base = None
     if len(chosen) > 1 and adapters:
         with suppress(NotSharedError):
@@ -282,7 +278,7 @@ def _ready(words: Words, registry: Registry) -> tuple[dict[str, PreparedModel], 
     if base is None:
         ready = {word: prepare(found, configs[word], registry) for word, found in chosen.items()}
     for word, prepared in ready.items():
-        chat_of(prepared.tokenizer)  # without a template there is no chat
+        encoding.chat_of(prepared.tokenizer)  # without a template there is no chat
         for note in (*prepared.notes, *quantised_note(word, chosen[word], prepared, registry)):
             print(f"note: {word}: {note}", file=sys.stderr)
     return ready, base
@@ -343,7 +339,7 @@ def _show_end(partner: Partner, reply: str) -> None:
 
 
 def _show_call(partner: Partner) -> None:
-    from surogate_core.data.text.calls import text_of_call
+    from surogate_core.service.data import text_of_call
 
     print(f"[call] {text_of_call(partner.pending[0])}", flush=True)
     print("Its result, or an empty line:", file=sys.stderr)
@@ -368,7 +364,7 @@ def _command(text: str, partners: Sequence[Partner], system: str | None) -> str 
             undone = [partner.undo() for partner in partners]
             print("The last message is taken back." if any(undone) else "There is no message.", file=sys.stderr)
         case "/tools":
-            from surogate_core.tools.checks import read_tools
+            from surogate_core.service.inference import read_tools
 
             tools = read_tools(rest.strip(), key="/tools") if rest.strip() else []
             _check_tools(partners, tools)
@@ -389,7 +385,7 @@ def _command(text: str, partners: Sequence[Partner], system: str | None) -> str 
 
 
 def _save(file: str, partners: Sequence[Partner]) -> None:
-    from surogate_core.files.atomic import replace_file
+    from surogate_core.plugin import atomic
 
     if not file:
         raise UserError("/save: names no file. Fix: /save chat.jsonl")
@@ -401,7 +397,7 @@ def _save(file: str, partners: Sequence[Partner]) -> None:
         + "\n"
         for partner in partners
     ]
-    replace_file(Path(file).expanduser(), "".join(rows).encode(), key="/save")
+    atomic.replace_file(Path(file).expanduser(), "".join(rows).encode(), key="/save")
     print(f"Written: {file}", file=sys.stderr)
 
 

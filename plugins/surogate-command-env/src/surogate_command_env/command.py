@@ -15,12 +15,12 @@ from surogate_commands.flags import ADAPTER, ENGINE, SLOTS, Flag, shown
 from surogate_commands.kept import json_line, kept_lines
 from surogate_commands.sampling import number, sampling_of
 from surogate_commands.words import Flags, Words
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 if TYPE_CHECKING:
     from surogate_command_env.scores import Scores
-    from surogate_core.config.schema import RunConfig, Selection
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.service.config import RunConfig, Selection
+    from surogate_core.service.plugins import Registry
     from surogate_reinforcement.checking import Checked
     from surogate_reinforcement.pool import EnvironmentPool
 
@@ -125,8 +125,8 @@ def _refuse_flags(command: str, words: Words) -> None:
 
 
 def _list(words: Words) -> int:
-    from surogate_core.bundles.options import option_defaults
-    from surogate_core.plugins import import_policy, load_plugins
+    from surogate_core.plugin import import_policy, load_plugins
+    from surogate_core.service.plugins import option_defaults
 
     registry = load_plugins(import_policy())
     rows = [
@@ -156,7 +156,7 @@ def _list(words: Words) -> int:
 
 
 def _new(words: Words) -> int:
-    from surogate_core.plugins.new import new_plugin
+    from surogate_core.service.plugins import new_plugin
 
     (name,) = words.models
     directory = new_plugin(name, "environment", Path(words.texts.get("--output", ".")).expanduser())
@@ -195,9 +195,9 @@ class _Chosen:
 
 def _chosen(name: str, overrides: Sequence[str], of_model: Sequence[str] = ()) -> _Chosen:
     """The environment of a name. An override whose key is an option of it sets that option."""
-    from surogate_core.app.arguments import Arguments, registry_for
-    from surogate_core.bundles.options import field_types
-    from surogate_core.config.resolve import load_run_config
+    from surogate_core.plugin import load_run_config
+    from surogate_core.service.app import Arguments, registry_for
+    from surogate_core.service.plugins import field_types
 
     registry = registry_for(Arguments(overrides=[*of_model, *overrides]))
     known = registry.bundles("environment")
@@ -208,8 +208,7 @@ def _chosen(name: str, overrides: Sequence[str], of_model: Sequence[str] = ()) -
 
 
 def _problems(words: Words) -> int:
-    from surogate_core.bundles.reinforcement.environments import Fault
-    from surogate_core.files.atomic import replace_file
+    from surogate_core.plugin import atomic, bundles
     from surogate_reinforcement.checking import ANSWER
 
     output = _output(words)
@@ -219,7 +218,7 @@ def _problems(words: Words) -> int:
         found = pool.problems(numbers, seed)
     lines, faults = [], 0
     for place, problem in zip(numbers, found, strict=True):
-        if isinstance(problem, Fault):
+        if isinstance(problem, bundles.Fault):
             faults += 1
             print(f"note: problem {place}: {problem}", file=sys.stderr)
         elif "--solved" not in words.switches:
@@ -232,7 +231,7 @@ def _problems(words: Words) -> int:
     if output is None:
         print("".join(lines), end="")
     else:
-        replace_file(output, "".join(lines).encode(), key="--output")
+        atomic.replace_file(output, "".join(lines).encode(), key="--output")
     return 1 if faults == len(numbers) else 0
 
 
@@ -254,12 +253,12 @@ def _seed(words: Words) -> int:
 
 
 def _output(words: Words) -> Path | None:
-    from surogate_core.files.atomic import ensure_writable_file
+    from surogate_core.plugin import atomic
 
     if "--output" not in words.texts:
         return None
     output = Path(words.texts["--output"]).expanduser()
-    ensure_writable_file(output, key="--output")
+    atomic.ensure_writable_file(output, key="--output")
     return output
 
 
@@ -315,8 +314,8 @@ def wrong_with(found: Checked, *, declared: bool) -> list[str]:
 
 def _eval(words: Words) -> int:
     from surogate_command_env.scores import compared
-    from surogate_core import logs
-    from surogate_core.files.atomic import replace_file
+    from surogate_core.plugin import atomic
+    from surogate_core.service.config import logs
 
     logs.configure()
     output = _output(words)
@@ -334,7 +333,7 @@ def _eval(words: Words) -> int:
             scores = _measured(model, name, words, taken)
             found.append(compared(found[0], scores) if found else scores)
     if output is not None:
-        replace_file(output, "".join(json_line(row) for row in rows).encode(), key="--output")
+        atomic.replace_file(output, "".join(json_line(row) for row in rows).encode(), key="--output")
     if "--json" in words.switches:
         print(json.dumps([_plain(scores) for scores in found], indent=1))
     else:
@@ -344,10 +343,10 @@ def _eval(words: Words) -> int:
 
 def _measured(model: str, name: str, words: Words, taken: Callable[[Mapping[str, Any]], None]) -> Scores:
     from surogate_command_env.scores import ScorePlan, measure
-    from surogate_core.app.progress import shown_progress
-    from surogate_core.inference.generation import named, prepare, rollout_of, with_adapter
-    from surogate_core.inference.texts import PromptOptions
-    from surogate_core.measure.subject import Subject
+    from surogate_core.plugin import inference
+    from surogate_core.service.app import shown_progress
+    from surogate_core.service.inference import named, prepare, rollout_of, with_adapter
+    from surogate_core.service.training import Subject
 
     found = with_adapter(model, words.texts["--adapter"]) if "--adapter" in words.texts else named(model)
     chosen = _chosen(name, words.overrides, found.overrides)
@@ -357,7 +356,7 @@ def _measured(model: str, name: str, words: Words, taken: Callable[[Mapping[str,
     for note in prepared.notes:
         print(f"note: {note}", file=sys.stderr)
     greedy = replace(prepared.sampling, temperature=0.0, seed=SEED)
-    wanted = PromptOptions(
+    wanted = inference.PromptOptions(
         max_new_tokens=words.counts.get("--max-new-tokens", 512),
         samples=samples,
         sampling=sampling_of(words.sampling, greedy, sampled=samples > 1),

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from surogate_core.bundles import EnvironmentProblem, Fault, Turn, total_reward
-from surogate_core.inference.texts import Prompt, PromptOptions, prompt_of_messages, prompt_of_text
-from surogate_core.measure.stderr import mean_stderr
-from surogate_core.measure.subject import Subject
+from surogate_core.plugin import bundles, inference
+from surogate_core.service.inference import prompt_of_messages, prompt_of_text
+from surogate_core.service.training import Subject, mean_stderr
 from surogate_reinforcement.pool import EnvironmentPool
 
 Key = tuple[int, int]
@@ -66,12 +65,12 @@ def compared(first: Scores, other: Scores) -> Scores:
 @dataclass(slots=True)
 class _Attempt:
     key: Key
-    problem: EnvironmentProblem
+    problem: bundles.EnvironmentProblem
     messages: list[Mapping[str, Any]]
     turns: int = 0
     tokens: int = 0
     truncated: bool = False
-    fault: Fault | None = None
+    fault: bundles.Fault | None = None
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     reward: float | None = None
 
@@ -94,7 +93,7 @@ class ScorePlan:
     numbers: Sequence[int]
     """The numbers of the problems."""
     seed: int
-    wanted: PromptOptions
+    wanted: inference.PromptOptions
     """Tokens of a reply, attempts at a problem, and how tokens are chosen."""
     turns: int
     """Replies of an attempt at most."""
@@ -110,7 +109,7 @@ def measure(
     faults: Counter[str] = Counter()
     attempts = []
     for number, problem in zip(plan.numbers, pool.problems(plan.numbers, plan.seed), strict=True):
-        if isinstance(problem, Fault):
+        if isinstance(problem, bundles.Fault):
             faults[problem.reason] += plan.wanted.samples
             continue
         attempts += [_Attempt((number, s), problem, list(problem.messages)) for s in range(plan.wanted.samples)]
@@ -121,11 +120,11 @@ def measure(
     for attempt in going:
         attempt.truncated = True
     for attempt, rewards in zip(attempts, pool.rewards([a.key for a in attempts]), strict=True):
-        if isinstance(rewards, Fault):
+        if isinstance(rewards, bundles.Fault):
             attempt.fault = attempt.fault or rewards
             faults[attempt.fault.reason] += 1
         else:
-            attempt.rewards, attempt.reward = rewards, total_reward(rewards, plan.weights)
+            attempt.rewards, attempt.reward = rewards, bundles.total_reward(rewards, plan.weights)
         taken({"model": subject.name, **attempt.row()})
     return _scores(subject.name, pool.name, plan, attempts, faults)
 
@@ -151,13 +150,13 @@ def _turn(
     answers = pool.reply([(a.key, text.text) for (a, _), text in zip(prompts, texts, strict=True)])
     left = []
     for (attempt, _), answer in zip(prompts, answers, strict=True):
-        if isinstance(answer, Turn) and not answer.done and not attempt.truncated:
+        if isinstance(answer, bundles.Turn) and not answer.done and not attempt.truncated:
             attempt.messages += answer.messages
             left.append(attempt)
     return left
 
 
-def _prompt(subject: Subject, attempt: _Attempt) -> Prompt:
+def _prompt(subject: Subject, attempt: _Attempt) -> inference.Prompt:
     name = f"problem {attempt.key[0]}"
     if subject.tokenizer.chat_template:
         return prompt_of_messages(subject.tokenizer, attempt.messages, tools=attempt.problem.tools, name=name)

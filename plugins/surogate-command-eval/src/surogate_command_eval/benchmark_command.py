@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_commands.sampling import sampling_of
 from surogate_commands.words import Words
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import BenchmarkResult, Evaluator
-    from surogate_core.events import Progress
-    from surogate_core.inference.generation import PreparedModel
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.plugin import bundles, events, inference
+    from surogate_core.service.plugins import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +70,12 @@ def _key(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
+def evaluators_of(asked: Asked, registry: Registry) -> list[bundles.Evaluator]:
     """The benchmarks, checked; no model is loaded."""
     from surogate_command_eval.benchmark_scores import LocalBenchmarks
     from surogate_command_eval.benchmarks import BenchmarkOptions, read_benchmarks
-    from surogate_core.bundles import EvalSettings, Sampling
-    from surogate_core.inference.generation import rollout_of
-    from surogate_core.inference.texts import PromptOptions
+    from surogate_core.plugin import bundles, inference
+    from surogate_core.service.inference import rollout_of
 
     if not asked.tasks:
         raise UserError("tasks: none is named. Fix: name a file of JSON lines")
@@ -88,13 +85,13 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
         raise UserError("--system: only a chat has a system message. Fix: add --chat")
     rollout_of(registry, asked.engine)
     files, others = _sorted(asked.tasks, registry)
-    sampling = sampling_of(asked.sampling or {}, Sampling(temperature=0.0), sampled=asked.samples > 1)
-    found: list[Evaluator] = []
+    sampling = sampling_of(asked.sampling or {}, bundles.Sampling(temperature=0.0), sampled=asked.samples > 1)
+    found: list[bundles.Evaluator] = []
     if files:
         options = BenchmarkOptions(
             match=asked.match, pattern=asked.pattern, prompt=asked.prompt, shots=asked.shots or 0, limit=asked.limit
         )
-        wanted = PromptOptions(
+        wanted = inference.PromptOptions(
             max_new_tokens=256 if asked.max_new_tokens is None else asked.max_new_tokens,
             samples=asked.samples,
             sampling=sampling,
@@ -105,7 +102,7 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[Evaluator]:
         )
     elif given := asked.for_files():
         raise UserError(f"{given}: is for files of JSON lines, and none is named. Fix: leave it out.")
-    settings = EvalSettings(
+    settings = bundles.EvalSettings(
         shots=asked.shots,
         limit=asked.limit,
         chat=asked.chat,
@@ -141,17 +138,17 @@ def _sorted(tasks: Sequence[str], registry: Registry) -> tuple[list[str], dict[s
 
 
 def measured(
-    prepared: Mapping[str, PreparedModel],
+    prepared: Mapping[str, inference.PreparedModel],
     registry: Registry,
-    evaluators: Sequence[Evaluator],
+    evaluators: Sequence[bundles.Evaluator],
     asked: Asked,
     *,
     taken: Callable[[Mapping[str, Any]], None] | None = None,
-    progress: Callable[[Progress], None] = lambda event: None,
-) -> list[BenchmarkResult]:
+    progress: Callable[[events.Progress], None] = lambda event: None,
+) -> list[bundles.BenchmarkResult]:
     """The figures of the models."""
     from surogate_command_eval.benchmark_scores import measure_all
-    from surogate_core.inference.generation import rollout_of
+    from surogate_core.service.inference import rollout_of
 
     engine = rollout_of(registry, asked.engine)
     return measure_all(
@@ -165,7 +162,7 @@ def measured(
     )
 
 
-def benchmark_table(found: Sequence[BenchmarkResult], shown: Callable[[float | None], str]) -> list[list[str]]:
+def benchmark_table(found: Sequence[bundles.BenchmarkResult], shown: Callable[[float | None], str]) -> list[list[str]]:
     """The figures as lines of cells, the head first; columns without a value are left out."""
     head = ["model", "task", "metric", "value", "± stderr", "rows", "no answer", "cut short"]
     lines = [[*head, "difference", "± stderr", "p"]]

@@ -8,15 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surogate_command_eval.benchmarks import BETWEEN, LocalBenchmark, Question, Verdict, judged
-from surogate_core.bundles import BenchmarkResult, Evaluator, MeasuredModel, RolloutEngineSpec
-from surogate_core.data.text.chat import encode_text
-from surogate_core.errors import UserError
-from surogate_core.events import Progress
-from surogate_core.inference.generation import PreparedModel
-from surogate_core.inference.texts import Prompt, PromptOptions, Text, prompt_of_messages, prompt_of_text
-from surogate_core.measure.stderr import mean_stderr
-from surogate_core.measure.subject import JudgedText, Subject
-from surogate_core.plugins.registry import Registry
+from surogate_core.plugin import UserError, bundles, encoding, events, inference
+from surogate_core.service.inference import prompt_of_messages, prompt_of_text
+from surogate_core.service.plugins import Registry
+from surogate_core.service.training import Subject, mean_stderr
 
 Taken = Callable[[Mapping[str, Any]], None]
 """Receives a row's completion and verdict."""
@@ -27,7 +22,7 @@ class LocalBenchmarks:
     """The evaluator of benchmark files."""
 
     tasks: Sequence[LocalBenchmark]
-    wanted: PromptOptions
+    wanted: inference.PromptOptions
     chat: bool = False
     """Whether a text prompt is a user's message."""
     system: str | None = None
@@ -41,14 +36,14 @@ class LocalBenchmarks:
                     f"{chat.name}: this example is a chat, and {text.name} is a text. Fix: --chat, or rows of one kind"
                 )
 
-    def run(self, subject: MeasuredModel, taken: Taken) -> list[BenchmarkResult]:
+    def run(self, subject: bundles.MeasuredModel, taken: Taken) -> list[bundles.BenchmarkResult]:
         """The figures of a model."""
-        found: list[BenchmarkResult] = []
+        found: list[bundles.BenchmarkResult] = []
         for task in self.tasks:
             found += _OneBenchmark(self, task, subject, taken).results()
         return found
 
-    def context(self, task: LocalBenchmark, row: Question, subject: MeasuredModel) -> Prompt:
+    def context(self, task: LocalBenchmark, row: Question, subject: bundles.MeasuredModel) -> inference.Prompt:
         """The tokens before the answer, the examples included."""
         if row.prompt is None or self.chat:
             turns = [turn for shot in task.shots for turn in (*self._turns(shot), _answered(shot))]
@@ -71,19 +66,19 @@ class LocalBenchmarks:
     def _turns(self, row: Question) -> list[Mapping[str, Any]]:
         return [message for message in self._all(row) if message.get("role") != "system"]
 
-    def pairs(self, task: LocalBenchmark, row: Question, subject: MeasuredModel) -> list[JudgedText]:
+    def pairs(self, task: LocalBenchmark, row: Question, subject: bundles.MeasuredModel) -> list[inference.JudgedText]:
         """The context with each of the row's choices."""
         context = self.context(task, row, subject).ids
         found = []
         for choice in row.choices:
             if row.prompt is None or self.chat:
-                ids = tuple(encode_text(subject.tokenizer, choice, add_special_tokens=False))
-                found.append(JudgedText(name=row.name, context=context, continuation=ids))
+                ids = tuple(encoding.encode_text(subject.tokenizer, choice, add_special_tokens=False))
+                found.append(inference.JudgedText(name=row.name, context=context, continuation=ids))
                 continue
             whole = prompt_of_text(subject.tokenizer, continued(self.text(task, row), choice), name=row.name).ids
             same = next((i for i, (a, b) in enumerate(zip(context, whole, strict=False)) if a != b), len(context))
             border = max(1, min(same, len(whole) - 1))
-            found.append(JudgedText(name=row.name, context=whole[:border], continuation=whole[border:]))
+            found.append(inference.JudgedText(name=row.name, context=whole[:border], continuation=whole[border:]))
         return found
 
 
@@ -103,11 +98,11 @@ class _OneBenchmark:
 
     plan: LocalBenchmarks
     task: LocalBenchmark
-    subject: MeasuredModel
+    subject: bundles.MeasuredModel
     taken: Taken
     samples: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def results(self) -> list[BenchmarkResult]:
+    def results(self) -> list[bundles.BenchmarkResult]:
         """Its figures."""
         rows = self.task.rows
         scores: dict[str, list[float]] = {"accuracy": [math.nan] * len(rows)}
@@ -122,8 +117,8 @@ class _OneBenchmark:
         made = [self._result(metric, values) for metric, values in scores.items()]
         return [replace(made[0], unanswered=unanswered, truncated=truncated), *made[1:]]
 
-    def _result(self, metric: str, scores: Sequence[float]) -> BenchmarkResult:
-        return BenchmarkResult(
+    def _result(self, metric: str, scores: Sequence[float]) -> bundles.BenchmarkResult:
+        return bundles.BenchmarkResult(
             model=self.subject.name,
             task=self.task.name,
             metric=metric,
@@ -170,7 +165,7 @@ class _OneBenchmark:
         rows = [self.task.rows[number] for number in numbers]
         verdicts: dict[tuple[int, int], Verdict] = {}
 
-        def finished(text: Text) -> None:
+        def finished(text: inference.Text) -> None:
             row = rows[text.prompt]
             verdict = verdicts[text.prompt, text.sample] = judged(row, text.text)
             self._take(
@@ -197,7 +192,7 @@ class _OneBenchmark:
         unanswered = sum(patterns) / len(patterns) if patterns else None
         return unanswered, sum(text.reason == "length" for text in texts) / len(texts)
 
-    def _wanted(self) -> PromptOptions:
+    def _wanted(self) -> inference.PromptOptions:
         """A completion of a text prompt with examples ends where the next example would begin."""
         wanted, texts = self.plan.wanted, all(row.prompt is not None for row in self.task.rows)
         if self.task.shots and texts and not self.plan.chat and not wanted.stop:
@@ -223,7 +218,7 @@ def mcnemar(first: Sequence[float], other: Sequence[float]) -> float | None:
     return min(1.0, 2 * tail / 2**count)
 
 
-def compared(first: BenchmarkResult, other: BenchmarkResult) -> BenchmarkResult:
+def compared(first: bundles.BenchmarkResult, other: bundles.BenchmarkResult) -> bundles.BenchmarkResult:
     """A figure with its difference from that of the first model, row by row."""
     if len(first.scores) != len(other.scores) or not first.scores:
         return other
@@ -237,17 +232,17 @@ def compared(first: BenchmarkResult, other: BenchmarkResult) -> BenchmarkResult:
 
 
 def measure_all(
-    prepared: Mapping[str, PreparedModel],
+    prepared: Mapping[str, inference.PreparedModel],
     registry: Registry,
-    evaluators: Sequence[Evaluator],
-    engine: RolloutEngineSpec,
+    evaluators: Sequence[bundles.Evaluator],
+    engine: bundles.RolloutEngineSpec,
     *,
     slots: int | None = None,
     taken: Taken = lambda sample: None,
-    progress: Callable[[Progress], None] = lambda event: None,
-) -> list[BenchmarkResult]:
+    progress: Callable[[events.Progress], None] = lambda event: None,
+) -> list[bundles.BenchmarkResult]:
     """The figures of several models, each compared with the first."""
-    firsts: dict[tuple[int, str, str], BenchmarkResult] = {}
+    firsts: dict[tuple[int, str, str], bundles.BenchmarkResult] = {}
     found = []
     for name, one in prepared.items():
         subject = Subject.load(name, one, registry, engine, slots=slots, progress=progress)

@@ -15,8 +15,8 @@ from decimal import Context, Decimal
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from surogate_core.errors import UserError
-from surogate_core.files.prompts import parsed_line
+from surogate_core.plugin import UserError
+from surogate_core.service.files import parsed_line
 
 Match = Literal["exact", "number", "regex", "choice"]
 MATCHES: tuple[Match, ...] = get_args(Match)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from surogate_commands.flags import CHAT, ENGINE, MAX_NEW_TOKENS, SLOTS, SYSTEM, Flag, shown
 from surogate_commands.tables import aligned
 from surogate_commands.words import Flags, Words
-from surogate_core.errors import UserError
-from surogate_core.numbers import significant
+from surogate_core.plugin import UserError, significant
 
 if TYPE_CHECKING:
     from surogate_command_eval.evaluation import HeldOutFigures
-    from surogate_core.config.schema import RunConfig
-    from surogate_core.inference.generation import Named, PreparedModel
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.plugin import inference
+    from surogate_core.service.config import RunConfig
+    from surogate_core.service.inference import Named
+    from surogate_core.service.plugins import Registry
 
 OF_MODELS = (
     Flag(
@@ -116,10 +116,10 @@ def main(argv: Sequence[str]) -> int:
         if of_tasks or "--chat" in words.switches:
             flag = min(of_tasks, default="--chat")
             raise UserError(f"surogate eval {flag}: it is for tasks, and none is named. Fix: add --tasks FILE.jsonl")
-    from surogate_core import logs
+    from surogate_core.plugin import atomic
+    from surogate_core.service.config import logs
 
     logs.configure()
-    from surogate_core.files.atomic import ensure_writable_file, replace_file
 
     output, samples = (
         Path(words.texts[flag]).expanduser() if flag in words.texts else None
@@ -127,12 +127,12 @@ def main(argv: Sequence[str]) -> int:
     )
     for path, flag in ((output, "--output"), (samples, "--samples-output")):
         if path is not None:
-            ensure_writable_file(path, key=flag)
+            atomic.ensure_writable_file(path, key=flag)
     lines, plain = _tasks(words, samples) if "--tasks" in words.lists else _losses(words)
     text = json.dumps(plain, indent=1)
     print(text if "--json" in words.switches else lines)
     if output is not None:
-        replace_file(output, f"{text}\n".encode(), key="--output")
+        atomic.replace_file(output, f"{text}\n".encode(), key="--output")
     if "--report" in words.switches:
         from surogate_command_eval.report import add_to_reports
 
@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
 def _losses(words: Words) -> tuple[str, list[dict[str, Any]]]:
     """The table of held-out losses, and the figures as JSON."""
     from surogate_command_eval.evaluation import evaluate_all
-    from surogate_core.app.progress import shown_progress
+    from surogate_core.service.app import shown_progress
 
     prepared, registry = prepared_models(words.models, words.overrides, _given(words))
     _note(prepared)
@@ -156,8 +156,8 @@ def _tasks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]
     """The table of tasks, and the figures as JSON. `output`: a file for the completions."""
     from surogate_command_eval.benchmark_command import Asked, benchmark_table, evaluators_of, measured
     from surogate_commands.kept import json_line, kept_lines
-    from surogate_core.app.progress import shown_progress
-    from surogate_core.files.atomic import replace_file
+    from surogate_core.plugin import atomic
+    from surogate_core.service.app import shown_progress
 
     asked = Asked.of_words(words)
     load = loader(words.models, words.overrides, _given(words))
@@ -168,7 +168,7 @@ def _tasks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]
         if output is not None:
             rows = {(one.model, one.task): one.samples for one in found}
             text = "".join(json_line(row) for some in rows.values() for row in some)
-            replace_file(output, text.encode(), key="--samples-output")
+            atomic.replace_file(output, text.encode(), key="--samples-output")
     plain = [{k: v for k, v in _plain(asdict(one)).items() if k not in ("scores", "samples")} for one in found]
     return "\n".join(aligned(benchmark_table(found, _shown), texts=3)), plain
 
@@ -177,7 +177,7 @@ def _given(words: Words) -> Path | None:
     return Path(words.texts["--config"]).expanduser() if "--config" in words.texts else None
 
 
-def _note(prepared: Mapping[str, PreparedModel]) -> None:
+def _note(prepared: Mapping[str, inference.PreparedModel]) -> None:
     for model, one in prepared.items():
         for note in one.notes:
             print(f"note: {model}: {note}", file=sys.stderr)
@@ -202,17 +202,17 @@ class Loader:
 
     def config(self, model: str, *more: str) -> RunConfig:
         """A model's configuration. `more`: overrides that win."""
-        from surogate_core.config.resolve import load_run_config
+        from surogate_core.plugin import load_run_config
 
         own = _ELSEWHERE if self.files[model] is not None else ()
         overrides = [*own, *self.found[model].overrides, *self.words, *more]
         return load_run_config(overrides, config_file=self.files[model], registry=self.registry)
 
-    def for_rows(self) -> dict[str, PreparedModel]:
+    def for_rows(self) -> dict[str, inference.PreparedModel]:
         """The models by name, all with the same rows."""
         from surogate_command_eval.evaluation import held_out, shared
-        from surogate_core.inference.generation import prepare
-        from surogate_core.setup.task_spec import task_spec
+        from surogate_core.service.inference import prepare
+        from surogate_core.service.setup import task_spec
 
         keys = set(map(_name, self.words))
         if self.files[self.first] is None and not keys & _ROWS:
@@ -237,9 +237,9 @@ class Loader:
             prepared[model] = prepare(one, held_out(config, named=keys), self.registry, generates=False)
         return prepared
 
-    def for_benchmarks(self) -> dict[str, PreparedModel]:
+    def for_benchmarks(self) -> dict[str, inference.PreparedModel]:
         """The models by name. A model that is no run has the first run's place and precision."""
-        from surogate_core.inference.generation import placed, prepare
+        from surogate_core.service.inference import placed, prepare
 
         if named := next((word for word in self.words if _name(word) in _ROWS), None):
             raise UserError(f"{named}: tasks have rows of their own. Fix: leave it out, or leave out the tasks.")
@@ -258,9 +258,9 @@ def _name(override: str) -> str:
 
 def loader(models: Sequence[str], words: Sequence[str], given: Path | None) -> Loader:
     """The models of a command. `words`: overrides. `given`: a file of keys for all of them."""
-    from surogate_core.app.arguments import Arguments, registry_for
-    from surogate_core.files.runs import config_of_run
-    from surogate_core.inference.generation import named
+    from surogate_core.service.app import Arguments, registry_for
+    from surogate_core.service.files import config_of_run
+    from surogate_core.service.inference import named
 
     files = {model: given or config_of_run(model) for model in models}
     first = next((file for file in files.values() if file is not None), None)
@@ -275,7 +275,7 @@ def loader(models: Sequence[str], words: Sequence[str], given: Path | None) -> L
 
 def prepared_models(
     models: Sequence[str], words: Sequence[str], given: Path | None
-) -> tuple[dict[str, PreparedModel], Registry]:
+) -> tuple[dict[str, inference.PreparedModel], Registry]:
     """The models by name, all with the same rows."""
     load = loader(models, words, given)
     return load.for_rows(), load.registry

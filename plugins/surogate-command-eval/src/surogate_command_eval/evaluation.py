@@ -9,22 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from surogate_command_eval.objective_evaluation import measured, refuse_references
-from surogate_core.bundles import Objective, PreparingTask, Task
-from surogate_core.config.composing.grammar import encode
-from surogate_core.config.schema import RunConfig
-from surogate_core.data import pipeline
-from surogate_core.data.sampler import EvalBatches
-from surogate_core.errors import UserError
-from surogate_core.events import Progress
-from surogate_core.generate.losses import DocumentSums, documents_of
-from surogate_core.inference.generation import PreparedModel, placed
-from surogate_core.measure.stderr import ratio_stderr
-from surogate_core.measure.subject import refuse_nan
-from surogate_core.setup.task_spec import objective_of, task_spec
+from surogate_core.plugin import UserError, bundles, events, inference
+from surogate_core.service.config import RunConfig, encode
+from surogate_core.service.data import EvalBatches, pipeline
+from surogate_core.service.inference import DocumentSums, documents_of, placed
+from surogate_core.service.setup import objective_of, task_spec
+from surogate_core.service.training import ratio_stderr, refuse_nan
 
 if TYPE_CHECKING:
-    from surogate_core.generate.weights import Weights
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.service.inference import Weights
+    from surogate_core.service.plugins import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +49,10 @@ class HeldOutFigures:
 
 def evaluate(
     name: str,
-    prepared: PreparedModel,
+    prepared: inference.PreparedModel,
     registry: Registry,
     *,
-    progress: Callable[[Progress], None],
+    progress: Callable[[events.Progress], None],
     first: tuple[HeldOutFigures, Sequence[DocumentSums]] | None = None,
 ) -> tuple[HeldOutFigures, list[DocumentSums]]:
     """The model's figures and its documents. `first`: those of the model to compare with."""
@@ -78,26 +72,27 @@ def evaluate(
     if data.eval is None:
         raise UserError("surogate eval: nothing is held out. Fix: name the rows to evaluate, datasets=FILE.jsonl")
     weights = prepared.load(
-        registry, progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total))
+        registry,
+        progress=lambda task, done, total: progress(events.Progress(task=f"{name}: {task}", done=done, total=total)),
     )
-    if task is not None and not isinstance(task, PreparingTask):
+    if task is not None and not isinstance(task, bundles.PreparingTask):
         return _by_objective(name, task, objective_of(config, registry), weights, data.eval.digest, progress), []
     batches = EvalBatches(data.eval, rows_per_micro_batch=config.per_device_train_batch_size)
     documents: list[DocumentSums] = []
     for done, found in enumerate(documents_of(weights, batches), start=1):
         refuse_nan(name, weights, found)
         documents += found
-        progress(Progress(task=f"{name}: evaluating", done=done, total=len(batches), unit="micro-batches"))
+        progress(events.Progress(task=f"{name}: evaluating", done=done, total=len(batches), unit="micro-batches"))
     return _figures(name, documents, data.eval.digest, first), documents
 
 
 def _by_objective(
     name: str,
-    task: Task,
-    objective: Objective,
+    task: bundles.Task,
+    objective: bundles.Objective,
     weights: Weights,
     digest: str,
-    progress: Callable[[Progress], None],
+    progress: Callable[[events.Progress], None],
 ) -> HeldOutFigures:
     """The figures under the objective of a task."""
     found = measured(
@@ -105,7 +100,7 @@ def _by_objective(
         objective,
         weights,
         lambda done, total: progress(
-            Progress(task=f"{name}: evaluating", done=done, total=total, unit="micro-batches")
+            events.Progress(task=f"{name}: evaluating", done=done, total=total, unit="micro-batches")
         ),
     )
     return HeldOutFigures(
@@ -122,10 +117,10 @@ def _by_objective(
 
 
 def evaluate_all(
-    prepared: Mapping[str, PreparedModel],
+    prepared: Mapping[str, inference.PreparedModel],
     registry: Registry,
     *,
-    progress: Callable[[Progress], None] = lambda event: None,
+    progress: Callable[[events.Progress], None] = lambda event: None,
 ) -> list[HeldOutFigures]:
     """The figures of several models, each compared with the first."""
     found: list[HeldOutFigures] = []

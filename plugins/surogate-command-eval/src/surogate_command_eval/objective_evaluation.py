@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from surogate_core.bundles import Objective, Task
-from surogate_core.data.referenced import ReferencedTask
-from surogate_core.engine.figures import of_chunk, of_sequences
-from surogate_core.errors import UserError
-from surogate_core.generate.losses import logits_of
-from surogate_core.kernels.registry import using
+from surogate_core.plugin import ReferencedTask, UserError, bundles, inference
+from surogate_core.service.engine import of_chunk, of_sequences
+from surogate_core.service.kernels import using
 
 if TYPE_CHECKING:
-    from surogate_core.batch import MicroBatch
-    from surogate_core.generate.weights import Weights
+    from surogate_core.plugin import MicroBatch
+    from surogate_core.service.inference import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +33,7 @@ class Measured:
     label_tokens: int
 
 
-def refuse_references(task: Task, name: str) -> None:
+def refuse_references(task: bundles.Task, name: str) -> None:
     """Raise `UserError` if the task compares with the model from before a run's first step."""
     if isinstance(task, ReferencedTask):
         raise UserError(
@@ -48,7 +45,10 @@ def refuse_references(task: Task, name: str) -> None:
 
 @torch.no_grad()
 def measured(
-    task: Task, objective: Objective, weights: Weights, progress: Callable[[int, int], None] = lambda done, total: None
+    task: bundles.Task,
+    objective: bundles.Objective,
+    weights: Weights,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
     """The loss and the figures over the held-out rows; raises `UserError` if there are none."""
     held_out = task.evaluation()
@@ -73,19 +73,19 @@ def measured(
     )
 
 
-def _joined(objective: Objective, parts: Sequence[Sequence[float]]) -> list[float]:
+def _joined(objective: bundles.Objective, parts: Sequence[Sequence[float]]) -> list[float]:
     """Each figure over several parts: the sum, or the maximum."""
     by_name = zip(objective.figures, zip(*parts, strict=True), strict=False)
     return [max(values) if name in objective.largest else math.fsum(values) for name, values in by_name]
 
 
-def _of_batch(objective: Objective, weights: Weights, batch: MicroBatch) -> tuple[float, list[float]]:
+def _of_batch(objective: bundles.Objective, weights: Weights, batch: MicroBatch) -> tuple[float, list[float]]:
     """(the summed loss, the sums of the figures) of a micro-batch."""
     device = weights.device
     columns = {name: column.to(device) for name, column in batch.columns.items()}
     losses, tokens = [], []
     with using(weights.programs.kernels):
-        for part, logits_NV in logits_of(weights, batch):
+        for part, logits_NV in inference.logits_of(weights, batch):
             own = {name: column[part] for name, column in columns.items()}
             labels_N = batch.labels[part].to(device)
             losses.append(objective.token_loss(logits_NV, labels_N, own))

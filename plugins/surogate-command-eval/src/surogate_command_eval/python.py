@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from surogate_core.api.process import contained, plain
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
+from surogate_core.service.app import contained, plain
 
 if TYPE_CHECKING:
     from surogate_command_eval.evaluation import HeldOutFigures
-    from surogate_core.bundles import BenchmarkResult
+    from surogate_core.plugin import bundles
 
 Name = str | os.PathLike[str]
 
@@ -23,7 +23,7 @@ def evaluate(models: Name | Sequence[Name], *, tasks: None = None, **keys: Any) 
 @overload
 def evaluate(
     models: Name | Sequence[Name], *, tasks: Sequence[Name], task_options: Mapping[str, Any] = ..., **keys: Any
-) -> list[BenchmarkResult]: ...
+) -> list[bundles.BenchmarkResult]: ...
 
 
 def evaluate(
@@ -32,7 +32,7 @@ def evaluate(
     tasks: Sequence[Name] | None = None,
     task_options: Mapping[str, Any] | None = None,
     **keys: Any,
-) -> list[HeldOutFigures] | list[BenchmarkResult]:
+) -> list[HeldOutFigures] | list[bundles.BenchmarkResult]:
     """Measure models on held-out rows: ``surogate.evaluate([run.path, "a/base"])``, or on tasks:
     ``surogate.evaluate(run.path, tasks=["words.jsonl"], task_options={"match": "number"})``.
 
@@ -50,7 +50,7 @@ def evaluate(
     with contained():
         from surogate_command_eval.command import loader
         from surogate_command_eval.evaluation import evaluate_all
-        from surogate_core.config.composing.grammar import encode
+        from surogate_core.service.config import encode
 
         load = loader(names, [f"{key}={encode(plain(value))}" for key, value in keys.items()], None)
         if tasks is None:

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from surogate_core.files.evaluations import add_evaluations
-from surogate_core.files.metrics import METRICS
-from surogate_core.files.runs import config_of_run, run_directory
+from surogate_core.plugin import METRICS, run_directory
+from surogate_core.service.files import add_evaluations, config_of_run
 
 HELD_OUT = "held-out rows"
 """The task of a loss."""
@@ -18,7 +17,7 @@ HELD_OUT = "held-out rows"
 
 def add_to_reports(models: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> None:
     """Add the figures of each model that is a run, or a part of one, to that run, and write its report anew, once."""
-    from surogate_core.app.reports import write_reports
+    from surogate_core.service.app import write_reports
 
     runs: list[Path] = []
     for model in models:

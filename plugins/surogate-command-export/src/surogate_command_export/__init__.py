@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 
 SUROGATE_API = ">=2,<3"
 

@@ -11,23 +11,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surogate_command_export.merge import merge_warnings
-from surogate_core.bundles import ExportFormat, ExportJob
-from surogate_core.bundles.options import field_types
-from surogate_core.config.resolve import load_run_config
-from surogate_core.config.typed import Builder
-from surogate_core.dsl.experts import expanded
-from surogate_core.engine.planning.pieces import distinct, pieces
-from surogate_core.errors import ConfigError, Problem, UserError
-from surogate_core.files import atomic
-from surogate_core.files.runs import run_directory
-from surogate_core.hf.lora_files import fold
-from surogate_core.inference.generation import Named, PreparedModel, named, on_its_base, prepare, with_adapter
+from surogate_core.plugin import (
+    ConfigError,
+    Problem,
+    UserError,
+    atomic,
+    bundles,
+    inference,
+    load_run_config,
+    run_directory,
+)
+from surogate_core.service.config import Builder
+from surogate_core.service.engine import distinct, pieces
+from surogate_core.service.files import fold
+from surogate_core.service.inference import Named, named, on_its_base, prepare, with_adapter
+from surogate_core.service.model import expanded
+from surogate_core.service.plugins import field_types
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surogate_core.config.yamlfile import Source
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.service.config import Source
+    from surogate_core.service.plugins import Registry
 
 PARTS = ("model", "adapter", "merged")
 """Directories of a run's result: the run's name says more than theirs."""
@@ -43,23 +48,23 @@ class Converted:
     notes: tuple[str, ...]
 
 
-def format_of(registry: Registry, name: str) -> ExportFormat:
+def format_of(registry: Registry, name: str) -> bundles.ExportFormat:
     """The export format of a name; raises `UserError` if there is none."""
     known = registry.names("export")
     if name not in known:
         missing = registry.explain_missing("export", name, known)
         raise UserError(f"--format {name}: {missing.message} Fix: {missing.fix or 'hf, or a format of a plugin'}")
-    found: ExportFormat = registry.get("export", name)
+    found: bundles.ExportFormat = registry.get("export", name)
     return found
 
 
-def formats_by_suffix(registry: Registry, file: Path) -> list[ExportFormat]:
+def formats_by_suffix(registry: Registry, file: Path) -> list[bundles.ExportFormat]:
     """The export formats whose files end as a file's name does."""
-    known: Mapping[str, ExportFormat] = registry.all("export")
+    known: Mapping[str, bundles.ExportFormat] = registry.all("export")
     return [spec for spec in known.values() if spec.suffix == file.suffix]
 
 
-def format_by_suffix(registry: Registry, file: Path) -> ExportFormat:
+def format_by_suffix(registry: Registry, file: Path) -> bundles.ExportFormat:
     """The one of them; raises `UserError` if there is none, or several."""
     known, found = registry.all("export"), formats_by_suffix(registry, file)
     if len(found) != 1:
@@ -68,7 +73,7 @@ def format_by_suffix(registry: Registry, file: Path) -> ExportFormat:
     return found[0]
 
 
-def options_of(spec: ExportFormat, values: Mapping[str, Any], *, prefix: str = "") -> Any:
+def options_of(spec: bundles.ExportFormat, values: Mapping[str, Any], *, prefix: str = "") -> Any:
     """An instance of the format's options; raises `ConfigError`, whose keys begin with `prefix`."""
     known = [f"{prefix}{name}" for name in field_types(spec.options)]
 
@@ -92,7 +97,7 @@ def title_of(word: str) -> str:
     return path.parent.name if path.name in PARTS else path.name
 
 
-def place_of(target: str, spec: ExportFormat, word: str) -> Path:
+def place_of(target: str, spec: bundles.ExportFormat, word: str) -> Path:
     """The file to write; raises `UserError` for a target of another kind."""
     place = Path(target).expanduser()
     if place.is_dir() or target.endswith("/"):
@@ -104,7 +109,7 @@ def place_of(target: str, spec: ExportFormat, word: str) -> Path:
 
 def convert(
     word: str,
-    spec: ExportFormat,
+    spec: bundles.ExportFormat,
     options: Any,
     place: Path,
     registry: Registry,
@@ -137,14 +142,14 @@ def convert(
 
 
 def _job(
-    prepared: PreparedModel,
-    spec: ExportFormat,
+    prepared: inference.PreparedModel,
+    spec: bundles.ExportFormat,
     *,
     name: str,
     file: Path,
     place: Path,
     progress: Callable[[int, int], None],
-) -> ExportJob:
+) -> bundles.ExportJob:
     model, weights, adapter = prepared.model, prepared.resolved.weights, prepared.resolved.adapter
     assert weights is not None, "a word names a model that has weights"
     stack = adapter.stack if adapter is not None else ()
@@ -155,7 +160,7 @@ def _job(
         return fold(name, weights.get(name), stack)
 
     describe = prepared.resolved.family.exports.get(spec.name)
-    return ExportJob(
+    return bundles.ExportJob(
         name=name,
         config={**model.config, "tie_word_embeddings": model.tied},
         shapes=shapes,
@@ -172,7 +177,7 @@ def _job(
     )
 
 
-def _warnings(prepared: PreparedModel, found: Named, word: str) -> tuple[str, ...]:
+def _warnings(prepared: inference.PreparedModel, found: Named, word: str) -> tuple[str, ...]:
     if not found.stack or found.files is None or prepared.resolved.weights is None:
         return ()
     base = str(prepared.config.model.path)

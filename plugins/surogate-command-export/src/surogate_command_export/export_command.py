@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from surogate_commands.flags import Flag
 from surogate_commands.words import Flags, Words
-from surogate_core.app.arguments import Arguments, registry_for
-from surogate_core.errors import UserError
-from surogate_core.files.runs import latest_run, run_directory
+from surogate_core.plugin import UserError, latest_run, run_directory
+from surogate_core.service.app import Arguments, registry_for
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import ExportFormat
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.plugin import bundles
+    from surogate_core.service.plugins import Registry
 
 USAGE = """\
 usage: surogate export [RUN] --to hub://USER/NAME [--public] [--base-model HUB_ID] [--overwrite] [--dry-run]
@@ -89,7 +88,7 @@ def _value(argv: Sequence[str], flag: str) -> str | None:
     return None
 
 
-def _format(registry: Registry, chosen: str | None, target: str) -> ExportFormat | None:
+def _format(registry: Registry, chosen: str | None, target: str) -> bundles.ExportFormat | None:
     """The format of a name or, without one, that whose files end as the target does; None if there is none."""
     from surogate_command_export.conversion import format_of, formats_by_suffix
 
@@ -101,13 +100,12 @@ def _format(registry: Registry, chosen: str | None, target: str) -> ExportFormat
     return found[0] if len(found) == 1 else None
 
 
-def _convert(spec: ExportFormat, registry: Registry, argv: Sequence[str]) -> int:
+def _convert(spec: bundles.ExportFormat, registry: Registry, argv: Sequence[str]) -> int:
     from surogate_command_export.conversion import convert, options_of, place_of
-    from surogate_core import logs
-    from surogate_core.app.progress import shown_progress
-    from surogate_core.bundles.options import field_types
-    from surogate_core.events import Progress
-    from surogate_core.files.atomic import human_bytes
+    from surogate_core.plugin import atomic, events
+    from surogate_core.service.app import shown_progress
+    from surogate_core.service.config import logs
+    from surogate_core.service.plugins import field_types
 
     logs.configure()
     switches = [field for field, hint in field_types(spec.options).items() if hint is bool]
@@ -129,7 +127,7 @@ def _convert(spec: ExportFormat, registry: Registry, argv: Sequence[str]) -> int
     with shown_progress() as progress:
 
         def told(done: int, total: int) -> None:
-            progress(Progress(task=f"writing {spec.name}", done=done >> 20, total=total >> 20, unit="MiB"))
+            progress(events.Progress(task=f"writing {spec.name}", done=done >> 20, total=total >> 20, unit="MiB"))
 
         done = convert(
             model,
@@ -144,7 +142,7 @@ def _convert(spec: ExportFormat, registry: Registry, argv: Sequence[str]) -> int
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     others = "".join(f", with {path}" for path in done.others)
-    print(f"{model} is in {done.file} ({human_bytes(done.file.stat().st_size)}){others}")
+    print(f"{model} is in {done.file} ({atomic.human_bytes(done.file.stat().st_size)}){others}")
     return 0
 
 
@@ -156,14 +154,14 @@ def _model_of(words: Words, command: str) -> str:
 
 def _push(words: Words, export: Path, target: str) -> int:
     from surogate_command_export.push import outgoing, parse_repo, push
-    from surogate_core.files.atomic import human_bytes
+    from surogate_core.plugin import atomic
 
     repo = parse_repo(target)
     files = outgoing(export, base_model=words.texts.get("--base-model"), repo=repo)
-    public, size = "--public" in words.switches, human_bytes(sum(f.size for f in files))
+    public, size = "--public" in words.switches, atomic.human_bytes(sum(f.size for f in files))
     what = f"{export} to {repo} ({'public' if public else 'private'}): {len(files)} files, {size}"
     if "--dry-run" in words.switches:
-        print("\n".join([f"Would upload {what}", *(f"  {f.name}  {human_bytes(f.size)}" for f in files)]))
+        print("\n".join([f"Would upload {what}", *(f"  {f.name}  {atomic.human_bytes(f.size)}" for f in files)]))
         return 0
     print(f"Uploading {what}", file=sys.stderr, flush=True)
     message = words.texts.get("--message") or f"Upload {export.name} with Surogate"
@@ -175,8 +173,8 @@ def _push(words: Words, export: Path, target: str) -> int:
 def _copy(words: Words, export: Path, target: Path) -> int:
     import shutil
 
-    from surogate_core.files import atomic
-    from surogate_core.hf.export import check_place
+    from surogate_core.plugin import atomic
+    from surogate_core.service.files import check_place
 
     if wrong := [
         f for f in ("--public", "--overwrite", "--base-model", "--message") if f in {*words.switches, *words.texts}

@@ -7,29 +7,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.data.text.tokenizer import load_tokenizer
-from surogate_core.dsl.heads import ScoreHead
-from surogate_core.errors import MachineError, UserError
-from surogate_core.files import atomic
-from surogate_core.files.hub import split_revision
-from surogate_core.hf import lora_files
-from surogate_core.hf.card import CardFacts, config_overrides
-from surogate_core.hf.contents import contents_of, digest_cache
-from surogate_core.hf.export import check_place, export_full, exported_facts, generation_of
-from surogate_core.hf.lora_files import LoraAdapter
-from surogate_core.hf.tokenizer_files import TokenizerFiles
-from surogate_core.hf.weights import TIED, ModelDir, generation_config_in, locate
-from surogate_core.setup.heads import read_head_of
-from surogate_core.setup.tokenizer_of_run import record_in, recorded
-from surogate_core.setup.trained import later_checkpoint, named_base, open_trained, own_base
-from surogate_core.train.checkpoint import CheckpointDir
+from surogate_core.plugin import CardFacts, CheckpointDir, MachineError, ModelDir, UserError, atomic, dsl, locate
+from surogate_core.service.data import load_tokenizer
+from surogate_core.service.files import (
+    TIED,
+    LoraAdapter,
+    TokenizerFiles,
+    check_place,
+    config_overrides,
+    contents_of,
+    digest_cache,
+    export_full,
+    exported_facts,
+    generation_config_in,
+    generation_of,
+    lora_files,
+    split_revision,
+)
+from surogate_core.service.setup import (
+    later_checkpoint,
+    named_base,
+    open_trained,
+    own_base,
+    read_head_of,
+    record_in,
+    recorded,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from surogate_core.bundles import ModelFamily
-    from surogate_core.dsl.experts import Fused
+    from surogate_core.plugin import bundles
+    from surogate_core.service.model import Fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +60,7 @@ def merge(
     trained: Path,
     output: Path,
     *,
-    families: Callable[[], Mapping[str, ModelFamily]] = dict,
+    families: Callable[[], Mapping[str, bundles.ModelFamily]] = dict,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
     """Write `base` with the adapter of `trained` folded in as a Hugging Face directory.
@@ -113,7 +123,7 @@ def _tokenizer(used: Path, base: Path) -> PreTrainedTokenizerBase | None:
 
 def _refuse_scores(top: LoraAdapter, used: Path) -> None:
     """Raise `UserError` for the adapter of a reward model, which has a head that its base lacks."""
-    if {f"{top.prefix}{ScoreHead.weight_name}", ScoreHead.weight_name} & top.tensors.keys():
+    if {f"{top.prefix}{dsl.ScoreHead.weight_name}", dsl.ScoreHead.weight_name} & top.tensors.keys():
         raise UserError(
             f"RUN {used}: is the adapter of a reward model, whose head only its run can write. "
             f"Fix: repeat its command with merge_adapter=true, which trains nothing again and writes the model."
@@ -216,7 +226,7 @@ def _read(
 
 
 def _fused_experts(
-    model: ModelDir, stack: Sequence[LoraAdapter], families: Callable[[], Mapping[str, ModelFamily]]
+    model: ModelDir, stack: Sequence[LoraAdapter], families: Callable[[], Mapping[str, bundles.ModelFamily]]
 ) -> Mapping[str, Fused]:
     """The tensors of all experts of the base, if it or an adapter has any: only its family knows how they are laid out.
 

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from surogate_core.errors import UserError
-from surogate_core.files.atomic import human_bytes
-from surogate_core.files.runs import latest_run, run_directory
+from surogate_core.plugin import UserError, atomic, latest_run, run_directory
 
 USAGE = """\
 usage: surogate merge [RUN] [--output DIR] [--base-model DIR_OR_HUB_ID]
@@ -35,11 +33,11 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     values = _parse(argv)
-    from surogate_core import logs
+    from surogate_core.service.config import logs
+    from surogate_core.service.plugins import model_families
 
     logs.configure()
     from surogate_command_export.merge import merge
-    from surogate_core.plugins import model_families
 
     named = values.get("--checkpoint-dir")
     trained = run_directory(named) if named else latest_run(command="surogate merge")
@@ -108,5 +106,7 @@ class _Lines:
         now = time.monotonic()
         if done == total or now - self.said >= self.SECONDS:
             self.said = now
-            sys.stderr.write(f"merging: {human_bytes(done)} of {human_bytes(total)}, {done / max(1, total):.0%}\n")
+            sys.stderr.write(
+                f"merging: {atomic.human_bytes(done)} of {atomic.human_bytes(total)}, {done / max(1, total):.0%}\n"
+            )
             sys.stderr.flush()

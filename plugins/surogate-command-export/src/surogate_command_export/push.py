@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from surogate_core.errors import MachineError, SurogateError, UserError
-from surogate_core.files.foreign import read_json
-from surogate_core.files.paths import is_hub_id
-from surogate_core.hf.card import without_places
-from surogate_core.hf.lora_files import CONFIG, MARKER
-from surogate_core.masking import masked, masked_values
+from surogate_core.plugin import MachineError, SurogateError, UserError, is_hub_id
+from surogate_core.service.config import masked, masked_values
+from surogate_core.service.files import CONFIG, MARKER, read_json, without_places
 
 SCHEME = "hub://"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from surogate_core.api.process import contained, plain
+from surogate_core.service.app import contained, plain
 
 
 def export(
@@ -29,8 +29,8 @@ def export(
     """
     with contained():
         from surogate_command_export.conversion import convert, format_by_suffix, format_of, options_of, place_of
-        from surogate_core.app.arguments import Arguments, registry_for
-        from surogate_core.config.yamlfile import with_keywords
+        from surogate_core.service.app import Arguments, registry_for
+        from surogate_core.service.config import with_keywords
 
         source = with_keywords(None, {key: plain(value) for key, value in (keys or {}).items()})
         registry = registry_for(Arguments(config_file=source))
@@ -48,7 +48,7 @@ def merge(run: Path, output: Path, *, base_model: str | None = None) -> Path:
     `base_model`: where the base is now, if it has moved. Raises `UserError` or `MachineError`.
     """
     from surogate_command_export.merge import merge as fold
-    from surogate_core.plugins import model_families
+    from surogate_core.service.plugins import model_families
 
     fold(base_model, run, output, families=model_families)
     return output

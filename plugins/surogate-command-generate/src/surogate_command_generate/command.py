@@ -26,12 +26,11 @@ from surogate_commands.flags import (
 from surogate_commands.kept import json_line, kept_lines
 from surogate_commands.sampling import sampling_of
 from surogate_commands.words import Flags, Words
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 if TYPE_CHECKING:
-    from surogate_core.inference.generation import PreparedModel
-    from surogate_core.inference.texts import Prompt, PromptOptions, Text
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.plugin import inference
+    from surogate_core.service.plugins import Registry
 
 FLAGS = Flags(
     command="surogate generate",
@@ -107,24 +106,31 @@ def main(argv: Sequence[str]) -> int:
     for flag, what in (("--system", "a system message"), ("--tools", "tools")):
         if flag in words.texts and "--chat" not in words.switches:
             raise UserError(f"surogate generate {flag}: only a chat has {what}. Fix: add --chat")
-    from surogate_core import logs
+    from surogate_core.service.config import logs
 
     logs.configure()
     return _generate(words, words.models[0])
 
 
 def _generate(words: Words, model: str) -> int:
-    from surogate_core.app.arguments import Arguments, registry_for
-    from surogate_core.app.progress import shown_progress
-    from surogate_core.config.resolve import load_run_config
-    from surogate_core.events import Progress
-    from surogate_core.files.atomic import ensure_writable_file
-    from surogate_core.inference.generation import named, prepare, quantised_note, rollout_of, with_adapter
-    from surogate_core.inference.texts import generate_texts, memory_notes, requests_of, settings_of, usual_slots
+    from surogate_core.plugin import atomic, events, load_run_config
+    from surogate_core.service.app import Arguments, registry_for, shown_progress
+    from surogate_core.service.inference import (
+        generate_texts,
+        memory_notes,
+        named,
+        prepare,
+        quantised_note,
+        requests_of,
+        rollout_of,
+        settings_of,
+        usual_slots,
+        with_adapter,
+    )
 
     output = Path(words.texts["--output"]).expanduser() if "--output" in words.texts else None
     if output is not None:
-        ensure_writable_file(output, key="--output")
+        atomic.ensure_writable_file(output, key="--output")
     found = with_adapter(model, words.texts["--adapter"]) if "--adapter" in words.texts else named(model)
     overrides = [*found.overrides, *words.overrides]
     registry = registry_for(Arguments(overrides=overrides))
@@ -139,7 +145,7 @@ def _generate(words: Words, model: str) -> int:
     with shown_progress() as progress:
 
         def told(task: str, done: int, total: int, unit: str = "") -> None:
-            progress(Progress(task=task, done=done, total=total, unit=unit))
+            progress(events.Progress(task=task, done=done, total=total, unit=unit))
 
         weights = prepared.load(registry, progress=told)
         settings = settings_of(weights, requests, slots=words.counts.get("--slots"))
@@ -175,11 +181,8 @@ def _named(model: str) -> Iterator[None]:
         raise UserError(f"{model}: {error}") from error
 
 
-def _prompts(words: Words, prepared: PreparedModel, registry: Registry) -> list[Prompt]:
-    from surogate_core.inference.texts import prompt_of_row, prompt_of_text
-    from surogate_core.inference.tool_calls import calling
-    from surogate_core.tools.checks import read_tools
-    from surogate_core.tools.choosing import check_parser
+def _prompts(words: Words, prepared: inference.PreparedModel, registry: Registry) -> list[inference.Prompt]:
+    from surogate_core.service.inference import calling, check_parser, prompt_of_row, prompt_of_text, read_tools
 
     tokenizer, parser = prepared.tokenizer, words.texts.get("--tool-parser", "")
     if parser:
@@ -204,22 +207,23 @@ def _prompts(words: Words, prepared: PreparedModel, registry: Registry) -> list[
 
 def _rows(file: str) -> list[tuple[str, str | dict[str, Any]]]:
     """(name, row) of each line of JSON."""
-    from surogate_core.files.prompts import prompt_rows, read_prompts, some_prompts
+    from surogate_core.service.files import prompt_rows, read_prompts, some_prompts
 
     if file != "-":
         return read_prompts(file, key="--file")
     return some_prompts(prompt_rows(sys.stdin.read(), "standard input"), "--file -")
 
 
-def _wanted(words: Words, prepared: PreparedModel) -> PromptOptions:
-    from surogate_core.inference.texts import PromptOptions, stop_token
+def _wanted(words: Words, prepared: inference.PreparedModel) -> inference.PromptOptions:
+    from surogate_core.plugin import inference
+    from surogate_core.service.inference import stop_token
 
     several = words.counts.get("--samples", 1) > 1
     sampling = sampling_of(words.sampling, prepared.sampling, sampled=several)
     stops = words.lists.get("--stop", [])
     if "" in stops:
         raise UserError("--stop: is empty. Fix: give the text before which a completion ends.")
-    return PromptOptions(
+    return inference.PromptOptions(
         max_new_tokens=words.counts.get("--max-new-tokens", 256),
         samples=words.counts.get("--samples", 1),
         sampling=sampling,
@@ -229,8 +233,8 @@ def _wanted(words: Words, prepared: PreparedModel) -> PromptOptions:
     )
 
 
-def _show(words: Words, texts: Sequence[Text], output: Path | None) -> None:
-    from surogate_core.files.atomic import replace_file
+def _show(words: Words, texts: Sequence[inference.Text], output: Path | None) -> None:
+    from surogate_core.plugin import atomic
 
     as_lines = bool({"--json", "--logprobs"} & words.switches) or output is not None or len(texts) > 1
     if not as_lines:
@@ -248,11 +252,11 @@ def _show(words: Words, texts: Sequence[Text], output: Path | None) -> None:
     if output is None:
         print(lines, end="")
         return
-    replace_file(output, lines.encode(), key="--output")
+    atomic.replace_file(output, lines.encode(), key="--output")
     print(f"Written: {output}")
 
 
-def _row(text: Text, logprobs: bool) -> dict[str, Any]:
+def _row(text: inference.Text, logprobs: bool) -> dict[str, Any]:
     row: dict[str, Any] = {
         "prompt": text.prompt,
         "sample": text.sample,

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.api.process import contained, plain
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
+from surogate_core.service.app import contained, plain
 
 if TYPE_CHECKING:
-    from surogate_core.inference.texts import Text
+    from surogate_core.plugin import inference
 
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """A text to continue, the messages of a chat to answer, or a row with ``messages`` and ``tools``."""
@@ -31,7 +31,7 @@ def generate(
     tools: Sequence[Mapping[str, Any]] = (),
     tool_parser: str = "",
     **keys: Any,
-) -> list[Text]:
+) -> list[inference.Text]:
     """Continue texts, or answer chats: ``surogate.generate(run.path, ["The chain"], sampling={"temperature": 0})``.
 
     `model`: a directory, a run, a checkpoint, an adapter or a hub id. `sampling`: `temperature`, `top_k`, `top_p`,
@@ -46,13 +46,10 @@ def generate(
         return []
     with contained():
         from surogate_commands.sampling import flags_of, sampling_of
-        from surogate_core.app.arguments import Arguments, registry_for
-        from surogate_core.config.resolve import load_run_config
-        from surogate_core.config.yamlfile import with_keywords
-        from surogate_core.inference import texts
-        from surogate_core.inference.generation import named, prepare, rollout_of
-        from surogate_core.inference.tool_calls import calling
-        from surogate_core.tools.choosing import check_parser
+        from surogate_core.plugin import load_run_config
+        from surogate_core.service.app import Arguments, registry_for
+        from surogate_core.service.config import with_keywords
+        from surogate_core.service.inference import calling, check_parser, named, prepare, rollout_of, texts
 
         found = named(os.fspath(model))
         source = with_keywords(None, {key: plain(value) for key, value in keys.items()})
@@ -79,8 +76,8 @@ def generate(
 
 def _row(prompt: Prompt, name: str, chat: bool, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, Any]:
     """A prompt as a row of a file has it; raises `UserError`."""
-    from surogate_core.files.prompts import fault_of
-    from surogate_core.inference.texts import unanswered
+    from surogate_core.service.files import fault_of
+    from surogate_core.service.inference import unanswered
 
     if isinstance(prompt, str):
         if not (chat or tools):

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surogate_core.errors import MachineError, UserError
+from surogate_core.plugin import MachineError, UserError
 
 if TYPE_CHECKING:
-    from surogate_core.config.schema import RunConfig
-    from surogate_core.config.yamlfile import Source
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.service.config import RunConfig, Source
+    from surogate_core.service.plugins import Registry
 
 USAGE = """\
 usage: surogate numerics [FILE.yaml] [KEY=VALUE …] [--recipes A,B,…] [--run 'RECIPE KEY=VALUE …'] [--output DIR]
@@ -53,7 +52,10 @@ class _Words:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    from surogate_core.app.arguments import parse, registry_for
+    from surogate_core.plugin import atomic
+    from surogate_core.service.app import parse, registry_for, shown_progress
+    from surogate_core.service.config import logs
+    from surogate_core.service.setup import is_out_of_memory, out_of_memory
 
     words = _own_flags(argv)
     arguments = parse(words.rest, command="surogate numerics")
@@ -64,7 +66,6 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             "surogate numerics has no flags of Hydra and no --multirun. Fix: --run 'RECIPE KEY=VALUE' for each case."
         )
-    from surogate_core import logs
 
     logs.configure()
     registry = registry_for(arguments)
@@ -72,12 +73,8 @@ def main(argv: Sequence[str]) -> int:
 
     from surogate_command_numerics.numerics import measure
     from surogate_command_numerics.page import markdown, picture
-    from surogate_core.app.progress import shown_progress
-    from surogate_core.files.atomic import ensure_writable, replace_file
-    from surogate_core.setup.assemble import is_out_of_memory
-    from surogate_core.setup.fitting import out_of_memory
 
-    ensure_writable(words.output, key="--output")
+    atomic.ensure_writable(words.output, key="--output")
     try:
         with shown_progress() as progress:
             found = measure(runs, registry, progress=progress)
@@ -87,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         raise
     text = markdown(found)
     for ending, content in (("md", text), ("json", json.dumps(asdict(found), indent=1)), ("svg", picture(found))):
-        replace_file(words.output / f"numerics.{ending}", content.encode(), key="--output")
+        atomic.replace_file(words.output / f"numerics.{ending}", content.encode(), key="--output")
     print(text)
     print(f"Written: {words.output}/numerics.md, .json, .svg")
     return 0
@@ -97,8 +94,8 @@ def _configs(
     words: _Words, overrides: Sequence[str], file: Source | None, registry: Registry
 ) -> list[tuple[str, RunConfig]]:
     """(name, checked configuration) of each run, the reference first."""
-    from surogate_core.config.choices import default_groups
-    from surogate_core.config.resolve import load_run_config
+    from surogate_core.plugin import load_run_config
+    from surogate_core.service.config import default_groups
 
     if any(_key(word) == "recipe" for word in overrides):
         raise UserError("surogate numerics: recipe=… names one recipe. Fix: --recipes bf16,fp8-hybrid")

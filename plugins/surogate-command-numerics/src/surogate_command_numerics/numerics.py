@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from surogate_command_numerics.rounding import OperandRounding, Roundings, rounding_of
-from surogate_core.config.schema import RunConfig
-from surogate_core.data.pipeline import PreparedData, prepare
-from surogate_core.data.referenced import ReferencedTask
-from surogate_core.data.sampler import collate
-from surogate_core.dsl import Model
-from surogate_core.engine.engine import Engine, StepResult
-from surogate_core.errors import UserError
-from surogate_core.events import Progress
-from surogate_core.numbers import significant
-from surogate_core.run.identity import identity_of
-from surogate_core.run.reference import add_references, policy_of
-from surogate_core.setup.assemble import resolve_device, resolve_model, resolve_recipe, resolve_weight_format
-from surogate_core.setup.build import MemorySettings, build_engine
-from surogate_core.setup.ranks import on_one_gpu
-from surogate_core.setup.task_spec import task_spec
-from surogate_core.setup.tokenizer_of_run import tokenizer_of_run
-from surogate_core.train.drive import drive
-from surogate_core.train.lr import Schedule
-from surogate_core.train.precision import PrecisionWatch
+from surogate_core.plugin import PreparedData, ReferencedTask, UserError, collate, dsl, events, significant
+from surogate_core.service.config import RunConfig
+from surogate_core.service.data import prepare
+from surogate_core.service.engine import Engine, StepResult
+from surogate_core.service.setup import (
+    MemorySettings,
+    add_references,
+    build_engine,
+    identity_of,
+    on_one_gpu,
+    policy_of,
+    resolve_device,
+    resolve_model,
+    resolve_recipe,
+    resolve_weight_format,
+    task_spec,
+    tokenizer_of_run,
+)
+from surogate_core.service.training import PrecisionWatch, Schedule, drive
 
 if TYPE_CHECKING:
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.service.plugins import Registry
 
 LAST = 20
 """Number of last steps whose mean loss represents the run if nothing is held out."""
@@ -85,7 +85,7 @@ class Numerics:
 
 
 def measure(
-    runs: Sequence[tuple[str, RunConfig]], registry: Registry, *, progress: Callable[[Progress], None]
+    runs: Sequence[tuple[str, RunConfig]], registry: Registry, *, progress: Callable[[events.Progress], None]
 ) -> Numerics:
     """Train each (name, config) on one GPU, the first as the reference. They may differ in everything except the data.
 
@@ -144,7 +144,7 @@ def measure(
 
 
 def _roundings(
-    configs: Sequence[RunConfig], registry: Registry, model: Model, device: torch.device
+    configs: Sequence[RunConfig], registry: Registry, model: dsl.Model, device: torch.device
 ) -> dict[str, Roundings]:
     """Recipe or weight format → how it rounds. The formats only if the first run, which is measured, has none."""
     found: dict[str, Roundings] = {}
@@ -162,7 +162,7 @@ def _train(
     config: RunConfig,
     registry: Registry,
     data: PreparedData,
-    progress: Callable[[Progress], None],
+    progress: Callable[[events.Progress], None],
     *,
     prefer: MemorySettings | None,
 ) -> tuple[Engine, Training]:
@@ -172,7 +172,7 @@ def _train(
         registry,
         resolved,
         sample=task.sample(),
-        progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total)),
+        progress=lambda task, done, total: progress(events.Progress(task=f"{name}: {task}", done=done, total=total)),
         prefer=prefer,
     )
     if isinstance(task, ReferencedTask):
@@ -186,7 +186,7 @@ def _train(
             losses.append(_finite_loss(name, taken.step, taken.result, config))
             if watch is not None:
                 watch.observe(taken.result.used_range(watch.columns))
-            progress(Progress(task=f"{name}: training", done=taken.step, total=taken.total, unit="steps"))
+            progress(events.Progress(task=f"{name}: training", done=taken.step, total=taken.total, unit="steps"))
         if taken.held is not None:
             held.append((taken.step, taken.held))
     recipe = resolve_recipe(config, registry, engine.settings.device)

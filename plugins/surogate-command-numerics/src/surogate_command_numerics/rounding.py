@@ -16,22 +16,17 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from surogate_core.batch import MicroBatch
-from surogate_core.bundles import Recipe, Role, WeightFormat
-from surogate_core.dsl.declare import Multiply
-from surogate_core.dsl.experts import TracedExperts
-from surogate_core.dsl.slots import LinearSlot
-from surogate_core.engine.engine import Engine
-from surogate_core.kernels import ops
-from surogate_core.kernels.grouped import grouped_product
+from surogate_core.plugin import MicroBatch, bundles, compute, dsl, ops
+from surogate_core.service.engine import Engine
+from surogate_core.service.model import Multiply
 
-ROLES: tuple[Role, ...] = get_args(Role)
+ROLES: tuple[bundles.Role, ...] = get_args(bundles.Role)
 DENSE, EXPERTS, QUIET = "projections", "experts", "experts with fewest tokens"
 """Parts of a layer; the last is the quarter of the experts that the batch uses least."""
 CHUNK = 1 << 24
 """Elements whose errors are summed at once in fp64."""
 
-Rounding = Callable[[Tensor, Role], tuple[Tensor, Tensor]]
+Rounding = Callable[[Tensor, bundles.Role], tuple[Tensor, Tensor]]
 """(operand, role) → (rounded values, mask of clipped values)."""
 
 
@@ -41,23 +36,23 @@ class Roundings:
 
     dense: Rounding | None = None
     experts: Rounding | None = None
-    roles: tuple[Role, ...] = ROLES
+    roles: tuple[bundles.Role, ...] = ROLES
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Roundings:
+    def of(cls, recipe: bundles.Recipe) -> Roundings:
         """Those of a recipe."""
         return cls(dense=recipe.rounded, experts=recipe.rounded_experts)
 
     @classmethod
-    def of_format(cls, weight_format: WeightFormat) -> Roundings:
+    def of_format(cls, weight_format: bundles.WeightFormat) -> Roundings:
         """Those of a weight format, which keeps weights only."""
 
-        def kept(weight_OI: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+        def kept(weight_OI: Tensor, role: bundles.Role) -> tuple[Tensor, Tensor]:
             room_OI = torch.empty_like(weight_OI)
             weight_format.unpack(weight_format.pack(weight_OI.contiguous()), room_OI)
             return room_OI, torch.zeros_like(room_OI, dtype=torch.bool)
 
-        def each(weights_EOI: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+        def each(weights_EOI: Tensor, role: bundles.Role) -> tuple[Tensor, Tensor]:
             values, clipped = zip(*(kept(weight_OI, role) for weight_OI in weights_EOI), strict=True)
             return torch.stack(values), torch.stack(clipped)
 
@@ -113,13 +108,13 @@ class RoundingRecord:
         self._sums: dict[tuple[int, str, str, str], _Sums] = defaultdict(_Sums)
 
     @torch.no_grad()
-    def _dense(self, layer: int, role: Role, x: Tensor) -> None:
+    def _dense(self, layer: int, role: bundles.Role, x: Tensor) -> None:
         for name, one in self._roundings.items():
             if one.dense is not None and role in one.roles:
                 self._sums[layer, DENSE, role, name].add(x, *one.dense(x, role))
 
     @torch.no_grad()
-    def _grouped(self, layer: int, role: Role, quiet: Tensor, x: Tensor) -> None:
+    def _grouped(self, layer: int, role: bundles.Role, quiet: Tensor, x: Tensor) -> None:
         """`quiet`: which rows of x, or which of its experts, belong to the experts with fewest tokens."""
         for name, one in self._roundings.items():
             if one.experts is None or role not in one.roles or not x.numel():
@@ -129,7 +124,7 @@ class RoundingRecord:
             if quiet.any():
                 self._sums[layer, QUIET, role, name].add(x[quiet], rounded[quiet], beyond[quiet])
 
-    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: dsl.LinearSlot) -> Tensor:
         """The plain product of a linear slot."""
         y_NO = x_NI @ weight_OI.t()
         self._dense(self.layer, "activation", x_NI.detach())
@@ -138,7 +133,7 @@ class RoundingRecord:
         return y_NO
 
     def grouped(
-        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts]
+        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[dsl.TracedExperts]
     ) -> list[Tensor]:
         """The plain products of experts."""
         counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
@@ -149,7 +144,7 @@ class RoundingRecord:
         found = []
         for weights_EOI in weights:
             self._grouped(self.layer, "weight", quiet_E, weights_EOI.detach())
-            found.append(grouped_product(x_RI, weights_EOI, ends_E))
+            found.append(compute.grouped_product(x_RI, weights_EOI, ends_E))
             found[-1].register_hook(partial(self._grouped, self.layer, "gradient", quiet_R))
         return found
 

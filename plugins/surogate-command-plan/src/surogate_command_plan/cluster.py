@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 FILE = Path(__file__).with_name("wires.yaml")
 EXAMPLE = "interconnect=nvlink4,8xib400"

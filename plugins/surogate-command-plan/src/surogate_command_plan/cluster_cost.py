@@ -17,11 +17,11 @@ from rich.table import Table
 
 from surogate_command_plan.cluster import HOW_TO_MEASURE, HOW_TO_TIME, Cluster
 from surogate_command_plan.speed import CALL, HIDDEN, HIDDEN_NCCL, Wire, wire_of
-from surogate_core import numbers
-from surogate_core.files.atomic import human_bytes
+from surogate_core.plugin import atomic
+from surogate_core.service.config import numbers
 
 if TYPE_CHECKING:
-    from surogate_core.engine.ranks.shares import Sent
+    from surogate_core.service.engine import Sent
 
 BASE = 8.4e-6
 """Seconds of a collective before its first step: NCCL's cost model (src/graph/tuning.cc, ring, protocol Simple)."""
@@ -280,8 +280,8 @@ def _totals(plan: ClusterPlan) -> str:
     for head in heads:
         table.add_column(head, justify="right")
     for name, cost in costs.items():
-        cells = [human_bytes(round(cost.inside))]
-        cells += [human_bytes(round(cost.between))] * (cluster.nodes > 1)
+        cells = [atomic.human_bytes(round(cost.inside))]
+        cells += [atomic.human_bytes(round(cost.between))] * (cluster.nodes > 1)
         cells += [] if cost.wire is None else [_time(cost.wire.seconds)]
         if cost.wire is not None and cost.seconds is not None and cost.efficiency is not None:
             cells += [_time(cost.wire.hidden), _time(cost.seconds), f"{min(cost.efficiency, 1):.0%}"]
@@ -302,8 +302,8 @@ def _wires(cluster: Cluster) -> str:
 
 
 def _cells(cluster: Cluster, one: WireTraffic) -> list[str]:
-    between = [human_bytes(round(one.between))] * (cluster.nodes > 1)
-    return [human_bytes(round(one.inside)), *between, _time(one.seconds) if cluster.timed else "?"]
+    between = [atomic.human_bytes(round(one.between))] * (cluster.nodes > 1)
+    return [atomic.human_bytes(round(one.inside)), *between, _time(one.seconds) if cluster.timed else "?"]
 
 
 def notes(plan: ClusterPlan) -> list[str]:

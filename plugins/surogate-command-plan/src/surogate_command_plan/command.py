@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.errors import ConfigError, MachineError, Problem, UserError
+from surogate_core.plugin import ConfigError, MachineError, Problem, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from surogate_command_plan.gpus import Gpu
     from surogate_command_plan.speed import Speed
     from surogate_command_plan.view import RunPlan
-    from surogate_core.config.schema import RunConfig
-    from surogate_core.dsl import Model
-    from surogate_core.engine.planning.prediction import Prediction
-    from surogate_core.plugins.registry import Registry
-    from surogate_core.setup.assemble import ResolvedModel
+    from surogate_core.plugin import dsl
+    from surogate_core.service.config import RunConfig
+    from surogate_core.service.engine import Prediction
+    from surogate_core.service.plugins import Registry
+    from surogate_core.service.setup import ResolvedModel
 
 USAGE = """\
 usage: surogate plan [TASK] [FILE.yaml] [KEY=VALUE …] [--gpu NAME] [--fit SIZE] [--config] [--schedule] [--json]
@@ -79,7 +79,8 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], set[str]
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
     from surogate_command_plan.cluster import own_words
-    from surogate_core.app.arguments import leading_task, load, parse, with_places
+    from surogate_core.service.app import announce, leading_task, load, parse, with_places
+    from surogate_core.service.config import logs
 
     words, values, switches = _own_flags(argv)
     words, cluster = own_words(words)
@@ -89,8 +90,6 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     from surogate_command_plan.gpus import Gpu, find
-    from surogate_core import logs
-    from surogate_core.app.announce import announce
 
     announce("Planning: the layers are traced to count memory and work, which takes some seconds.")
     asked = None if "--gpu" not in values else find(values["--gpu"])
@@ -100,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--gpu: the configuration says device=cpu. Fix: leave --gpu, or set device=auto.")
     with ExitStack() as stack:
         if asked is not None:
-            from surogate_core.kernels.building.native import assuming
+            from surogate_core.service.kernels import assuming
 
             stack.enter_context(assuming(asked.capability if isinstance(asked, Gpu) else asked))
         gpu = asked if isinstance(asked, Gpu) else None
@@ -121,9 +120,8 @@ def _plan(
     from surogate_command_plan import fit, view
     from surogate_command_plan.gpus import Room
     from surogate_command_plan.length import length_of
-    from surogate_core.engine.planning.prediction import TensorBytes
-    from surogate_core.setup.assemble import resolve_device, resolve_model
-    from surogate_core.setup.fitting import assembly_of, placed, settled_for
+    from surogate_core.service.engine import TensorBytes
+    from surogate_core.service.setup import assembly_of, placed, resolve_device, resolve_model, settled_for
 
     budget = None if size is None else fit.parse_size(size)
     device = resolve_device(config)
@@ -171,9 +169,9 @@ def _checked(
     config: RunConfig, registry: Registry, device: torch.device, gpu: Gpu | None, cluster: Cluster | None
 ) -> RunConfig:
     """The configuration with a number of GPUs that can be connected; raises `ConfigError` and `UserError`."""
-    from surogate_core.config import sharing
-    from surogate_core.setup.links import check_planned
-    from surogate_core.train.lr import check_rates
+    from surogate_core.service.config import sharing
+    from surogate_core.service.setup import check_planned
+    from surogate_core.service.training import check_rates
 
     if cluster is not None and device.type != "cuda":
         raise UserError("num_nodes, gpus_per_node: a cluster has GPUs, and none is here. Fix: add --gpu h200")
@@ -198,7 +196,7 @@ def _shared_out(plan: RunPlan, registry: Registry, predicted: Predictor) -> tupl
     return fit.shared_out(config, registry, predicted, memory, more=plan.cluster is None)
 
 
-def _estimate(config: RunConfig, registry: Registry, model: Model, prediction: Prediction, gpu: Gpu) -> Speed:
+def _estimate(config: RunConfig, registry: Registry, model: dsl.Model, prediction: Prediction, gpu: Gpu) -> Speed:
     """The speed of GPUs of this kind in one machine."""
     from surogate_command_plan import fit
     from surogate_command_plan.speed import speed
@@ -214,7 +212,7 @@ def _of_cluster(
     from surogate_command_plan import cluster_cost
     from surogate_command_plan.cluster_cost import ClusterPlan
     from surogate_command_plan.speed import can_copy, update_seconds
-    from surogate_core.config import sharing
+    from surogate_core.service.config import sharing
 
     axes = sharing.axes(config)
     work = cluster_cost.GpuWork(
@@ -237,13 +235,11 @@ def _of_cluster(
 
 
 def _of_experts(
-    config: RunConfig, model: Model, kernels: Mapping[tuple[str, str], str], device: torch.device
+    config: RunConfig, model: dsl.Model, kernels: Mapping[tuple[str, str], str], device: torch.device
 ) -> dict[str, Any]:
     """The fields of a plan that a model with experts has; none for another model."""
-    from surogate_core.engine.planning.pieces import distinct, pieces
-    from surogate_core.setup.assemble import resolve_lora
-    from surogate_core.setup.experts import adapted_note, product_notes
-    from surogate_core.setup.router import router_notes
+    from surogate_core.service.engine import distinct, pieces
+    from surogate_core.service.setup import adapted_note, product_notes, resolve_lora, router_notes
 
     experts = model.expert_slots()
     if not experts:
@@ -266,19 +262,16 @@ def _samples(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> 
     """What the samples of a run need; raises `UserError` for a prompt that is wrong."""
     if not config.sample_prompts:
         return 0, ""
-    from surogate_core.engine.planning.prediction import programs_on_meta
-    from surogate_core.run.samples import cache_note
-    from surogate_core.setup.fitting import assembly_of
+    from surogate_core.service.engine import programs_on_meta
+    from surogate_core.service.setup import assembly_of, cache_note
 
     return cache_note(config, registry, resolved, programs_on_meta(assembly_of(config, registry, resolved)))
 
 
 def _rollouts(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> tuple[int, str]:
     """What a task needs that samples its steps from the model."""
-    from surogate_core.engine.planning.prediction import programs_on_meta
-    from surogate_core.run.samples import without_values
-    from surogate_core.setup.fitting import assembly_of
-    from surogate_core.setup.task_spec import task_spec
+    from surogate_core.service.engine import programs_on_meta
+    from surogate_core.service.setup import assembly_of, task_spec, without_values
 
     spec = task_spec(config, registry)
     if spec.planned is None or not registry.get("rollout", config.rollout.name).caches:
@@ -302,9 +295,9 @@ def _number_here(device: torch.device) -> int | None:
     """GPUs of this machine; None for a CPU, or if a GPU is only assumed."""
     import torch
 
-    from surogate_core.kernels.building.native import assumed
+    from surogate_core.plugin import compute
 
-    return None if device.type != "cuda" or assumed() is not None else torch.cuda.device_count()
+    return None if device.type != "cuda" or compute.assumed() is not None else torch.cuda.device_count()
 
 
 def _print(plan: RunPlan, fitting: list[Proposal] | None, budget: int | None, switches: set[str]) -> None:
@@ -322,10 +315,10 @@ def _print(plan: RunPlan, fitting: list[Proposal] | None, budget: int | None, sw
 
 def _left_out(registry: Registry, device: torch.device) -> dict[str, str]:
     """Kernel pack → the reason why it is not counted on, for an assumed GPU."""
-    from surogate_core.kernels.building.native import assumed
-    from surogate_core.kernels.torch_pack import TORCH_PACK
+    from surogate_core.plugin import compute
+    from surogate_core.service.kernels import TORCH_PACK
 
-    if assumed() is None:
+    if compute.assumed() is None:
         return {}
     reasons = {name: pack.unavailable(device) for name, pack in registry.all("kernels").items()}
     return {name: reason for name, reason in reasons.items() if reason and name != TORCH_PACK.name}
@@ -336,9 +329,9 @@ def _here(device: torch.device) -> Gpu | None:
     import torch
 
     from surogate_command_plan.gpus import of_device
-    from surogate_core.kernels.building.native import assumed
+    from surogate_core.plugin import compute
 
-    if device.type != "cuda" or assumed() is not None:
+    if device.type != "cuda" or compute.assumed() is not None:
         return None
     facts = torch.cuda.get_device_properties(device)
     return of_device(facts.name, facts.total_memory)

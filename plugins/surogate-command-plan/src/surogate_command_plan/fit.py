@@ -11,19 +11,14 @@ from typing import TYPE_CHECKING, Any
 from surogate_command_plan.gpus import Gpu, Room
 from surogate_command_plan.speed import WireRates, again_rate, step_time
 from surogate_command_plan.view import PLACES, totals
-from surogate_core.bundles import OptimizerSpec
-from surogate_core.bundles.options import flat_values, options_from_flat
-from surogate_core.config import offload, sharing
-from surogate_core.config.checks import EXACT_RANKS, RULES
-from surogate_core.config.choices import offloader_of_keys
-from surogate_core.config.schema import RunConfig, Selection
-from surogate_core.dsl.budget import ARITHMETIC
-from surogate_core.errors import ConfigError, UserError
-from surogate_core.files.atomic import human_bytes
+from surogate_core.plugin import ConfigError, UserError, atomic, bundles
+from surogate_core.service.config import EXACT_RANKS, RULES, RunConfig, Selection, offload, offloader_of_keys, sharing
+from surogate_core.service.model import ARITHMETIC
+from surogate_core.service.plugins import flat_values
 
 if TYPE_CHECKING:
-    from surogate_core.engine.planning.prediction import Prediction, TensorBytes
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.service.engine import Prediction, TensorBytes
+    from surogate_core.service.plugins import Registry
 
 UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "G": 2**30, "M": 2**20}
 MARGIN = 1.05
@@ -138,13 +133,13 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
     chunks = [config.lmhead_chunks * n for n in (1, 4, 16)]
     chunks = chunks[:1] + [c for c in chunks[1:] if tokens // c >= FEWEST_TOKENS]
     optimizers = [config.optimizer]
-    specs: Mapping[str, OptimizerSpec] = registry.all("optimizer")
+    specs: Mapping[str, bundles.OptimizerSpec] = registry.all("optimizer")
     mine, flat = specs[config.optimizer.name], flat_values(config.optimizer.options)
     for spec in specs.values():
         alike = spec.rule is not None and spec.rule == mine.rule
         trains = (config.master_dtype or "fp32") in spec.master_dtypes and (spec.adapters or not config.lora)
         if alike and trains and spec.state_bytes_per_parameter < mine.state_bytes_per_parameter:
-            optimizers.append(Selection(name=spec.name, options=options_from_flat(spec.options, flat)))
+            optimizers.append(Selection(name=spec.name, options=bundles.options_from_flat(spec.options, flat)))
     switches = ["offload_residual", "offload_optimizer", "offload_master", "offload_grads", "cpu_training"]
     if config.lora and (config.weight_format is not None or registry.get("recipe", config.recipe.name).packs):
         switches.append("offload_quants")
@@ -181,7 +176,7 @@ def _candidates(config: RunConfig, registry: Registry) -> Iterator[RunConfig]:
 
 def _placed(config: RunConfig, registry: Registry) -> bool:
     """Whether the offloader places what the keys move."""
-    from surogate_core.setup.assemble import resolve_offloader
+    from surogate_core.service.setup import resolve_offloader
 
     moved = offload.chosen({key: getattr(config, key) for key in offload.KINDS})
     if not moved <= registry.get("offload", config.offload.name).kinds:
@@ -233,7 +228,7 @@ class GpuRates:
 
 def seconds_of(config: RunConfig, registry: Registry, prediction: Prediction, rates: GpuRates) -> float:
     """Time of an optimizer step that goes into offloading, computing again and the pieces of the head."""
-    spec: OptimizerSpec = registry.get("optimizer", config.optimizer.name)
+    spec: bundles.OptimizerSpec = registry.get("optimizer", config.optimizer.name)
     cpu_cost, bus = spec.cpu_cost, rates.bus
     assert config.lmhead_chunks != "auto"
     size = {h.kind: h.nbytes for h in prediction.held}
@@ -268,12 +263,12 @@ def as_text(budget: int, ordered: list[Proposal], *, room: Room, rates: GpuRates
     if not fitting:
         smallest = min(ordered, key=lambda p: p.prediction.total("device"))
         return (
-            f"# fit into {human_bytes(budget)}\nNothing does. The smallest is {_line(smallest, room)}\n"
+            f"# fit into {atomic.human_bytes(budget)}\nNothing does. The smallest is {_line(smallest, room)}\n"
             f"Fix: a smaller per_device_train_batch_size or sequence_len, or lora=true.\n"
         )
     lines = [f"  {_line(p, room)}" for p in fitting]
     return (
-        f"# fit into {human_bytes(budget)}, with {MARGIN - 1:.0%} to spare, cheapest first\n"
+        f"# fit into {atomic.human_bytes(budget)}, with {MARGIN - 1:.0%} to spare, cheapest first\n"
         + "\n".join(lines)
         + f"\nTimes are estimated: {rates.flops / 1e12:.0f} TFLOP/s, {rates.bus / 1e9:.0f} GB/s to the host, "
         "nothing overlapped.\n"

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from surogate_core.engine.host_memory import memory_of_machine
-from surogate_core.errors import UserError
-from surogate_core.files import atomic
-from surogate_core.files.atomic import human_bytes
+from surogate_core.plugin import UserError, atomic
+from surogate_core.service.engine import memory_of_machine
 
 if TYPE_CHECKING:
-    from surogate_core.config.schema import RunConfig
-    from surogate_core.engine.planning.prediction import Prediction
+    from surogate_core.service.config import RunConfig
+    from surogate_core.service.engine import Prediction
 
 FILE = Path(__file__).with_name("gpus.yaml")
 
@@ -128,12 +126,11 @@ class Room:
     @classmethod
     def here(cls, config: RunConfig, gpu: Gpu | None = None) -> Room:
         """The free memory and space now; with an assumed GPU its memory."""
-        from surogate_core.kernels.building.native import assumed
-        from surogate_core.setup.assemble import resolve_device
-        from surogate_core.setup.build import free_memory
+        from surogate_core.plugin import compute
+        from surogate_core.service.setup import free_memory, resolve_device
 
         known = gpu.memory if gpu is not None else None
-        device = known if assumed() is not None else free_memory(resolve_device(config), ranks=config.gpus)
+        device = known if compute.assumed() is not None else free_memory(resolve_device(config), ranks=config.gpus)
         directory = config.offload_dir or config.place
         return cls(host=memory_of_machine(), disk=_free(directory), directory=directory, device=device)
 
@@ -141,9 +138,9 @@ class Room:
         """Place that does not hold what is predicted there for all GPUs → what this machine has of it."""
         found = {}
         if self.host is not None and prediction.ranks * prediction.total("host") > self.host:
-            found["host"] = f"this machine has {human_bytes(self.host)} of host memory"
+            found["host"] = f"this machine has {atomic.human_bytes(self.host)} of host memory"
         if self.disk is not None and prediction.ranks * prediction.total("disk") > self.disk:
-            found["disk"] = f"the disk of {self.directory} has {human_bytes(self.disk)} free"
+            found["disk"] = f"the disk of {self.directory} has {atomic.human_bytes(self.disk)} free"
         return found
 
 

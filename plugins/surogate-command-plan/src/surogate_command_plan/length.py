@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.conf_paths import expanded
-from surogate_core.data.rows.files import FileKind, kind_of, list_directory
-from surogate_core.errors import SurogateError
-from surogate_core.files.paths import PACKAGE_SCHEME
+from surogate_core.plugin import SurogateError
+from surogate_core.service.config import expanded
+from surogate_core.service.data import FileKind, kind_of, list_directory
+from surogate_core.service.files import PACKAGE_SCHEME
 
 if TYPE_CHECKING:
-    from surogate_core.config.schema import RunConfig
-    from surogate_core.plugins.registry import Registry
-    from surogate_core.setup.assemble import ResolvedModel
+    from surogate_core.service.config import RunConfig
+    from surogate_core.service.plugins import Registry
+    from surogate_core.service.setup import ResolvedModel
 
 SMALL = 16 * 2**20
 """Bytes of local files up to which the data is tokenised; the run finds the result in the cache."""
@@ -78,7 +78,7 @@ def _by_size(entry: Mapping[str, Any], files: Sequence[Path]) -> bool:
 
 def _estimated(config: RunConfig, nbytes: float) -> Length:
     """The steps for text of the size, counted as often as an epoch takes it."""
-    from surogate_core.setup.ranks import tokens_per_step
+    from surogate_core.service.setup import tokens_per_step
 
     held_out = 0 if config.validation_datasets else config.validation_split_ratio
     tokens = nbytes / BYTES_PER_TOKEN * (1 - held_out)
@@ -91,10 +91,9 @@ def _estimated(config: RunConfig, nbytes: float) -> Length:
 
 
 def _counted(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> Length:
-    from surogate_core.data.pipeline import prepare
-    from surogate_core.setup.ranks import on_one_gpu
-    from surogate_core.setup.tokenizer_of_run import tokenizer_of_run
-    from surogate_core.train.loop import total_steps
+    from surogate_core.plugin import total_steps
+    from surogate_core.service.data import prepare
+    from surogate_core.service.setup import on_one_gpu, tokenizer_of_run
 
     pretrained = config.model.path is not None and not config.from_scratch
     tokenizer, _ = tokenizer_of_run(config, vocab_size=resolved.model.vocab_size, pretrained=pretrained)

@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from surogate_command_plan.gpus import Gpu
-from surogate_core.bundles import OptimizerSpec, RecipeSpec
-from surogate_core.config import sharing
-from surogate_core.train.flops import ModelFlops
+from surogate_core.plugin import bundles
+from surogate_core.service.config import sharing
+from surogate_core.service.training import ModelFlops
 
 if TYPE_CHECKING:
-    from surogate_core.config.schema import RunConfig
-    from surogate_core.dsl.declare import Model
-    from surogate_core.engine.planning.prediction import Prediction
-    from surogate_core.engine.ranks.shares import Sent
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.plugin import dsl
+    from surogate_core.service.config import RunConfig
+    from surogate_core.service.engine import Prediction, Sent
+    from surogate_core.service.plugins import Registry
 
 LINKED: Mapping[str, float] = {"exchange": 0.51, "gather": 0.65}
 """Share of NVLink's rate in one direction that collectives of a layer's size reach."""
@@ -164,14 +163,14 @@ def again_rate(gpu: Gpu) -> float:
 
 
 def speed(
-    config: RunConfig, registry: Registry, model: Model, prediction: Prediction, gpu: Gpu, *, more: float
+    config: RunConfig, registry: Registry, model: dsl.Model, prediction: Prediction, gpu: Gpu, *, more: float
 ) -> Speed:
     """The estimate; `more`: seconds of a step that go into offloading, computing again and the pieces of the head."""
     tokens = sharing.tokens_of_rank(config) * config.gradient_accumulation_steps
     # A packed row of several documents has fewer pairs: this is the longest time.
     pairs = (config.sequence_len + 1) / 2
     work = ModelFlops.of(model, frozen=config.lora)
-    recipe: RecipeSpec = registry.get("recipe", config.recipe.name)
+    recipe: bundles.RecipeSpec = registry.get("recipe", config.recipe.name)
     head = model.vocab_size * model.width * (4 if config.lora else 6)
     body = work.products_per_token - head
     each = body / (PRODUCTS[recipe.products] * gpu.rate(recipe.products)) + head / (PRODUCTS["bf16"] * gpu.bf16)
@@ -203,11 +202,11 @@ def update_seconds(config: RunConfig, registry: Registry, prediction: Prediction
     """Time in which one GPU updates all trained weights; 0 if the CPU does."""
     if config.cpu_training:
         return 0.0
-    optimizer: OptimizerSpec = registry.get("optimizer", config.optimizer.name)
+    optimizer: bundles.OptimizerSpec = registry.get("optimizer", config.optimizer.name)
     return prediction.trainable_parameters * (18 + 2 * optimizer.state_bytes_per_parameter) / gpu.bandwidth
 
 
-def features(model: Model) -> int:
+def features(model: dsl.Model) -> int:
     """Features of a token that the projections of all layers read and write."""
     return sum(s.inputs + s.outputs for _, block in model.blocks(1) for s in block.linear_slots(None))
 

@@ -16,17 +16,10 @@ from surogate_command_plan.cluster_cost import ClusterPlan
 from surogate_command_plan.gpus import Gpu, Room
 from surogate_command_plan.length import Length
 from surogate_command_plan.speed import ASSUMED, Speed, step_time
-from surogate_core import numbers
-from surogate_core.config import sharing
-from surogate_core.config.resolve import to_dict, to_yaml
-from surogate_core.config.schema import RunConfig
-from surogate_core.engine.planning.assembly import EngineSettings
-from surogate_core.engine.planning.prediction import Prediction
-from surogate_core.engine.schedule import render
-from surogate_core.files.atomic import human_bytes
-from surogate_core.masking import masked_values, masked_yaml
-from surogate_core.setup.build import MARGIN, MemorySettings
-from surogate_core.setup.ranks import reduction_notes, tokens_per_step
+from surogate_core.plugin import atomic
+from surogate_core.service.config import RunConfig, masked_values, masked_yaml, numbers, sharing, to_dict, to_yaml
+from surogate_core.service.engine import EngineSettings, Prediction, render
+from surogate_core.service.setup import MARGIN, MemorySettings, reduction_notes, tokens_per_step
 
 PLACES = ("device", "host", "disk")
 CHOSEN_KEYS = ("recompute", "recompute_budget", "lmhead_chunks")
@@ -35,7 +28,7 @@ CHOSEN_KEYS = ("recompute", "recompute_budget", "lmhead_chunks")
 def totals(prediction: Prediction) -> str:
     """Bytes in each place, for people; a disk is named only if something is stored on it."""
     places = PLACES if prediction.total("disk") else PLACES[:2]
-    return ", ".join(f"{place} {human_bytes(prediction.total(place))}" for place in places)
+    return ", ".join(f"{place} {atomic.human_bytes(prediction.total(place))}" for place in places)
 
 
 def chosen(asked: RunConfig, settled: RunConfig) -> str:
@@ -198,17 +191,17 @@ def _of_each(what: str, plan: RunPlan) -> str:
 
 
 def _fit(plan: RunPlan) -> str:
-    needed = human_bytes(plan.needed)
+    needed = atomic.human_bytes(plan.needed)
     if plan.room.device is None:
         return f"{needed} are needed; the memory of this GPU is not known"
-    sizes = f"{needed} of {human_bytes(plan.room.device)}"
+    sizes = f"{needed} of {atomic.human_bytes(plan.room.device)}"
     if plan.fits:
         return f"yes: {sizes}"
     changes = f"--fit {plan.room.device / 2**30 * 0.99:.3g}GiB proposes what to change"
     if plan.shared_out is None:
         return f"no: {sizes}; {changes}"
     overrides, each = plan.shared_out
-    return f"no: {sizes}; {changes}; {' '.join(overrides)} needs {human_bytes(each)} of each GPU"
+    return f"no: {sizes}; {changes}; {' '.join(overrides)} needs {atomic.human_bytes(each)} of each GPU"
 
 
 def _speed(plan: RunPlan) -> str:
@@ -225,7 +218,7 @@ def _speed(plan: RunPlan) -> str:
 
 def _sends(plan: RunPlan) -> str:
     """What the GPUs send each other."""
-    sent = human_bytes(sum(s.nbytes for s in plan.prediction.sent))
+    sent = atomic.human_bytes(sum(s.nbytes for s in plan.prediction.sent))
     if plan.speed is None or plan.gpu is None:
         return f"{sent} a step from each to the others"
     wire, ranks = plan.speed.wire, plan.prediction.ranks
@@ -299,11 +292,11 @@ def _memory(plan: RunPlan) -> str:
     table.add_column("bytes", justify="right")
     table.add_column("")
     for held in plan.prediction.held:
-        table.add_row(held.kind, held.place, human_bytes(held.nbytes), held.detail)
+        table.add_row(held.kind, held.place, atomic.human_bytes(held.nbytes), held.detail)
     buffer = io.StringIO()
     Console(file=buffer, width=110, highlight=False).print(table)
     ranks, host = plan.prediction.ranks, plan.prediction.total("host")
-    all_hosts = f" (host memory of all {ranks}: {human_bytes(ranks * host)})" if ranks > 1 and host else ""
+    all_hosts = f" (host memory of all {ranks}: {atomic.human_bytes(ranks * host)})" if ranks > 1 and host else ""
     return f"{buffer.getvalue()}{totals(plan.prediction)}{all_hosts}; {_on_top(plan.settings)}\n"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from surogate_command_report import charts, compare, contents
 from surogate_commands.curves import figure
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import RunRecord
 
 RECENT_STEPS = 20
 """Steps whose median time and rate a running run's figures are made of."""

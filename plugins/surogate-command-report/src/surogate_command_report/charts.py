@@ -10,8 +10,7 @@ import numpy as np
 
 from surogate_commands import palette
 from surogate_commands.curves import kept_places, smoothed
-from surogate_core.files.figures import TRAIN_TIME
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import TRAIN_TIME, RunRecord
 
 if TYPE_CHECKING:
     from surogate_commands.curves import Point

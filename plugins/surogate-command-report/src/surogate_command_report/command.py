@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 
-from surogate_core.errors import UserError
-from surogate_core.files.runs import latest_run, run_directory
+from surogate_core.plugin import UserError, latest_run, run_directory
 
 USAGE = """\
 usage: surogate report [RUN …] [--output FILE]
@@ -79,7 +78,7 @@ def _serve(directories: Sequence[Path], port: int) -> int:
     from contextlib import ExitStack, closing
 
     from surogate_command_report.serve import MetricsFollower, PageServer
-    from surogate_core.files.records import find_runs
+    from surogate_core.service.files import find_runs
 
     with ExitStack() as stack:
         followers = [

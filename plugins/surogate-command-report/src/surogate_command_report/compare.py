@@ -8,7 +8,7 @@ from typing import Any
 
 from surogate_command_report import contents
 from surogate_commands.curves import figure
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import RunRecord
 
 Rows = list[tuple[str, ...]]
 

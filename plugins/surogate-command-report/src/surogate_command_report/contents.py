@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surogate_commands.curves import Band, Mark, figure
-from surogate_core.files.metrics import as_number
-from surogate_core.files.records import RunRecord
-from surogate_core.numbers import significant
+from surogate_core.plugin import significant
+from surogate_core.service.files import RunRecord, as_number
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,7 +15,7 @@ from surogate_command_report import charts, compare, contents, heat
 from surogate_command_report.card import card_of
 from surogate_commands import palette
 from surogate_commands.curves import POINTS, kept_places, smoothed
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import RunRecord
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

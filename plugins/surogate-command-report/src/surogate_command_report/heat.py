@@ -15,8 +15,8 @@ import numpy as np
 from surogate_commands import palette
 from surogate_commands.curves import LEFT, RIGHT, TOP, WIDTH, ticks
 from surogate_commands.curves import figure as number
-from surogate_core.files.loads import Column, Loads, loads
-from surogate_core.numbers import significant
+from surogate_core.plugin import significant
+from surogate_core.service.files import Column, Loads, loads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ from surogate_command_report.card import Card, card_of
 from surogate_command_report.data import embedded, experts, figures, tables
 from surogate_command_report.document import static_page
 from surogate_commands.curves import Curve, chart, legend
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import RunRecord
 
 SVG_POINTS = 400
 """Most points of a curve in the pictures that are shown without a script."""

@@ -14,11 +14,8 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from surogate_command_report.serve import MetricsFollower, PageServer
-from surogate_core.errors import UserError
-from surogate_core.events import Control, Event, Notice, RunInfo, RunStart, event_fields
-from surogate_core.files.atomic import write_file
-from surogate_core.files.private import private
-from surogate_core.files.records import RunRecord, read_run
+from surogate_core.plugin import UserError, atomic, events, read_run
+from surogate_core.service.files import RunRecord, private
 
 URL_FILE = "web.url"
 
@@ -44,10 +41,10 @@ class WebMonitor:
     resumes shows what came before, as far as the monitor jsonl has kept it.
     """
 
-    def __init__(self, options: WebOptions, info: RunInfo):
+    def __init__(self, options: WebOptions, info: events.RunInfo):
         self._output = Path(info.output_dir)
         self._record = RunRecord(directory=self._output, name=info.run_name, live=True)
-        self._waiting: deque[tuple[float, Event]] = deque()
+        self._waiting: deque[tuple[float, events.Event]] = deque()
         self._taking = threading.Lock()
         self._others = [MetricsFollower(Path(directory).expanduser()) for directory in options.compare]
         try:
@@ -61,9 +58,9 @@ class WebMonitor:
             sys.stderr.write(f"Live page: {self._server.url}\n")
             sys.stderr.flush()
 
-    def on_event(self, event: Event) -> Control | None:
+    def on_event(self, event: events.Event) -> events.Control | None:
         """Keep the event; the answer to the run's start says where the address is."""
-        if isinstance(event, RunStart):
+        if isinstance(event, events.RunStart):
             return self._run_start(event)
         # Taken in when the page asks, or now and then: no step pays for it.
         self._waiting.append((time.time(), event))
@@ -85,14 +82,14 @@ class WebMonitor:
             other.close()
         (self._output / URL_FILE).unlink(missing_ok=True)
 
-    def _run_start(self, event: RunStart) -> Control:
+    def _run_start(self, event: events.RunStart) -> events.Control:
         self._take_in()
         if event.start_step:
             self._record = self._history(event.start_step)
         self._record.read_files()
         self._record.add(_record(time.time(), event))
         message = f"Live page on port {self._server.port}; its address is in {self._output / URL_FILE}"
-        return Control(events=(Notice(level="info", message=message),))
+        return events.Control(events=(events.Notice(level="info", message=message),))
 
     def _history(self, step: int) -> RunRecord:
         """The metrics of the steps up to `step`; empty if there are none."""
@@ -116,9 +113,9 @@ class WebMonitor:
     def _write_url(self) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
         path = self._output / URL_FILE
-        write_file(path, f"{self._server.url}\n".encode(), opener=private)
+        atomic.write_file(path, f"{self._server.url}\n".encode(), opener=private)
 
 
-def _record(at: float, event: Event) -> dict[str, Any]:
+def _record(at: float, event: events.Event) -> dict[str, Any]:
     """The event as ``metrics.jsonl`` has it."""
-    return {**event_fields(event), "time": at}
+    return {**events.event_fields(event), "time": at}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from surogate_command_report import compare, contents
 from surogate_command_report.card import card_of
 from surogate_command_report.data import tables
-from surogate_core.files.records import RunRecord
+from surogate_core.service.files import RunRecord
 
 
 def render(runs: Sequence[RunRecord]) -> str:

@@ -23,9 +23,7 @@ import structlog
 
 from surogate_command_report.data import AXES, experts, figures, texts
 from surogate_command_report.document import live_page
-from surogate_core.files.metrics import parsed
-from surogate_core.files.records import RunRecord, metrics_path
-from surogate_core.files.run_lock import is_running
+from surogate_core.service.files import RunRecord, is_running, metrics_path, parsed
 
 log = structlog.get_logger(__name__)
 

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from surogate_command_report import html, markdown
-from surogate_core.errors import UserError
-from surogate_core.files import atomic
-from surogate_core.files.records import RunRecord, find_runs, read_run
-from surogate_core.files.run_lock import is_running
+from surogate_core.plugin import UserError, atomic, read_run
+from surogate_core.service.files import RunRecord, find_runs, is_running
 
 FORMS: Mapping[str, Callable[[Sequence[RunRecord]], str]] = {".html": html.render, ".md": markdown.render}
 """Suffix → the form of the report."""

@@ -9,10 +9,18 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution
 from typing import Any
 
-from surogate_core.plugins.digests import LINK
-from surogate_core.plugins.discovery import CORE_DISTRIBUTION, GROUP, InstalledPlugin, canonical
-from surogate_core.plugins.lock import LockedDistribution, installed_distributions
-from surogate_core.plugins.surroundings import Scope, in_scope, required_by
+from surogate_core.service.plugins import (
+    CORE_DISTRIBUTION,
+    GROUP,
+    LINK,
+    InstalledPlugin,
+    LockedDistribution,
+    Scope,
+    canonical,
+    in_scope,
+    installed_distributions,
+    required_by,
+)
 
 SPEC_VERSION = "1.6"
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from surogate_command_sbom.bill import bill_of_materials
-from surogate_core.errors import UserError
-from surogate_core.plugins.discovery import import_policy, installed_plugins
-from surogate_core.plugins.surroundings import SCOPES
+from surogate_core.plugin import UserError, import_policy
+from surogate_core.service.plugins import SCOPES, installed_plugins
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from surogate_core.bundles import Reason
-from surogate_core.tools.reading import Call, Delta
+from surogate_core.plugin import bundles
+from surogate_core.service.inference import Call, Delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Choice:
     """Its tool calls, of a whole answer."""
     deltas: Sequence[Delta] = ()
     """The parts of its calls, of a stream."""
-    reason: Reason | Literal["tool_calls"] | None = None
+    reason: bundles.Reason | Literal["tool_calls"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from surogate_command_serve.asks import RequestError
 from surogate_command_serve.limits import MOST_HEAD_BYTES
 from surogate_command_serve.models import find
 from surogate_command_serve.streaming import ClientGoneError, answer, as_json, send_json, while_connected
-from surogate_core.logs import record_traceback
+from surogate_core.service.config import record_traceback
 
 if TYPE_CHECKING:
     from surogate_command_serve.server import Server

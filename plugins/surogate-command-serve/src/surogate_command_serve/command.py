@@ -16,7 +16,7 @@ from surogate_command_serve.access import LEAST_TOKEN, LOOPBACK, is_token
 from surogate_commands.flags import ENGINE, TOOL_PARSER, Flag, shown
 from surogate_commands.sampling import number, sampling_of
 from surogate_commands.words import Flags, Words
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 if TYPE_CHECKING:
     from surogate_command_serve.server import Server
@@ -84,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--port {port}: must be at most 65535. Fix: --port {PORT}")
     host = words.texts.get("--host", "127.0.0.1")
     token = _token(words, host)
-    from surogate_core import logs
-    from surogate_core.data.text import clock
+    from surogate_core.service.config import logs
+    from surogate_core.service.data import clock
 
     logs.configure()
     clock.follow()
@@ -118,7 +118,7 @@ def _token(words: Words, host: str) -> str | None:
 
 def _token_of(file: Path) -> str:
     """The token in a file, which is written if there is none."""
-    from surogate_core.files.private import private
+    from surogate_core.service.files import private
 
     try:
         found = file.read_text(encoding="utf-8").strip()
@@ -157,10 +157,8 @@ def _interruptible() -> Iterator[None]:
 
 def _server(words: Words, *, host: str, port: int, token: str | None) -> Server:
     from surogate_command_serve.loading import Serving, check_address, listen, load
-    from surogate_core.app.arguments import Arguments, registry_for
-    from surogate_core.app.progress import shown_progress
-    from surogate_core.config.resolve import load_run_config
-    from surogate_core.events import Progress
+    from surogate_core.plugin import events, load_run_config
+    from surogate_core.service.app import Arguments, registry_for, shown_progress
 
     check_address(host, port)
     registry = registry_for(Arguments(overrides=words.overrides))
@@ -178,7 +176,7 @@ def _server(words: Words, *, host: str, port: int, token: str | None) -> Server:
     with shown_progress() as progress:
 
         def told(task: str, done: int, total: int) -> None:
-            progress(Progress(task=task, done=done, total=total))
+            progress(events.Progress(task=task, done=done, total=total))
 
         models, worker = load(
             serving, registry, progress=told, note=lambda line: print(f"note: {line}", file=sys.stderr)

@@ -12,23 +12,21 @@ from surogate_command_serve.models import ServedModel
 from surogate_command_serve.server import Note, Server
 from surogate_command_serve.worker import Worker
 from surogate_commands.adapters import Adapters, prepare_beside
-from surogate_core.bundles import RolloutSettings, Sampling
-from surogate_core.config.schema import RunConfig
-from surogate_core.errors import UserError
-from surogate_core.inference.generation import (
-    PreparedModel,
+from surogate_core.plugin import UserError, bundles, inference
+from surogate_core.service.config import RunConfig
+from surogate_core.service.inference import (
+    check_parser,
     named,
     on_its_base,
     prepare,
     quantised_note,
     rollout_of,
+    warm_up,
     with_adapter,
 )
-from surogate_core.inference.texts import fitting_slots, warm_up
-from surogate_core.tools.choosing import check_parser
 
 if TYPE_CHECKING:
-    from surogate_core.plugins.registry import Registry
+    from surogate_core.service.plugins import Registry
 
 CONTEXT = 4096
 """Tokens of the longest sequence, unless the user says otherwise."""
@@ -53,7 +51,7 @@ class Serving:
     engine: str = "native"
     tool_parser: str = ""
     """The form of the model's tool calls; by default the chat template decides."""
-    sampling: Callable[[Sampling], Sampling] = lambda own: own
+    sampling: Callable[[bundles.Sampling], bundles.Sampling] = lambda own: own
     """The sampling of a model's files → that of requests which name none."""
 
     @property
@@ -97,14 +95,14 @@ def load(
     }
     weights = prepared.load(registry, progress=progress)
     adapters = Adapters(weights, beside)
-    slots = fitting_slots(
+    slots = inference.fitting_slots(
         weights,
         context,
         serving.slots or SLOTS.get(weights.device.type, 8),
         least=serving.slots or 1,
         fix="fewer --slots, or a lower --context",
     )
-    engine = spec.open(weights, RolloutSettings(slots=slots, context=context, frozen=True))
+    engine = spec.open(weights, bundles.RolloutSettings(slots=slots, context=context, frozen=True))
     progress("warming up", 0, 1)
     warm_up(engine, slots=slots, context=context)
     progress("warming up", 1, 1)
@@ -116,7 +114,9 @@ def load(
     return models, Worker(engine, slots=slots, activate=activate)
 
 
-def _prepared(serving: Serving, registry: Registry, note: Note) -> tuple[PreparedModel, dict[str, PreparedModel]]:
+def _prepared(
+    serving: Serving, registry: Registry, note: Note
+) -> tuple[inference.PreparedModel, dict[str, inference.PreparedModel]]:
     """(the model, the adapters beside it by name)."""
     model = serving.model
     base = named(model, fix=on_its_base("surogate serve"))
@@ -124,7 +124,7 @@ def _prepared(serving: Serving, registry: Registry, note: Note) -> tuple[Prepare
     if not serving.adapters:
         prepared = prepare(base, config, registry)
         said = {model: (*prepared.notes, *quantised_note(model, base, prepared, registry))}
-        beside: dict[str, PreparedModel] = {}
+        beside: dict[str, inference.PreparedModel] = {}
     else:
         found = {name: with_adapter(model, directory) for name, directory in serving.adapters.items()}
         prepared, beside = prepare_beside(base, found, config, registry)

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 from surogate_command_serve.answers import Token, Usage
 from surogate_command_serve.asks import Ask, RequestError
 from surogate_command_serve.worker import Ticket
-from surogate_core.bundles import Grammar, Request, Sampling, ToolParserSpec
-from surogate_core.data.text.chat import chat_of
-from surogate_core.errors import UserError
-from surogate_core.generate.constraints import grammars_of
-from surogate_core.inference.completions import GrowingText, token_bytes
-from surogate_core.inference.generation import PreparedModel
-from surogate_core.inference.texts import Prompt, prompt_of_messages, prompt_of_text
-from surogate_core.inference.tool_calls import OneCall, tag_ids
-from surogate_core.tools.choosing import core_parsers, parser_of
-from surogate_core.tools.reading import CallReader
+from surogate_core.plugin import UserError, bundles, encoding, inference
+from surogate_core.service.inference import (
+    CallReader,
+    OneCall,
+    core_parsers,
+    grammars_of,
+    parser_of,
+    prompt_of_messages,
+    prompt_of_text,
+    tag_ids,
+    token_bytes,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,14 +35,14 @@ class ServedModel:
     """A model that can be asked for."""
 
     name: str
-    prepared: PreparedModel
-    sampling: Sampling
+    prepared: inference.PreparedModel
+    sampling: bundles.Sampling
     """Unless the request says otherwise."""
     context: int
     """Tokens of the longest sequence."""
     parent: str | None = None
     """The base, if this is an adapter on it."""
-    parsers: Mapping[str, ToolParserSpec] = field(default_factory=dict)
+    parsers: Mapping[str, bundles.ToolParserSpec] = field(default_factory=dict)
     """The tool parsers by name."""
     tool_parser: str = ""
     """The name of the one to use; by default the chat template decides."""
@@ -64,7 +66,7 @@ class ServedModel:
         stop_ids = frozenset() if ask.ignore_eos else self.prepared.stop_ids
         grammar = self._grammar(ask)
         requests = [
-            Request(
+            bundles.Request(
                 prompt=prompt.ids,
                 max_new_tokens=self._room(prompt, ask),
                 number=number,
@@ -79,13 +81,13 @@ class ServedModel:
         watches = [self._ending(ask, request) for request in requests]
         return Ticket(model=self.name, requests=requests, watches=watches)
 
-    def watch(self, ask: Ask, request: Request) -> GrowingText:
+    def watch(self, ask: Ask, request: bundles.Request) -> inference.GrowingText:
         """The text of a completion of a request while it grows."""
-        return GrowingText(
+        return inference.GrowingText(
             self.tokenizer, request.prompt, ask.stop, shown=self._shown(ask) if ask.offer.tools else frozenset()
         )
 
-    def _ending(self, ask: Ask, request: Request) -> GrowingText:
+    def _ending(self, ask: Ask, request: bundles.Request) -> inference.GrowingText:
         """Says when a completion ends: at a stop text, or behind the only call that it may have."""
         reader = None if ask.offer.several else self.reader(ask)
         if reader is None:
@@ -103,10 +105,10 @@ class ServedModel:
         """Special tokens that are part of the text, because calls are written with them."""
         return tag_ids(self.tokenizer, self._parser(ask).tags)
 
-    def _parser(self, ask: Ask) -> ToolParserSpec:
+    def _parser(self, ask: Ask) -> bundles.ToolParserSpec:
         """The parser of the model's calls; raises `RequestError` without one."""
         try:
-            template = chat_of(self.tokenizer, ask.offer.tools).template
+            template = encoding.chat_of(self.tokenizer, ask.offer.tools).template
             parser = parser_of(self.parsers or core_parsers(), template, name=self.tool_parser)
         except UserError as error:
             raise RequestError(f"tools: {error}", param="tools") from error
@@ -119,7 +121,7 @@ class ServedModel:
             )
         return parser
 
-    def _grammar(self, ask: Ask) -> Grammar | None:
+    def _grammar(self, ask: Ask) -> bundles.Grammar | None:
         """What a constrained answer may be; raises `RequestError` for one that cannot be compiled."""
         if not ask.held:
             return None
@@ -142,7 +144,7 @@ class ServedModel:
         except UserError as error:
             raise ask.unheld(str(error)) from error
 
-    def echo(self, ask: Ask, request: Request) -> str:
+    def echo(self, ask: Ask, request: bundles.Request) -> str:
         """The prompt of a completion as text."""
         prompt = ask.prompts[request.number]
         return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(list(prompt)))
@@ -152,7 +154,7 @@ class ServedModel:
         text, data = token_bytes(self.tokenizer).shown(token)
         return Token(text=text, data=data, logprob=logprob, offset=offset)
 
-    def _prompts(self, ask: Ask) -> list[Prompt]:
+    def _prompts(self, ask: Ask) -> list[inference.Prompt]:
         try:
             if ask.chat:
                 messages = prompt_of_messages(self.tokenizer, ask.messages, name="messages", tools=ask.offer.tools)
@@ -161,15 +163,15 @@ class ServedModel:
         except UserError as error:
             raise RequestError(str(error), param="messages" if ask.chat else "prompt") from error
 
-    def _prompt(self, one: str | tuple[int, ...]) -> Prompt:
+    def _prompt(self, one: str | tuple[int, ...]) -> inference.Prompt:
         if isinstance(one, str):
             return prompt_of_text(self.tokenizer, one, name="prompt")
         size = self.prepared.model.vocab_size
         if wrong := [token for token in one if not 0 <= token < size]:
             raise RequestError(f"prompt: {wrong[0]} is not a token; they are 0 to {size - 1}.", param="prompt")
-        return Prompt(name="prompt", ids=one)
+        return inference.Prompt(name="prompt", ids=one)
 
-    def _room(self, prompt: Prompt, ask: Ask) -> int:
+    def _room(self, prompt: inference.Prompt, ask: Ask) -> int:
         """The largest number of new tokens."""
         room = self.context - len(prompt.ids)
         if room < 1:
@@ -182,7 +184,7 @@ class ServedModel:
             )
         return min(room, ask.max_tokens or (room if ask.chat else USUAL_TOKENS))
 
-    def _sampling(self, ask: Ask) -> Sampling:
+    def _sampling(self, ask: Ask) -> bundles.Sampling:
         """How tokens are chosen. Without a seed of its own a request gets a new one."""
         given: dict[str, Any] = {"seed": self.sampling.seed or secrets.randbits(63), **ask.sampling}
         asks = ask.n > 1 or given.keys() & {"top_k", "top_p", "min_p"}
@@ -208,6 +210,6 @@ def find(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
     return models[name]
 
 
-def usage_of(requests: Sequence[Request], completion: int) -> Usage:
+def usage_of(requests: Sequence[bundles.Request], completion: int) -> Usage:
     """The numbers of tokens; the prompt of several completions counts once."""
     return Usage(prompt=sum(len(r.prompt) for r in requests if r.sample == 0), completion=completion)

@@ -10,7 +10,7 @@ from surogate_command_serve.answers import Choice, Token
 from surogate_command_serve.asks import Ask
 from surogate_command_serve.models import ServedModel
 from surogate_command_serve.worker import Chosen, Ticket
-from surogate_core.tools.reading import Delta
+from surogate_core.service.inference import Delta
 
 
 class TicketParts:

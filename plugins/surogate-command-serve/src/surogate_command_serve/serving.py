@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from surogate_command_serve.access import LEAST_TOKEN, is_token
-from surogate_core.api.process import contained, plain
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
+from surogate_core.service.app import contained, plain
 
 if TYPE_CHECKING:
     from surogate_command_serve.server import Server
@@ -41,10 +41,10 @@ def serve(
     with contained():
         from surogate_command_serve.loading import Serving, check_address, listen, load
         from surogate_commands.sampling import flags_of, sampling_of
-        from surogate_core.app.arguments import Arguments, registry_for
-        from surogate_core.config.resolve import load_run_config
-        from surogate_core.config.yamlfile import with_keywords
-        from surogate_core.inference.texts import counted
+        from surogate_core.plugin import load_run_config
+        from surogate_core.service.app import Arguments, registry_for
+        from surogate_core.service.config import with_keywords
+        from surogate_core.service.inference import counted
 
         if token is not None and not is_token(token):
             fix = f"at least {LEAST_TOKEN} letters, digits and signs"

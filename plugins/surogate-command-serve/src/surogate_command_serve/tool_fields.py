@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from surogate_command_serve.refusals import RequestError
-from surogate_core.data.text.calls import CallError, template_call
-from surogate_core.tools.checks import ToolError, check_tools
+from surogate_core.plugin import encoding
+from surogate_core.service.inference import ToolError, check_tools
 
 _CHOICES = ("none", "auto", "required")
 _FORMATS = ("text", "json_object", "json_schema")
@@ -122,8 +122,8 @@ def _calls(value: Any, where: str) -> list[Mapping[str, Any]]:
     for place, call in enumerate(value):
         inner = ".function" if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else ""
         try:
-            found.append(template_call(call))
-        except CallError as error:
+            found.append(encoding.template_call(call))
+        except encoding.CallError as error:
             path = f"{where}[{place}]" + (f"{inner}.{error.key}" if error.key else "")
             raise _wrong(path, str(error)) from error
     return found

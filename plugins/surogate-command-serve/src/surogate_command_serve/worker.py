@@ -17,10 +17,8 @@ from queue import SimpleQueue
 import structlog
 
 from surogate_command_serve.asks import RequestError
-from surogate_core.bundles import Reason, Request, RolloutEngine
-from surogate_core.errors import SurogateError
-from surogate_core.inference.completions import GrowingText
-from surogate_core.logs import record_traceback
+from surogate_core.plugin import SurogateError, bundles, inference
+from surogate_core.service.config import record_traceback
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +35,7 @@ class Chosen:
     place: int
     token: int
     logprob: float
-    reason: Reason | None
+    reason: bundles.Reason | None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -45,8 +43,8 @@ class Ticket:
     """The completions that a client waits for."""
 
     model: str
-    requests: Sequence[Request]
-    watches: Sequence[GrowingText]
+    requests: Sequence[bundles.Request]
+    watches: Sequence[inference.GrowingText]
     """Finds the stop texts of each."""
     events: SimpleQueue[Chosen | RequestError] = field(default_factory=SimpleQueue)
     """What has happened, for the thread that answers."""
@@ -74,7 +72,7 @@ class Worker:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: bundles.RolloutEngine,
         *,
         slots: int,
         activate: Callable[[str], None] = lambda model: None,
@@ -136,8 +134,8 @@ class Worker:
                 log.error("generation failed", traceback=str(record_traceback("generation failed", error)))
                 self._fail(RequestError("generation failed; the server's log has the reason.", status=500))
 
-    def _arriving(self, model: str) -> list[Request]:
-        found: list[Request] = []
+    def _arriving(self, model: str) -> list[bundles.Request]:
+        found: list[bundles.Request] = []
         with self._changed:
             overdue = time.monotonic() - self._patience
             for ticket in () if self._closed else self._waiting:
@@ -160,7 +158,7 @@ class Worker:
             return self._over(index)
         request, watch = ticket.requests[place], ticket.watches[place]
         stopped = watch.take(token)
-        reason: Reason | None = None
+        reason: bundles.Reason | None = None
         if stopped or token in request.stop_ids:
             reason = "stop"
         elif len(watch.ids) >= request.max_new_tokens:

@@ -12,15 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surogate_core.config.schema import RunConfig
-from surogate_core.dsl.declare import LoRA, TensorSpec
-from surogate_core.dsl.experts import EXPERT, expanded
-from surogate_core.dsl.slots import Adapter
-from surogate_core.errors import UserError
-from surogate_core.generate.weights import Weights
-from surogate_core.hf.lora_files import LoraAdapter
-from surogate_core.inference.generation import Named, PreparedModel, prepare
-from surogate_core.plugins.registry import Registry
+from surogate_core.plugin import UserError, inference
+from surogate_core.service.config import RunConfig
+from surogate_core.service.files import LoraAdapter
+from surogate_core.service.inference import Named, Weights, prepare
+from surogate_core.service.model import EXPERT, Adapter, LoRA, TensorSpec, expanded
+from surogate_core.service.plugins import Registry
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -31,7 +28,7 @@ class NotSharedError(UserError):
 
 def prepare_beside(
     base: Named, adapters: Mapping[str, Named], config: RunConfig, registry: Registry
-) -> tuple[PreparedModel, dict[str, PreparedModel]]:
+) -> tuple[inference.PreparedModel, dict[str, inference.PreparedModel]]:
     """(the base with room for the adapters of these names, each adapter's tokenizer and settings); no weight is read.
 
     Raises `NotSharedError` for an adapter that cannot share the base with others.
@@ -51,7 +48,7 @@ def prepare_beside(
     return replace(prepared, lora=_room(tops, prepared)), found
 
 
-def _only(prepared: PreparedModel, name: str) -> LoraAdapter:
+def _only(prepared: inference.PreparedModel, name: str) -> LoraAdapter:
     """The only adapter, if the base is unchanged below it."""
     assert prepared.resolved.adapter is not None
     *below, top = prepared.resolved.adapter.stack
@@ -61,7 +58,7 @@ def _only(prepared: PreparedModel, name: str) -> LoraAdapter:
     return top
 
 
-def _room(adapters: Sequence[LoraAdapter], prepared: PreparedModel) -> LoRA:
+def _room(adapters: Sequence[LoraAdapter], prepared: inference.PreparedModel) -> LoRA:
     ranks = [(module, rank) for adapter in adapters for module, rank in adapter.ranks().items()]
     largest = [max((r for m, r in ranks if (".experts." in m) == experts), default=None) for experts in (False, True)]
     first = prepared.lora.adapter
@@ -75,7 +72,7 @@ def _room(adapters: Sequence[LoraAdapter], prepared: PreparedModel) -> LoRA:
 class Adapters:
     """The adapters of some weights, in host memory."""
 
-    def __init__(self, weights: Weights, adapters: Mapping[str, PreparedModel]):
+    def __init__(self, weights: Weights, adapters: Mapping[str, inference.PreparedModel]):
         """`weights`: those that `prepare_beside` has made room in. The files are read once, here."""
         self._parameters = weights.parameters
         self._specs = [spec for spec in weights.parameters.specs.values() if spec.role == "adapter"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from surogate_commands import palette
-from surogate_core.numbers import significant
+from surogate_core.plugin import significant
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

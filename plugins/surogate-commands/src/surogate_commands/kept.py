@@ -25,7 +25,7 @@ def kept_lines(output: Path | None, *, key: str) -> Iterator[Take | None]:
     if output is None:
         yield None
         return
-    from surogate_core.files.atomic import disk_error, replace_file
+    from surogate_core.plugin import atomic
 
     partial, count = output.with_name(f"{output.name}.partial"), 0
 
@@ -35,11 +35,11 @@ def kept_lines(output: Path | None, *, key: str) -> Iterator[Take | None]:
             with partial.open("a", encoding="utf-8") as file:
                 file.write(json_line(row))
         except OSError as error:
-            raise disk_error(error, what=key, path=partial) from error
+            raise atomic.disk_error(error, what=key, path=partial) from error
         count += 1
 
     try:
-        replace_file(partial, b"", key=key)
+        atomic.replace_file(partial, b"", key=key)
         yield take
     except BaseException:
         if count:

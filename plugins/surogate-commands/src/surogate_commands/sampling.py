@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import Sampling
+    from surogate_core.plugin import bundles
 
 NUMBERS: Mapping[str, Callable[[str], float]] = {
     "--temperature": float,
@@ -53,7 +53,7 @@ def flags_of(values: Mapping[str, float] | None) -> dict[str, float]:
     return {flag: number(flag, str(value), NUMBERS[flag]) for flag, value in flags.items()}
 
 
-def sampling_of(flags: Mapping[str, float], base: Sampling, *, sampled: bool = False) -> Sampling:
+def sampling_of(flags: Mapping[str, float], base: bundles.Sampling, *, sampled: bool = False) -> bundles.Sampling:
     """The model's own sampling, changed by the flags. Filters ask for samples, and so does `sampled`, unless a
     temperature is given.
     """

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from surogate_commands.flags import Flag
 from surogate_commands.sampling import NUMBERS, number
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError
 
 
 @dataclass(slots=True)

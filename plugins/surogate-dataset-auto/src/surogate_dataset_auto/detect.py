@@ -6,9 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from surogate_core.bundles import DatasetFormat, FormatChoice, NoOptions
-from surogate_core.data.encoded import RowError
-from surogate_core.data.fields import INPUTS, INSTRUCTIONS, MESSAGES, OUTPUTS
+from surogate_core.plugin import RowError, bundles, fields
 
 Row = Mapping[str, Any]
 
@@ -32,7 +30,7 @@ SHAREGPT_ROLES = {
 """Role name in ShareGPT and similar formats → the usual name."""
 
 
-def choose(rows: Sequence[Row], options: NoOptions) -> FormatChoice:
+def choose(rows: Sequence[Row], options: bundles.NoOptions) -> bundles.FormatChoice:
     """The first type that more than half of the rows fit. Raises `RowError` when there is none."""
     for rule in (_preference, _unpaired, _openai, _sharegpt, _alpaca, _text):
         for choice in rule(rows):
@@ -44,49 +42,49 @@ def choose(rows: Sequence[Row], options: NoOptions) -> FormatChoice:
     )
 
 
-def _preference(rows: Sequence[Row]) -> Iterator[FormatChoice]:
+def _preference(rows: Sequence[Row]) -> Iterator[bundles.FormatChoice]:
     fits = _count(rows, lambda row: _is_answer(row.get(CHOSEN)) and _is_answer(row.get(REJECTED)))
     prompt = _most(rows, PROMPTS, _is_answer)
     whole = _count(rows, lambda row: all(_holds_prompt(row.get(name)) for name in (CHOSEN, REJECTED)))
     if whole and not prompt:
-        yield FormatChoice(
+        yield bundles.FormatChoice(
             type="preference",
             fields={"chosen_field": CHOSEN, "rejected_field": REJECTED},
             reason=f"{whole} rows have conversations in {CHOSEN!r} and {REJECTED!r}",
         )
     if fits and prompt:
         keys = {"prompt_field": prompt, "chosen_field": CHOSEN, "rejected_field": REJECTED}
-        yield FormatChoice(
+        yield bundles.FormatChoice(
             type="preference", fields=keys, reason=f"{fits} rows have {prompt!r}, {CHOSEN!r} and {REJECTED!r}"
         )
 
 
-def _unpaired(rows: Sequence[Row]) -> Iterator[FormatChoice]:
+def _unpaired(rows: Sequence[Row]) -> Iterator[bundles.FormatChoice]:
     fits = _count(
         rows,
         lambda row: isinstance(row.get(LABEL), bool) and all(_is_answer(row.get(n)) for n in (PROMPTS[0], COMPLETION)),
     )
     if fits:
         reason = f"{fits} rows have {PROMPTS[0]!r}, {COMPLETION!r} and {LABEL!r}, which is true or false"
-        yield FormatChoice(type="unpaired", fields={}, reason=reason)
+        yield bundles.FormatChoice(type="unpaired", fields={}, reason=reason)
 
 
-def _openai(rows: Sequence[Row]) -> Iterator[FormatChoice]:
-    name = _most(rows, MESSAGES, lambda value: _are_messages(value, "role"))
+def _openai(rows: Sequence[Row]) -> Iterator[bundles.FormatChoice]:
+    name = _most(rows, fields.MESSAGES, lambda value: _are_messages(value, "role"))
     if name:
         shape = f"{_count(rows, lambda row: _are_messages(row.get(name), 'role'))} rows hold messages with 'role'"
         yield _conversation(rows, name, {}, f"{shape} in {name!r}")
 
 
-def _sharegpt(rows: Sequence[Row]) -> Iterator[FormatChoice]:
-    name = _most(rows, MESSAGES, lambda value: _are_messages(value, "from"))
+def _sharegpt(rows: Sequence[Row]) -> Iterator[bundles.FormatChoice]:
+    name = _most(rows, fields.MESSAGES, lambda value: _are_messages(value, "from"))
     if name:
         keys = {"message_property_mappings": {"role": "from", "content": "value"}, "role_mappings": SHAREGPT_ROLES}
         shape = f"{_count(rows, lambda row: _are_messages(row.get(name), 'from'))} rows hold messages with 'from'"
         yield _conversation(rows, name, keys, f"{shape} in {name!r} (ShareGPT)")
 
 
-def _conversation(rows: Sequence[Row], name: str, more: Mapping[str, Any], reason: str) -> FormatChoice:
+def _conversation(rows: Sequence[Row], name: str, more: Mapping[str, Any], reason: str) -> bundles.FormatChoice:
     keys: dict[str, Any] = {"messages_field": name, **more}
     system = next((n for n in SYSTEMS if any(_is_text(row.get(n)) for row in rows)), None)
     if system:
@@ -94,31 +92,33 @@ def _conversation(rows: Sequence[Row], name: str, more: Mapping[str, Any], reaso
     tools = next((n for n in TOOLS if any(row.get(n) and isinstance(row[n], str | list) for row in rows)), None)
     if tools:
         keys["tools_field"] = tools
-    return FormatChoice(type="conversation", fields=keys, reason=reason)
+    return bundles.FormatChoice(type="conversation", fields=keys, reason=reason)
 
 
-def _alpaca(rows: Sequence[Row]) -> Iterator[FormatChoice]:
-    instruction, output = _most(rows, INSTRUCTIONS, _is_text), _most(rows, OUTPUTS, _is_text)
+def _alpaca(rows: Sequence[Row]) -> Iterator[bundles.FormatChoice]:
+    instruction, output = _most(rows, fields.INSTRUCTIONS, _is_text), _most(rows, fields.OUTPUTS, _is_text)
     if not instruction or not output:
         return
     keys = {"instruction_field": instruction, "output_field": output}
-    given = next((n for n in INPUTS if any(_is_text(row.get(n)) for row in rows)), None)
+    given = next((n for n in fields.INPUTS if any(_is_text(row.get(n)) for row in rows)), None)
     if given:
         keys["input_field"] = given
     system = next((n for n in SYSTEMS if any(_is_text(row.get(n)) for row in rows)), None)
     if system:
         keys |= {"system_prompt_type": "field", "system_prompt_field": system}
     fits = _count(rows, lambda row: _is_text(row.get(instruction)) and _is_text(row.get(output)))
-    yield FormatChoice(
+    yield bundles.FormatChoice(
         type="instruction", fields=keys, reason=f"{fits} rows have text in {instruction!r} and {output!r} (Alpaca)"
     )
 
 
-def _text(rows: Sequence[Row]) -> Iterator[FormatChoice]:
+def _text(rows: Sequence[Row]) -> Iterator[bundles.FormatChoice]:
     name = _most(rows, TEXTS, _is_text)
     if name:
         fits = _count(rows, lambda row: _is_text(row.get(name)))
-        yield FormatChoice(type="text", fields={"text_field": name}, reason=f"{fits} rows have text in {name!r}")
+        yield bundles.FormatChoice(
+            type="text", fields={"text_field": name}, reason=f"{fits} rows have text in {name!r}"
+        )
 
 
 def _count(rows: Sequence[Row], fits: Callable[[Row], bool]) -> str:
@@ -164,6 +164,6 @@ def _listed(value: Any) -> Any:
         return value
 
 
-FORMAT = DatasetFormat(
-    name="auto", options=NoOptions, choose=choose, version=1, examples=(({"text": "Some words."}, {}),)
+FORMAT = bundles.DatasetFormat(
+    name="auto", options=bundles.NoOptions, choose=choose, version=1, examples=(({"text": "Some words."}, {}),)
 )

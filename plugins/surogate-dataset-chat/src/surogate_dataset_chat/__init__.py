@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from surogate_core import hookimpl
+from surogate_core.plugin import hookimpl
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import DatasetFormat
+    from surogate_core.plugin import bundles
 
 SUROGATE_API = ">=2,<3"
 
@@ -22,7 +22,7 @@ def surogate_config_path() -> str:
 
 
 @hookimpl
-def surogate_dataset() -> list[DatasetFormat]:
+def surogate_dataset() -> list[bundles.DatasetFormat]:
     """The formats `conversation` and `text`."""
     from surogate_dataset_chat import conversation, text
 

@@ -7,23 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.bundles import DatasetFormat
-from surogate_core.data.encoded import RowError
-from surogate_core.data.fields import (
-    ROLES,
-    SYSTEM_ROLES,
-    from_json,
-    listed,
-    optional_text,
-    require_unicode,
-    required,
-)
-from surogate_core.data.text.calls import CallError, template_call
-from surogate_core.data.text.chat import with_default_system
-from surogate_core.errors import UserError
+from surogate_core.plugin import RowError, UserError, bundles, encoding, fields
 
 if TYPE_CHECKING:
-    from surogate_core.data.encoded import EncodeContext, Encoded
+    from surogate_core.plugin import EncodeContext, Encoded
 
 SYSTEM, TOOLS = "system", "tools"
 """Fields of a row that are read where the data set's entry does not say otherwise."""
@@ -70,7 +57,6 @@ def encode(row: Mapping[str, Any], options: ConversationOptions, context: Encode
     Raises `RowError` when the messages are malformed, none is the assistant's, or the chat
     template does not take or does not show them, `UserError` when there is to be no template.
     """
-    from surogate_core.data.text.labels import Override, tokenize_conversation
 
     if not context.use_chat_template:
         raise UserError(
@@ -80,31 +66,33 @@ def encode(row: Mapping[str, Any], options: ConversationOptions, context: Encode
         )
     messages = read_messages(row, options)
     tools = read_tools(row, options)
-    with_default_system(messages, context, tools)
+    encoding.with_default_system(messages, context, tools)
     overrides = []
     for number, message in enumerate(messages, start=1):
         try:
-            overrides.append(Override.taken_from(message))
+            overrides.append(encoding.Override.taken_from(message))
         except RowError as error:
             raise RowError(f"message {number} ({message['role']}): {error}") from error
-    return tokenize_conversation(context.tokenizer, messages, tools, loss_scale=context.loss_scale, overrides=overrides)
+    return encoding.tokenize_conversation(
+        context.tokenizer, messages, tools, loss_scale=context.loss_scale, overrides=overrides
+    )
 
 
 def read_messages(row: Mapping[str, Any], options: ConversationOptions) -> list[dict[str, Any]]:
     """The row's checked messages under the names that chat templates read."""
     name = options.messages_field
-    raw = required(row, name)
+    raw = fields.required(row, name)
     for medium in MEDIA:
         if row.get(medium):
             raise RowError(f"field {medium!r} has something other than text; only text can be trained")
     if isinstance(raw, str):  # CSV, and Parquet whose writer could not nest, hold them as JSON text
-        raw = from_json(raw, f"field {name!r} must be a list of messages, this is text that")
-    raw = listed(raw)
+        raw = fields.from_json(raw, f"field {name!r} must be a list of messages, this is text that")
+    raw = fields.listed(raw)
     if not isinstance(raw, list):
         raise RowError(f"field {name!r} must be a list of messages, this is {type(raw).__name__}")
     messages = [_message(number, message, options) for number, message in enumerate(raw, start=1)]
     if system := _system(row, options):
-        if not messages or messages[0]["role"] not in SYSTEM_ROLES:
+        if not messages or messages[0]["role"] not in fields.SYSTEM_ROLES:
             messages.insert(0, {"role": "system", "content": system})
         elif not messages[0]["content"].strip():
             messages[0]["content"] = system
@@ -121,7 +109,7 @@ def read_messages(row: Mapping[str, Any], options: ConversationOptions) -> list[
 def _system(row: Mapping[str, Any], options: ConversationOptions) -> str:
     if options.system_field == SYSTEM and SYSTEM not in row:
         return ""  # the field is a default, so a similar name in the row is not a misspelling of it
-    return optional_text(row, options.system_field)
+    return fields.optional_text(row, options.system_field)
 
 
 def _renamed(number: int, raw: Mapping[str, Any], options: ConversationOptions) -> dict[str, Any]:
@@ -150,7 +138,7 @@ def _message(number: int, raw: Any, options: ConversationOptions) -> dict[str, A
     role = message.get("role")
     if isinstance(role, str) and role in options.role_mappings:
         role = message["role"] = options.role_mappings[role]
-    if role not in ROLES:
+    if role not in fields.ROLES:
         raise RowError(_wrong_role(number, role, raw, options))
     place = f"message {number} ({role})"
     if "tool_calls" in message:
@@ -166,7 +154,7 @@ def _message(number: int, raw: Any, options: ConversationOptions) -> dict[str, A
     # A tool may return nothing, a system prompt may be left empty, and a call needs no words.
     if not content.strip() and (role == "user" or (role == "assistant" and "tool_calls" not in message)):
         raise RowError(f"{place}: content is blank" if content else f"{place} has no content")
-    require_unicode(content, f"{place}: content")
+    fields.require_unicode(content, f"{place}: content")
     return message
 
 
@@ -187,13 +175,13 @@ def _joined(parts: list[Any], place: str) -> str:
 def _tool_calls(raw: Any, place: str) -> list[Any]:
     """The calls as templates read them."""
     if isinstance(raw, str):
-        raw = from_json(raw, f"{place}: tool_calls must be a list of objects, this is text that")
-    raw = listed(raw)
+        raw = fields.from_json(raw, f"{place}: tool_calls must be a list of objects, this is text that")
+    raw = fields.listed(raw)
     if not isinstance(raw, list) or not all(isinstance(call, Mapping) for call in raw):
         raise RowError(f"{place}: tool_calls must be a list of objects")
     try:
-        return [template_call(call, f"tool call {number}") for number, call in enumerate(raw, start=1)]
-    except CallError as error:
+        return [encoding.template_call(call, f"tool call {number}") for number, call in enumerate(raw, start=1)]
+    except encoding.CallError as error:
         raise RowError(f"{place}: {error}") from error
 
 
@@ -204,9 +192,10 @@ def _wrong_role(number: int, role: Any, raw: Mapping[str, Any], options: Convers
             f"message {number} has no property {name!r}, it has {', '.join(map(repr, raw)) or 'none'}; "
             f"map others with message_property_mappings"
         )
-    close = difflib.get_close_matches(str(role).lower(), ROLES, n=1)
+    close = difflib.get_close_matches(str(role).lower(), fields.ROLES, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"message {number} has role {role!r}, known are {', '.join(ROLES)}{hint or '; map it with role_mappings'}"
+    known = ", ".join(fields.ROLES)
+    return f"message {number} has role {role!r}, known are {known}{hint or '; map it with role_mappings'}"
 
 
 def read_tools(row: Mapping[str, Any], options: ConversationOptions) -> list[Any] | None:
@@ -215,10 +204,10 @@ def read_tools(row: Mapping[str, Any], options: ConversationOptions) -> list[Any
         return None
     tools = row[options.tools_field]
     if isinstance(tools, str):
-        tools = from_json(tools, f"field {options.tools_field!r}")
+        tools = fields.from_json(tools, f"field {options.tools_field!r}")
         if tools is None:
             return None
-    tools = listed(tools)
+    tools = fields.listed(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RowError(f"field {options.tools_field!r} must be a list of objects; tools_field: null leaves it out")
     return tools or None
@@ -230,7 +219,7 @@ _TURNS = [
     {"role": "assistant", "content": "Four."},
 ]
 
-FORMAT = DatasetFormat(
+FORMAT = bundles.DatasetFormat(
     name="conversation",
     options=ConversationOptions,
     encode=encode,

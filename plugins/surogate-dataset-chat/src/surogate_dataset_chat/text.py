@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.bundles import DatasetFormat
-from surogate_core.data.fields import required_text
+from surogate_core.plugin import bundles, fields
 
 if TYPE_CHECKING:
-    from surogate_core.data.encoded import EncodeContext, Encoded
+    from surogate_core.plugin import EncodeContext, Encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +30,14 @@ def encode(row: Mapping[str, Any], options: TextOptions, context: EncodeContext)
 
     Raises `RowError` when the field is missing, not a string or empty.
     """
-    from surogate_core.data.encoded import Encoded
-    from surogate_core.data.text.whole_text import encode_whole
+    from surogate_core.plugin import Encoded, encoding
 
-    return Encoded.from_mask(encode_whole(context.tokenizer, required_text(row, options.text_field), ended=True))
+    return Encoded.from_mask(
+        encoding.encode_whole(context.tokenizer, fields.required_text(row, options.text_field), ended=True)
+    )
 
 
-FORMAT = DatasetFormat(
+FORMAT = bundles.DatasetFormat(
     name="text",
     options=TextOptions,
     encode=encode,

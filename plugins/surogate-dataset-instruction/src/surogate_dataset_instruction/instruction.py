@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from surogate_core.bundles import DatasetFormat
-from surogate_core.data.fields import INPUTS, INSTRUCTIONS, OUTPUTS, first_with_text, optional_text, required_text
-from surogate_core.data.text.chat import with_default_system
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles, encoding, fields
 from surogate_dataset_instruction import prompts
 
 if TYPE_CHECKING:
-    from surogate_core.data.encoded import EncodeContext, Encoded
+    from surogate_core.plugin import EncodeContext, Encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +62,8 @@ def columns(options: InstructionOptions) -> set[str]:
     named = (options.instruction_field, options.output_field, options.input_field, options.system_prompt_field)
     found = {name for name in named if name is not None}
     if options.instruction_field is None:
-        found.update(INSTRUCTIONS, () if options.input_field else INPUTS)
-    return found if options.output_field else found.union(OUTPUTS)
+        found.update(fields.INSTRUCTIONS, () if options.input_field else fields.INPUTS)
+    return found if options.output_field else found.union(fields.OUTPUTS)
 
 
 def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeContext) -> Encoded:
@@ -75,22 +72,21 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
     Raises `RowError` when a field is missing, not a string or empty, or the chat template does
     not take the row.
     """
-    from surogate_core.data.encoded import Encoded
-    from surogate_core.data.text.labels import tokenize_completion, tokenize_conversation
+    from surogate_core.plugin import Encoded
 
-    instruction = _text(row, options.instruction_field, INSTRUCTIONS)
-    output = _text(row, options.output_field, OUTPUTS)
+    instruction = _text(row, options.instruction_field, fields.INSTRUCTIONS)
+    output = _text(row, options.output_field, fields.OUTPUTS)
     field = options.input_field
     if field is None and options.instruction_field is None:
-        field = first_with_text(row, INPUTS)
-    given = optional_text(row, field)
-    system = options.system_prompt or optional_text(row, options.system_prompt_field)
+        field = fields.first_with_text(row, fields.INPUTS)
+    given = fields.optional_text(row, field)
+    system = options.system_prompt or fields.optional_text(row, options.system_prompt_field)
     if options.prompt_format is None and _has_template(context):
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction})
         messages.append({"role": "assistant", "content": output})
-        with_default_system(messages, context)
-        return tokenize_conversation(context.tokenizer, messages, loss_scale=context.loss_scale)
+        encoding.with_default_system(messages, context)
+        return encoding.tokenize_conversation(context.tokenizer, messages, loss_scale=context.loss_scale)
     if context.system and not system:
         system = context.system
         for name in ("prompt_format", "prompt_format_no_input"):
@@ -101,7 +97,7 @@ def encode(row: Mapping[str, Any], options: InstructionOptions, context: EncodeC
                     f"Fix: write {{system}} into {name}, or system: null."
                 )
     prompt = _prompt(options, instruction, given, system)
-    document = tokenize_completion(context.tokenizer, prompt, output)
+    document = encoding.tokenize_completion(context.tokenizer, prompt, output)
     return Encoded.from_mask(document.input_ids) if context.loss_scale == "all" else document
 
 
@@ -123,7 +119,9 @@ def note(options: InstructionOptions, context: EncodeContext) -> str:
 
 def _text(row: Mapping[str, Any], field: str | None, names: tuple[str, ...]) -> str:
     """The text of a field, or of the first of the usual names if none is set. Raises `RowError` where there is none."""
-    return required_text(row, field or first_with_text(row, names) or next((n for n in names if n in row), names[0]))
+    return fields.required_text(
+        row, field or fields.first_with_text(row, names) or next((n for n in names if n in row), names[0])
+    )
 
 
 def _prompt(options: InstructionOptions, instruction: str, given: str, system: str) -> str:
@@ -138,7 +136,7 @@ def _prompt(options: InstructionOptions, instruction: str, given: str, system: s
 
 _FIELDS = {"instruction_field": "instruction", "output_field": "output"}
 
-FORMAT = DatasetFormat(
+FORMAT = bundles.DatasetFormat(
     name="instruction",
     options=InstructionOptions,
     encode=encode,

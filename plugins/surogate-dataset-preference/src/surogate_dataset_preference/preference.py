@@ -6,14 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.bundles import DatasetFormat
-from surogate_core.data.encoded import Group, RowError
-from surogate_core.data.fields import required
-from surogate_core.data.packing import PackSettings, cut_group
-from surogate_core.data.text.answers import Messages, check_answer, encode_answer, text_or_messages
+from surogate_core.plugin import Group, RowError, bundles, encoding, fields
 
 if TYPE_CHECKING:
-    from surogate_core.data.encoded import EncodeContext
+    from surogate_core.plugin import EncodeContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +29,9 @@ class PreferenceOptions:
 class PreferencePair:
     """A row: texts, or messages."""
 
-    prompt: str | Messages
-    chosen: str | Messages
-    rejected: str | Messages
+    prompt: str | encoding.Messages
+    chosen: str | encoding.Messages
+    rejected: str | encoding.Messages
 
 
 def columns(options: PreferenceOptions) -> set[str]:
@@ -52,7 +48,7 @@ def encode(row: Mapping[str, Any], options: PreferenceOptions, context: EncodeCo
     """
     pair = read_pair(row, options)
     answers = (pair.chosen, pair.rejected)
-    group = Group(documents=tuple(encode_answer(pair.prompt, answer, context) for answer in answers))
+    group = Group(documents=tuple(encoding.encode_answer(pair.prompt, answer, context) for answer in answers))
     _check_different(group, (options.chosen_field, options.rejected_field), context)
     return group
 
@@ -63,12 +59,12 @@ def _check_different(group: Group, names: Sequence[str], context: EncodeContext)
     ids = [document.input_ids.tolist() for document in group.documents]
     if ids[0] == ids[1]:
         raise RowError(f"{fields} are equal as tokens: nothing is preferred")
-    settings = PackSettings(
+    settings = encoding.PackSettings(
         sequence_len=context.sequence_len,
         max_length=context.max_length,
         truncation_strategy=context.truncation_strategy,
     )
-    cuts = cut_group([len(one) for one in ids], settings)
+    cuts = encoding.cut_group([len(one) for one in ids], settings)
     if cuts is not None:
         first, second = (one[start : start + length] for one, (start, length) in zip(ids, cuts, strict=True))
         if first == second:
@@ -85,8 +81,8 @@ def read_pair(row: Mapping[str, Any], options: PreferenceOptions) -> PreferenceP
     """The prompt and both answers. Answers that are whole conversations have the prompt in common."""
     names = (options.chosen_field, options.rejected_field)
     if options.prompt_field is not None and options.prompt_field not in row and not _is_messages(row, names[0]):
-        required(row, options.prompt_field)
-    chosen, rejected = (text_or_messages(row, name) for name in names)
+        fields.required(row, options.prompt_field)
+    chosen, rejected = (encoding.text_or_messages(row, name) for name in names)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError(f"fields {names[0]!r} and {names[1]!r} must both be text or both be messages")
     if chosen == rejected:
@@ -100,17 +96,19 @@ def read_pair(row: Mapping[str, Any], options: PreferenceOptions) -> PreferenceP
         return _with_shared_text(chosen, rejected, names)
     if options.prompt_field is None:
         raise RowError(f"fields {names[0]!r} and {names[1]!r} have no prompt; set prompt_field")
-    prompt = text_or_messages(row, options.prompt_field)
+    prompt = encoding.text_or_messages(row, options.prompt_field)
     for answer, name in zip((chosen, rejected), names, strict=True):
-        check_answer(answer, name)
+        encoding.check_answer(answer, name)
     return PreferencePair(prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 def _is_messages(row: Mapping[str, Any], field: str) -> bool:
-    return row.get(field) is not None and not isinstance(text_or_messages(row, field), str)
+    return row.get(field) is not None and not isinstance(encoding.text_or_messages(row, field), str)
 
 
-def _with_shared_messages(chosen: Messages, rejected: Messages, names: Sequence[str]) -> PreferencePair:
+def _with_shared_messages(
+    chosen: encoding.Messages, rejected: encoding.Messages, names: Sequence[str]
+) -> PreferencePair:
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
@@ -120,7 +118,7 @@ def _with_shared_messages(chosen: Messages, rejected: Messages, names: Sequence[
     for answer, name in zip((pair.chosen, pair.rejected), names, strict=True):
         if not answer:
             raise RowError(f"field {name!r} has no message after the common prompt")
-        check_answer(answer, name)
+        encoding.check_answer(answer, name)
     return pair
 
 
@@ -138,7 +136,7 @@ def _with_shared_text(chosen: str, rejected: str, names: Sequence[str]) -> Prefe
     return PreferencePair(prompt=prompt, chosen=answers[0], rejected=answers[1])
 
 
-FORMAT = DatasetFormat(
+FORMAT = bundles.DatasetFormat(
     name="preference",
     options=PreferenceOptions,
     encode=encode,

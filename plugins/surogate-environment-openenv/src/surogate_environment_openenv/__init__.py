@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 from surogate_environment_openenv.options import OpenEnvOptions
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def surogate_environment() -> bundles.EnvironmentSpec:
 
 
 def _build(options: OpenEnvOptions) -> ServerProblems:
-    from surogate_core.errors import MachineError
+    from surogate_core.plugin import MachineError
 
     try:
         import websockets  # noqa: F401

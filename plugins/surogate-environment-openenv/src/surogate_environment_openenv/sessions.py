@@ -12,8 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
-from surogate_core.bundles import EnvironmentProblem, Turn
-from surogate_core.errors import MachineError, UserError
+from surogate_core.plugin import MachineError, UserError, bundles
 from surogate_environment_openenv.options import OpenEnvOptions
 from surogate_reinforcement.answers import tagged, visible
 from surogate_reinforcement.draws import Draws
@@ -93,7 +92,7 @@ class ServerProblems:
             raise UserError("environment.action: has no {reply}. Fix: environment.action={message: '{reply}'}")
         Session(options).close()
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         options = self.options
         own = Draws(seed, number).below(2**31)
         session = Session(options)
@@ -103,9 +102,9 @@ class ServerProblems:
             session.close()
         system = ({"role": "system", "content": options.system},) if options.system else ()
         messages = (*system, *user_says(options.prompt.replace("{observation}", shown)))
-        return EnvironmentProblem(messages=messages, data={"seed": own, "shown": shown})
+        return bundles.EnvironmentProblem(messages=messages, data={"seed": own, "shown": shown})
 
-    def start(self, problem: EnvironmentProblem) -> OpenEnvEpisode:
+    def start(self, problem: bundles.EnvironmentProblem) -> OpenEnvEpisode:
         return OpenEnvEpisode(self, problem)
 
     def reset(self, session: Session, seed: int) -> Mapping[str, Any]:
@@ -144,27 +143,27 @@ class ServerProblems:
 class OpenEnvEpisode:
     """An episode on the server."""
 
-    def __init__(self, owner: ServerProblems, problem: EnvironmentProblem) -> None:
+    def __init__(self, owner: ServerProblems, problem: bundles.EnvironmentProblem) -> None:
         self._owner, self._rewards, self._done = owner, [0.0], False
         self._session = Session(owner.options)
         if owner.shown(owner.reset(self._session, int(problem.data["seed"]))) != problem.data["shown"]:
             self._session.close()
             raise RuntimeError("the server's environment begins differently with the same seed, so it does not repeat")
 
-    def reply(self, text: str) -> Turn:
+    def reply(self, text: str) -> bundles.Turn:
         if self._done:
-            return Turn(done=True)
+            return bundles.Turn(done=True)
         try:
             found = self._session.ask("step", self._owner.action(text))
         except ActionError as error:
             self._rewards.append(0.0)
-            return Turn(messages=user_says(f"Error: {error}"), done=False)
+            return bundles.Turn(messages=user_says(f"Error: {error}"), done=False)
         self._rewards.append(_reward(found))
         if found.get("done") is True:
             self._done = True
             self._session.close()
-            return Turn(done=True)
-        return Turn(messages=user_says(self._owner.shown(found)), done=False)
+            return bundles.Turn(done=True)
+        return bundles.Turn(messages=user_says(self._owner.shown(found)), done=False)
 
     def rewards(self) -> Mapping[str, float | None]:
         if not self._done:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 from surogate_environment_reasoning_gym.options import ReasoningGymOptions
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def surogate_environment() -> bundles.EnvironmentSpec:
 
 
 def _build(options: ReasoningGymOptions) -> ReasoningGym:
-    from surogate_core.errors import MachineError
+    from surogate_core.plugin import MachineError
 
     try:
         import reasoning_gym  # noqa: F401

@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from surogate_core.bundles import EnvironmentProblem, Episode
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_environment_reasoning_gym.options import ReasoningGymOptions
 from surogate_reinforcement.answers import tagged, visible
 from surogate_reinforcement.draws import Draws
@@ -32,7 +31,7 @@ class ReasoningGym:
             self._dataset(name, 0, 0)
         self._dataset = lru_cache(maxsize=16)(self._dataset)  # type: ignore[method-assign]
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         name, entry = self._entry(number, seed)
         question = str(entry["question"])
         system = ({"role": "system", "content": self._options.system},) if self._options.system else ()
@@ -41,14 +40,14 @@ class ReasoningGym:
         # `surogate env check` plays the answer as a reply.
         right = f"<answer>{answer}</answer>" if self._options.answer == "tag" else answer
         data = {"dataset": name, "number": number, "seed": seed, "question": question, "answer": right}
-        return EnvironmentProblem(messages=messages, data=data)
+        return bundles.EnvironmentProblem(messages=messages, data=data)
 
-    def start(self, problem: EnvironmentProblem) -> Episode:
+    def start(self, problem: bundles.EnvironmentProblem) -> bundles.Episode:
         return OneReply(problem, self._judged)
 
     # ----------------------------------------------------------------------------- judge
 
-    def _judged(self, problem: EnvironmentProblem, reply: str) -> Mapping[str, float | None]:
+    def _judged(self, problem: bundles.EnvironmentProblem, reply: str) -> Mapping[str, float | None]:
         """`score` is that of the data set; `failed` says that it could not score the answer."""
         shown = visible(reply)
         answer = tagged(shown) if self._options.answer == "tag" else shown.strip()

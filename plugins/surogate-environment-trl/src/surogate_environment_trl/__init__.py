@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 from surogate_environment_trl.options import RewardFunctionOptions
 
 if TYPE_CHECKING:

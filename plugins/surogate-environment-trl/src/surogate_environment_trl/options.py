@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import MinLen
 
-from surogate_core.bundles import Code
+from surogate_core.plugin import bundles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class RewardFunctionOptions:
     """A .jsonl file; each line is an object with a prompt and further columns."""
     eval_path: str = ""
     """Another one, whose prompts are held out; empty holds out the last ones of `path`."""
-    reward_funcs: Annotated[list[str] | None, Code()] = None
+    reward_funcs: Annotated[list[str] | None, bundles.Code()] = None
     """Reward functions, each as `module:function` or `file.py:function`; their names are the names of the rewards. An
     empty list only gives prompts, for a run with a `reward_model`.
     """

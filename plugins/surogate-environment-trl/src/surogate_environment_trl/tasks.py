@@ -7,11 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from surogate_core.bundles import EnvironmentProblem, Episode, Turn
-from surogate_core.errors import UserError
-from surogate_core.files.prompts import read_rows
-from surogate_core.plugins import import_policy
-from surogate_core.plugins.functions import load_function
+from surogate_core.plugin import UserError, bundles, encoding, import_policy, load_function
 from surogate_environment_trl.options import RewardFunctionOptions
 from surogate_reinforcement.episodes import user_says
 
@@ -24,14 +20,14 @@ class JudgedCompletion:
     """One completion, which functions judge when it is there."""
 
     def __init__(
-        self, problem: EnvironmentProblem, judge: Callable[[JudgedCompletion], Mapping[str, float | None]]
+        self, problem: bundles.EnvironmentProblem, judge: Callable[[JudgedCompletion], Mapping[str, float | None]]
     ) -> None:
         self.problem, self.text = problem, ""
         self._judge = judge
 
-    def reply(self, text: str) -> Turn:
+    def reply(self, text: str) -> bundles.Turn:
         self.text = text
-        return Turn(done=True)
+        return bundles.Turn(done=True)
 
     def rewards(self) -> Mapping[str, float | None]:
         return self._judge(self)
@@ -48,15 +44,15 @@ class Rewarded:
         self.held_out = len(held_out)
         self._rows = [*rows, *held_out]
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         row = self._rows[number]
         prompt = row[self._options.prompt]
         messages = user_says(prompt) if isinstance(prompt, str) else tuple(prompt)
         if self._options.system and messages[0].get("role") != "system":
             messages = ({"role": "system", "content": self._options.system}, *messages)
-        return EnvironmentProblem(messages=messages, data={"row": row})
+        return bundles.EnvironmentProblem(messages=messages, data={"row": row})
 
-    def start(self, problem: EnvironmentProblem) -> Episode:
+    def start(self, problem: bundles.EnvironmentProblem) -> bundles.Episode:
         return JudgedCompletion(problem, lambda episode: self._rewards([episode])[0])
 
     def _rewards(self, episodes: Sequence[JudgedCompletion]) -> list[dict[str, float | None]]:
@@ -89,7 +85,7 @@ class Rewarded:
 class RewardedTogether(Rewarded):
     """The same, with functions that are called with all completions of a prompt."""
 
-    def start(self, problem: EnvironmentProblem) -> Episode:
+    def start(self, problem: bundles.EnvironmentProblem) -> bundles.Episode:
         return JudgedCompletion(problem, lambda episode: {})
 
     def group_rewards(self, episodes: Sequence[JudgedCompletion]) -> list[dict[str, float | None]]:
@@ -144,7 +140,7 @@ def _check_arguments(name: str, function: Function, columns: Any) -> None:
 
 def _rows(options: RewardFunctionOptions, key: str, path: str) -> list[Mapping[str, Any]]:
     found = []
-    for place, row in read_rows(path, key=f"environment.{key}"):
+    for place, row in encoding.read_rows(path, key=f"environment.{key}"):
         prompt = row.get(options.prompt) if isinstance(row, Mapping) else None
         if not (prompt and (isinstance(prompt, str) or _is_conversation(prompt))):
             raise UserError(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 from surogate_environment_verifiers.options import VerifiersOptions
-
-if TYPE_CHECKING:
-    from surogate_core.bundles import Environment
 
 SUROGATE_API = ">=2,<3"
 
@@ -19,7 +14,7 @@ def surogate_environment() -> bundles.EnvironmentSpec:
     return bundles.EnvironmentSpec(name="verifiers", build=_build, options=VerifiersOptions)
 
 
-def _build(options: VerifiersOptions) -> Environment:
+def _build(options: VerifiersOptions) -> bundles.Environment:
     from surogate_environment_verifiers.loading import load
 
     return load(options)

@@ -16,8 +16,7 @@ from typing import Any
 
 import verifiers as vf
 
-from surogate_core.bundles import EnvironmentProblem, Turn
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_environment_verifiers.calls import calls_of
 from surogate_environment_verifiers.options import VerifiersOptions
 
@@ -80,7 +79,7 @@ Waiting.__abstractmethods__ = frozenset()
 class ClassicEpisode:
     """A rollout of the environment, which waits for replies."""
 
-    def __init__(self, owner: Classic, problem: EnvironmentProblem) -> None:
+    def __init__(self, owner: Classic, problem: bundles.EnvironmentProblem) -> None:
         self._owner, self._client = owner, Waiting()
         self.state: Any = None
         """What the environment keeps of the rollout; None until it is over."""
@@ -92,19 +91,19 @@ class ClassicEpisode:
         if self.state is None and [plain(m) for m in self._client.prompt] != [dict(m) for m in problem.messages]:
             raise RuntimeError("the environment changes its prompt when an episode begins, which a run cannot follow")
 
-    def reply(self, text: str) -> Turn:
+    def reply(self, text: str) -> bundles.Turn:
         if self.state is not None:
-            return Turn(done=True)
+            return bundles.Turn(done=True)
         before = [plain(message) for message in self._client.prompt]
         self._client.answer(text)
         self._advance()
         if self.state is not None:
-            return Turn(done=True)
+            return bundles.Turn(done=True)
         now = [plain(message) for message in self._client.prompt]
         added = now[len(before) + 1 :]
         if now[: len(before)] != before or not added:
             raise RuntimeError("the environment rewrites the conversation, which a run cannot follow")
-        return Turn(messages=tuple(added), done=False)
+        return bundles.Turn(messages=tuple(added), done=False)
 
     def rewards(self) -> Mapping[str, float | None]:
         return {} if self._owner.together else self._owner.scored([self])[0]
@@ -154,16 +153,16 @@ class Classic:
         self._data = [*rows, *held_out]
         self._weights = _weights(env.rubric)
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         row = self._data[number]
         info = row.get("info")
         info = json.loads(info) if isinstance(info, str) and info else info or {}
         tools = info.get("tool_defs") or self.env.tool_defs or []
-        return EnvironmentProblem(
+        return bundles.EnvironmentProblem(
             messages=tuple(row["prompt"]), data={"row": row}, tools=tuple(_function(tool) for tool in tools)
         )
 
-    def start(self, problem: EnvironmentProblem) -> ClassicEpisode:
+    def start(self, problem: bundles.EnvironmentProblem) -> ClassicEpisode:
         return ClassicEpisode(self, problem)
 
     def scored(self, attempts: Sequence[ClassicEpisode]) -> list[Mapping[str, float | None]]:

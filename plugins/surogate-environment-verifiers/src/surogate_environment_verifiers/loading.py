@@ -7,24 +7,22 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from surogate_core.errors import MachineError, UserError
-from surogate_core.plugins import import_policy
-from surogate_core.plugins.functions import mistake
+from surogate_core.plugin import MachineError, UserError, import_policy, mistake
 from surogate_environment_verifiers.options import VerifiersOptions
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import Code, Environment
+    from surogate_core.plugin import bundles
 
 T = TypeVar("T")
 
 
-def load(options: VerifiersOptions) -> Environment:
+def load(options: VerifiersOptions) -> bundles.Environment:
     """The environment. Raises `MachineError` without verifiers, `UserError` for a module that is none of its own."""
-    from surogate_core.bundles import Code
+    from surogate_core.plugin import bundles
 
     if not options.module:
         raise UserError("environment.module is not set. Fix: environment.module=MODULE, the module of the environment")
-    module = _imported(options.module, Code(function=False))
+    module = _imported(options.module, bundles.Code(function=False))
     if hasattr(module, "load_environment"):
         from surogate_environment_verifiers.classic import open_environment
 
@@ -52,7 +50,7 @@ def attempted(name: str, make: Callable[[], T]) -> T:
         raise UserError(f"environment.module: {name} cannot be loaded: {type(error).__name__}: {text}") from error
 
 
-def _imported(name: str, mark: Code) -> ModuleType:
+def _imported(name: str, mark: bundles.Code) -> ModuleType:
     try:
         import verifiers  # noqa: F401
     except ModuleNotFoundError as error:

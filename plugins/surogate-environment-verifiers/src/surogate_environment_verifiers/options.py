@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from surogate_core.bundles import Code
+from surogate_core.plugin import bundles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersOptions:
     """An environment of verifiers."""
 
-    module: Annotated[str, Code(function=False)] = ""
+    module: Annotated[str, bundles.Code(function=False)] = ""
     """The module of the environment: one with `load_environment` (verifiers 0.1) or with a `Taskset` (0.4)."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of `load_environment`, or fields of the taskset's configuration."""

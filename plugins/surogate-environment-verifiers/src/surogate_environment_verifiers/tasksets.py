@@ -13,8 +13,7 @@ import verifiers.v1 as vf
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, SystemMessage, UserMessage
 
-from surogate_core.bundles import EnvironmentProblem, Episode
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_environment_verifiers.options import VerifiersOptions
 from surogate_reinforcement.episodes import OneReply
 
@@ -26,14 +25,14 @@ class Tasks:
         self._tasks = tasks
         self.size = len(tasks)
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         messages = tuple({"role": m.role, "content": m.content} for m in _messages(self._tasks[number]))
-        return EnvironmentProblem(messages=messages, data={"number": number})
+        return bundles.EnvironmentProblem(messages=messages, data={"number": number})
 
-    def start(self, problem: EnvironmentProblem) -> Episode:
+    def start(self, problem: bundles.EnvironmentProblem) -> bundles.Episode:
         return OneReply(problem, self._judged)
 
-    def _judged(self, problem: EnvironmentProblem, reply: str) -> Mapping[str, float | None]:
+    def _judged(self, problem: bundles.EnvironmentProblem, reply: str) -> Mapping[str, float | None]:
         found = self._tasks[int(problem.data["number"])]
         trace = _trace(found, reply)
         asyncio.run(found.score(trace))

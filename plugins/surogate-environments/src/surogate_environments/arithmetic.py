@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import EnvironmentProblem, Episode, Rewards
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_environments.expressions import evaluate, shown
 from surogate_environments.options import ArithmeticOptions
 from surogate_reinforcement.answers import answer_of, same_answer
@@ -19,7 +18,7 @@ def question_of(draws: Draws, *, digits: int, terms: int, operators: str) -> str
     return " ".join(parts)
 
 
-def correct(problem: EnvironmentProblem, text: str) -> Rewards:
+def correct(problem: bundles.EnvironmentProblem, text: str) -> bundles.Rewards:
     """1 for the right answer."""
     return {"correct": float(same_answer(answer_of(text), problem.data["answer"]))}
 
@@ -34,7 +33,7 @@ class Arithmetic:
             raise UserError(f"environment.operators: {wrong[0]!r} is not available. Fix: a text of + - *, such as '+-'")
         self._options = options
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         options, draws = self._options, Draws(seed, number)
         while True:
             question = question_of(draws, digits=options.digits, terms=options.terms, operators=options.operators)
@@ -42,7 +41,7 @@ class Arithmetic:
             if options.negative or answer >= 0:
                 break
         text = options.prompt.replace("{question}", question)
-        return EnvironmentProblem(messages=user_says(text), data={"answer": shown(answer)})
+        return bundles.EnvironmentProblem(messages=user_says(text), data={"answer": shown(answer)})
 
-    def start(self, problem: EnvironmentProblem) -> Episode:
+    def start(self, problem: bundles.EnvironmentProblem) -> bundles.Episode:
         return OneReply(problem, correct)

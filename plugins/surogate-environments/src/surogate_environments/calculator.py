@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from surogate_core.bundles import EnvironmentProblem, Episode, Rewards, Turn
+from surogate_core.plugin import bundles
 from surogate_environments.arithmetic import correct, question_of
 from surogate_environments.expressions import ExpressionError, evaluate, shown
 from surogate_environments.options import CalculatorOptions
@@ -41,41 +41,41 @@ class Calculator:
     def __init__(self, options: CalculatorOptions) -> None:
         self._options = options
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         options = self._options
         question = question_of(Draws(seed, number), digits=options.digits, terms=options.terms, operators="+-*")
         text = options.prompt.replace("{question}", question)
         has_tags = options.call == "tag"
-        return EnvironmentProblem(
+        return bundles.EnvironmentProblem(
             messages=user_says(text + _HOW if has_tags else text),
             data={"answer": shown(evaluate(question))},
             tools=() if has_tags else (_TOOL,),
         )
 
-    def start(self, problem: EnvironmentProblem) -> Episode:
+    def start(self, problem: bundles.EnvironmentProblem) -> bundles.Episode:
         return _Attempt(problem, self._options)
 
 
 class _Attempt:
-    def __init__(self, problem: EnvironmentProblem, options: CalculatorOptions) -> None:
+    def __init__(self, problem: bundles.EnvironmentProblem, options: CalculatorOptions) -> None:
         self._problem, self._options = problem, options
         self._turns, self._calls, self._last = 0, 0, ""
 
-    def reply(self, text: str) -> Turn:
+    def reply(self, text: str) -> bundles.Turn:
         self._turns += 1
         self._last = visible(text)
         asked = self._asked()
         if asked is None or self._turns >= self._options.max_turns:
-            return Turn(done=True)
+            return bundles.Turn(done=True)
         self._calls += 1
         try:
             result = shown(evaluate(asked))
         except ExpressionError as error:
             result = f"Error: {error}."
         role = "user" if self._options.call == "tag" else "tool"
-        return Turn(messages=({"role": role, "content": result},), done=False)
+        return bundles.Turn(messages=({"role": role, "content": result},), done=False)
 
-    def rewards(self) -> Rewards:
+    def rewards(self) -> bundles.Rewards:
         answered = "" if self._asked() is not None else self._last
         return {**correct(self._problem, answered), "calls": float(self._calls)}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import EnvironmentProblem, Episode, Rewards
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_environments.options import CopyOptions
 from surogate_reinforcement.answers import visible
 from surogate_reinforcement.draws import Draws
@@ -24,18 +23,18 @@ class Copying:
                 f"Fix: a smaller min_length"
             )
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         draws, options = Draws(seed, number), self._options
         letters = [draws.choice(options.alphabet) for _ in range(draws.between(self._shortest, options.length))]
         right = letters[::-1] if self._backwards else letters
         text = options.prompt.replace("{text}", options.separator.join(letters))
-        return EnvironmentProblem(messages=user_says(text), data={"answer": options.separator.join(right)})
+        return bundles.EnvironmentProblem(messages=user_says(text), data={"answer": options.separator.join(right)})
 
-    def start(self, problem: EnvironmentProblem) -> Episode:
+    def start(self, problem: bundles.EnvironmentProblem) -> bundles.Episode:
         return OneReply(problem, _judged)
 
 
-def _judged(problem: EnvironmentProblem, text: str) -> Rewards:
+def _judged(problem: bundles.EnvironmentProblem, text: str) -> bundles.Rewards:
     right, found = _letters(problem.data["answer"]), _letters(visible(text))
     same = sum(a == b for a, b in zip(right, found, strict=False))
     return {"match": same / max(len(right), len(found)), "exact": float(right == found)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
-from surogate_core.bundles import EnvironmentProblem, Episode, Rewards
+from surogate_core.plugin import bundles
 from surogate_environments.expressions import ExpressionError, evaluate, numbers_of
 from surogate_environments.options import CountdownOptions
 from surogate_reinforcement.answers import tagged, visible
@@ -21,7 +21,7 @@ class Countdown:
     def __init__(self, options: CountdownOptions) -> None:
         self._options = options
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         options, draws = self._options, Draws(seed, number)
         while True:
             numbers = [draws.between(1, options.largest) for _ in range(options.numbers)]
@@ -31,9 +31,9 @@ class Countdown:
         values = draws.shuffled(numbers)
         text = options.prompt.replace("{numbers}", ", ".join(map(str, values))).replace("{target}", str(target))
         data = {"numbers": values, "target": int(target), "answer": f"<answer>{solution}</answer>"}
-        return EnvironmentProblem(messages=user_says(text), data=data)
+        return bundles.EnvironmentProblem(messages=user_says(text), data=data)
 
-    def start(self, problem: EnvironmentProblem) -> Episode:
+    def start(self, problem: bundles.EnvironmentProblem) -> bundles.Episode:
         return OneReply(problem, _judged)
 
 
@@ -49,7 +49,7 @@ def _combined(draws: Draws, numbers: list[int]) -> tuple[str, Fraction]:
     return text[1:-1], value
 
 
-def _judged(problem: EnvironmentProblem, text: str) -> Rewards:
+def _judged(problem: bundles.EnvironmentProblem, text: str) -> bundles.Rewards:
     expression = tagged(visible(text))
     if expression is None:
         return {"correct": 0.0, "valid": 0.0}

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from surogate_core.bundles import EnvironmentProblem, Episode
-from surogate_core.data.encoded import RowError
-from surogate_core.data.rows.sources import SourceSpec, open_source
-from surogate_core.errors import UserError
-from surogate_core.files.paths import is_hub_id
+from surogate_core.plugin import RowError, UserError, bundles, encoding, is_hub_id
 from surogate_environments.arithmetic import correct
 from surogate_environments.options import ProblemsOptions
 from surogate_reinforcement.answers import marked
@@ -41,8 +37,8 @@ class Problems:
 
     def _read(self, path: str, split: str) -> list[tuple[str, str]]:
         options, found = self._options, []
-        spec = SourceSpec(path=path, split=split, subset=options.subset if is_hub_id(path) else None)
-        for place, row in open_source(spec).rows():
+        spec = encoding.SourceSpec(path=path, split=split, subset=options.subset if is_hub_id(path) else None)
+        for place, row in encoding.open_source(spec).rows():
             if isinstance(row, RowError):
                 raise UserError(f"{place}: {row}")
             question, answer = _text(row, options.question, place), _text(row, options.answer, place)
@@ -51,13 +47,13 @@ class Problems:
             raise UserError(f"environment.path: {path} has no problem. Fix: one object a line")
         return found
 
-    def problem(self, number: int, seed: int) -> EnvironmentProblem:
+    def problem(self, number: int, seed: int) -> bundles.EnvironmentProblem:
         question, answer = self._problems[number]
         system = ({"role": "system", "content": self._options.system},) if self._options.system else ()
         messages = (*system, *user_says(self._options.prompt.replace("{question}", question)))
-        return EnvironmentProblem(messages=messages, data={"answer": answer})
+        return bundles.EnvironmentProblem(messages=messages, data={"answer": answer})
 
-    def start(self, problem: EnvironmentProblem) -> Episode:
+    def start(self, problem: bundles.EnvironmentProblem) -> bundles.Episode:
         return OneReply(problem, correct)
 
 

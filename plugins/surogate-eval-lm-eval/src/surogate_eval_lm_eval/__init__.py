@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 
 SUROGATE_API = ">=2,<3"
 
@@ -16,7 +16,7 @@ def surogate_evaluator() -> bundles.EvaluatorSpec:
 
 
 def _open(tasks: Sequence[str], settings: bundles.EvalSettings) -> bundles.Evaluator:
-    from surogate_core.errors import MachineError
+    from surogate_core.plugin import MachineError
 
     try:
         import lm_eval  # noqa: F401

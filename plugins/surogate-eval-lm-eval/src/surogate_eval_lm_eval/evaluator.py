@@ -12,15 +12,14 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from surogate_core.bundles import BenchmarkResult, EvalSettings, MeasuredModel
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_eval_lm_eval.model import SurogateLM
 
 
 class HarnessBenchmarks:
     """Tasks and groups of lm-eval."""
 
-    def __init__(self, names: Sequence[str], settings: EvalSettings):
+    def __init__(self, names: Sequence[str], settings: bundles.EvalSettings):
         self._settings = settings
         # lm-eval reads ten thousand files for its own tasks, which a task of the user's does not need.
         self._manager = TaskManager(include_defaults=not all(Path(name).is_file() for name in names))
@@ -48,7 +47,9 @@ class HarnessBenchmarks:
         tops = [group for key, group in found["groups"].items() if key not in nested]
         return [*tops, *(task for key, task in found["tasks"].items() if key not in grouped)]
 
-    def run(self, subject: MeasuredModel, taken: Callable[[Mapping[str, Any]], None]) -> list[BenchmarkResult]:
+    def run(
+        self, subject: bundles.MeasuredModel, taken: Callable[[Mapping[str, Any]], None]
+    ) -> list[bundles.BenchmarkResult]:
         """Measure a model."""
         settings = self._settings
         results: Any = simple_evaluate(
@@ -62,7 +63,7 @@ class HarnessBenchmarks:
             gen_kwargs=None if settings.max_new_tokens is None else {"max_gen_toks": settings.max_new_tokens},
             log_samples=True,
         )
-        found: list[BenchmarkResult] = []
+        found: list[bundles.BenchmarkResult] = []
         for task, values in results["results"].items():
             samples = results["samples"].get(task, [])
             lines = [_line(subject.name, task, sample) for sample in samples]
@@ -85,7 +86,7 @@ def _leaves(results: Any, name: str) -> Iterator[str]:
 
 def _figures(
     model: str, task: str, values: Mapping[str, Any], rows: int, samples: Sequence[Any], lines: Sequence[Any]
-) -> Iterator[BenchmarkResult]:
+) -> Iterator[bundles.BenchmarkResult]:
     for key, value in values.items():
         metric, comma, chosen = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
@@ -94,7 +95,7 @@ def _figures(
         own = sorted((s for s in samples if s.get("filter", "none") == chosen), key=lambda s: s["doc_id"])
         scores = [s.get(metric) for s in own]
         known = scores and all(isinstance(score, int | float) for score in scores)
-        yield BenchmarkResult(
+        yield bundles.BenchmarkResult(
             model=model,
             task=f"lm-eval:{task}",
             metric=metric if chosen == "none" else key,

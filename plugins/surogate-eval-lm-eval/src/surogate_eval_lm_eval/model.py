@@ -13,11 +13,7 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-from surogate_core.bundles import MeasuredModel, Sampling
-from surogate_core.data.text.whole_text import encode_whole
-from surogate_core.errors import UserError
-from surogate_core.inference.texts import Prompt, PromptOptions
-from surogate_core.measure.subject import JudgedText
+from surogate_core.plugin import UserError, bundles, encoding, inference
 
 LENGTH = 2048
 """Tokens of a sequence, if the model has no end."""
@@ -29,7 +25,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class SurogateLM(TemplateLM):
     """lm-eval's interface to a loaded model."""
 
-    def __init__(self, subject: MeasuredModel, *, seed: int = 0):
+    def __init__(self, subject: bundles.MeasuredModel, *, seed: int = 0):
         super().__init__()
         self.subject, self.seed = subject, seed
         self.tokenizer = subject.tokenizer
@@ -59,7 +55,7 @@ class SurogateLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
         """Token ids; a text that has the first special token already gets no other one."""
         if add_special_tokens is None:
-            return encode_whole(self.tokenizer, string, ended=False)
+            return encoding.encode_whole(self.tokenizer, string, ended=False)
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def _text(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -86,7 +82,9 @@ class SurogateLM(TemplateLM):
             whole = (*context, *continuation)[-(self.max_length + 1) :]
             border = max(1, len(whole) - len(continuation))
             pairs.append(
-                JudgedText(name=f"request {number}", context=whole[:border], continuation=tuple(whole[border:]))
+                inference.JudgedText(
+                    name=f"request {number}", context=whole[:border], continuation=tuple(whole[border:])
+                )
             )
         return [(one.logprob, one.greedy) for one in self.subject.likelihoods(pairs)]
 
@@ -136,12 +134,12 @@ class SurogateLM(TemplateLM):
                 f"{self.max_length:,}. Fix: --max-new-tokens {self.max_length // 2}"
             )
         prompts = [
-            Prompt(name=f"prompt {number}", ids=tuple(self.tok_encode(text)[-room:]))
+            inference.Prompt(name=f"prompt {number}", ids=tuple(self.tok_encode(text)[-room:]))
             for number, text in enumerate(contexts)
         ]
-        wanted = PromptOptions(
+        wanted = inference.PromptOptions(
             max_new_tokens=most,
-            sampling=Sampling(**{"temperature": 0.0, **sampling}, seed=self.seed),
+            sampling=bundles.Sampling(**{"temperature": 0.0, **sampling}, seed=self.seed),
             stop=tuple(until),
         )
         stops = [*until, self._text([self.eot_token_id])]

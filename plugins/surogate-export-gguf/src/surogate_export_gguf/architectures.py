@@ -13,9 +13,7 @@ from typing import Any
 import gguf
 import torch
 
-from surogate_core.bundles import ExportJob
-from surogate_core.dsl.rope import Rope
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles, dsl
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _QK = re.compile(r"\.attn_([qk])\.(weight|bias)$")
@@ -48,7 +46,7 @@ class Family:
     """(Hugging Face name, weight) → the weight as the file has it, of the same shape."""
 
     @classmethod
-    def of(cls, job: ExportJob) -> Family:
+    def of(cls, job: bundles.ExportJob) -> Family:
         """The family of a job, as its plugin describes it."""
         kind = str(job.config.get("model_type"))
         if not job.family:
@@ -85,7 +83,7 @@ class Tensor:
 class Architecture:
     """The model of a job, as GGUF describes it. Raises `UserError` for what llama.cpp does not compute."""
 
-    def __init__(self, job: ExportJob):
+    def __init__(self, job: bundles.ExportJob):
         self.config = job.config
         self.family = Family.of(job)
         self.name: str = gguf.MODEL_ARCH_NAMES[self.family.arch]
@@ -100,9 +98,9 @@ class Architecture:
         self.tensors = self._tensors(job.shapes)
 
     @cached_property
-    def rope(self) -> Rope:
+    def rope(self) -> dsl.Rope:
         """The rotary embedding."""
-        return Rope({**self.config, **self.family.rope}, self.head_dim)
+        return dsl.Rope({**self.config, **self.family.rope}, self.head_dim)
 
     def _check(self) -> None:
         kind = self.rope.kind
@@ -200,7 +198,7 @@ class Architecture:
         if self.rope.kind != "llama3":
             return None
         plain = {k: v for k, v in self.config.items() if k not in ("rope_scaling", "rope_parameters")}
-        unscaled = Rope({**plain, "rope_theta": self.rope.theta}, self.head_dim).frequencies()
+        unscaled = dsl.Rope({**plain, "rope_theta": self.rope.theta}, self.head_dim).frequencies()
         return (unscaled / self.rope.frequencies()).numpy()
 
 

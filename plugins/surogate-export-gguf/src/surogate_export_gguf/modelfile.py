@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from surogate_core.bundles import ExportJob
-from surogate_core.data.encoded import RowError
-from surogate_core.data.text.chat import Chat, chat_of
-from surogate_core.errors import UserError
+from surogate_core.plugin import RowError, UserError, bundles, encoding
 from surogate_export_gguf.vocabulary import Vocabulary
 
 HEADER = "# Written by `surogate export`. Use: ollama create NAME -f {name}\n"
@@ -21,7 +18,7 @@ _WIDEST = '"""'
 Messages = Sequence[Mapping[str, str]]
 
 
-def modelfile(job: ExportJob, vocabulary: Vocabulary, path: Path) -> tuple[str, list[str]]:
+def modelfile(job: bundles.ExportJob, vocabulary: Vocabulary, path: Path) -> tuple[str, list[str]]:
     """The text of the Modelfile `path`, and notes for the user.
 
     Raises `UserError` if another file has that name.
@@ -34,7 +31,9 @@ def modelfile(job: ExportJob, vocabulary: Vocabulary, path: Path) -> tuple[str, 
         lines.append("TEMPLATE {{ .Prompt }}\n")
     else:
         # llama.cpp puts a beginning of text in front by itself.
-        frame = MessageTexts.of(chat_of(job.tokenizer), str(job.tokenizer.bos_token) if vocabulary.adds_bos else "")
+        frame = MessageTexts.of(
+            encoding.chat_of(job.tokenizer), str(job.tokenizer.bos_token) if vocabulary.adds_bos else ""
+        )
         if frame is None:
             notes.append(f"{path}: the chat template has no equal in Ollama's templates, so Ollama chooses one.")
         else:
@@ -55,7 +54,7 @@ def _refuse_another(path: Path) -> None:
         raise UserError(f"--ollama {path}: this was not written by `surogate export`. Fix: name another file")
 
 
-def _parameters(job: ExportJob) -> list[tuple[str, float]]:
+def _parameters(job: bundles.ExportJob) -> list[tuple[str, float]]:
     chosen = job.sampling
     if chosen.temperature == 0:
         return []  # the model's files say nothing about sampling
@@ -68,7 +67,7 @@ def _parameters(job: ExportJob) -> list[tuple[str, float]]:
     ]
 
 
-def _stops(job: ExportJob, vocabulary: Vocabulary) -> list[str]:
+def _stops(job: bundles.ExportJob, vocabulary: Vocabulary) -> list[str]:
     texts = [vocabulary.tokens[i] for i in sorted(job.stop_ids)]
     return [text for text in texts if '"' not in text and text.isprintable()]
 
@@ -91,7 +90,7 @@ class MessageTexts:
     """Before the answer to be generated, after `after_user`."""
 
     @classmethod
-    def of(cls, chat: Chat, bos: str = "") -> MessageTexts | None:
+    def of(cls, chat: encoding.Chat, bos: str = "") -> MessageTexts | None:
         """The frame of a chat template; None if conversations cannot be put together from one.
 
         `bos`: a text at the beginning of every conversation that is left out.

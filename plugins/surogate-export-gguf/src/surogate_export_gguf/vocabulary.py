@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 
-from surogate_core.bundles import ExportJob
-from surogate_core.data.text.tokenizer import turn_end_id
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles, encoding
 from surogate_export_gguf import pieces
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ class Vocabulary:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, job: ExportJob, size: int) -> Vocabulary:
+    def of(cls, job: bundles.ExportJob, size: int) -> Vocabulary:
         """The vocabulary for `size` rows of an embedding; raises `UserError` for a tokenizer that llama.cpp lacks."""
         tokenizer = job.tokenizer
         if not tokenizer.is_fast:
@@ -187,7 +185,7 @@ def _added(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
     return bos, eos
 
 
-def special_ids(job: ExportJob, size: int) -> tuple[dict[str, int], list[int]]:
+def special_ids(job: bundles.ExportJob, size: int) -> tuple[dict[str, int], list[int]]:
     """Role → token id, and the tokens that end a completion for which the format has no key left.
 
     A role that the tokenizer's files do not give is that of ``config.json``, as in llama.cpp's converter, or of
@@ -200,7 +198,7 @@ def special_ids(job: ExportJob, size: int) -> tuple[dict[str, int], list[int]]:
             own = config.get(f"{role}_token_id")
             values += own if isinstance(own, list | tuple) else [own]
         found[role] = next((i for i in values if _is_id(i, size)), None)
-    found |= {"unk": tokenizer.unk_token_id, "eot": turn_end_id(tokenizer)}
+    found |= {"unk": tokenizer.unk_token_id, "eot": encoding.turn_end_id(tokenizer)}
     others = sorted(i for i in job.stop_ids - {found["eos"], found["eot"]} if _is_id(i, size))
     for role in ("eos", "eot", "eom"):
         if others and found.get(role) is None:

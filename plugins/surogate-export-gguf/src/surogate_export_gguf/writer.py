@@ -13,10 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from surogate_core.bundles import Exported, ExportJob
-from surogate_core.errors import UserError
-from surogate_core.files import atomic
-from surogate_core.numbers import significant
+from surogate_core.plugin import UserError, atomic, bundles, significant
 from surogate_export_gguf.architectures import Architecture, Tensor
 from surogate_export_gguf.modelfile import modelfile
 from surogate_export_gguf.options import GgufOptions
@@ -40,7 +37,7 @@ CHUNK = 2**24
 LARGEST_F16 = torch.finfo(torch.float16).max
 
 
-def write(job: ExportJob, options: GgufOptions) -> Exported:
+def write(job: bundles.ExportJob, options: GgufOptions) -> bundles.Exported:
     """Write `job.file`; raises `UserError` for a model or a tokenizer that llama.cpp does not compute."""
     architecture = Architecture(job)
     vocabulary = Vocabulary.of(job, architecture.vocab_size)
@@ -63,10 +60,10 @@ def write(job: ExportJob, options: GgufOptions) -> Exported:
     vocabulary.add_to(writer)
     _add_sampling(job, writer)
     _write_tensors(job, architecture, types, writer)
-    return Exported(notes=tuple(notes), texts=texts)
+    return bundles.Exported(notes=tuple(notes), texts=texts)
 
 
-def _add_sampling(job: ExportJob, writer: gguf.GGUFWriter) -> None:
+def _add_sampling(job: bundles.ExportJob, writer: gguf.GGUFWriter) -> None:
     """How tokens are chosen by default, if the model's files say so."""
     chosen = job.sampling
     if chosen.temperature == 0:
@@ -78,7 +75,7 @@ def _add_sampling(job: ExportJob, writer: gguf.GGUFWriter) -> None:
     writer.add_float32("general.sampling.penalty_repeat", chosen.repetition_penalty)
 
 
-def _type(job: ExportJob, options: GgufOptions) -> gguf.GGMLQuantizationType:
+def _type(job: bundles.ExportJob, options: GgufOptions) -> gguf.GGMLQuantizationType:
     if options.type != "auto":
         return TYPES[options.type]
     sizes: dict[torch.dtype, int] = {}
@@ -94,7 +91,7 @@ def _type_of(tensor: Tensor, chosen: gguf.GGMLQuantizationType) -> gguf.GGMLQuan
 
 
 def _write_tensors(
-    job: ExportJob,
+    job: bundles.ExportJob,
     architecture: Architecture,
     types: dict[str, gguf.GGMLQuantizationType],
     writer: gguf.GGUFWriter,
@@ -127,7 +124,7 @@ def _write_tensors(
         writer.close()
 
 
-def _data(job: ExportJob, tensor: Tensor, kind: gguf.GGMLQuantizationType, architecture: Architecture) -> Data:
+def _data(job: bundles.ExportJob, tensor: Tensor, kind: gguf.GGMLQuantizationType, architecture: Architecture) -> Data:
     heads = architecture.heads_of(tensor.name)
     weights = ((name, architecture.converted(name, job.get(name))) for name in tensor.parts)
     parts = [_converted(name, _ordered(weight, heads), kind) for name, weight in weights]

@@ -8,10 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Kernel
-from surogate_core.formats.adamw_8bit import DynamicCode, Range, StepNumbers
-from surogate_core.kernels.building.native import Module, Sources
-from surogate_core.kernels.optimizing.rounding import place
+from surogate_core.plugin import adamw_8bit, bundles, compute
 
 THREADS = 256
 """This and the next three constants must match the source."""
@@ -26,13 +23,13 @@ NOWHERE = 0
 """A null pointer."""
 
 # Architecture-specific only because of subnormal numbers.
-_MODULE = Module(Sources.of(__file__), "adamw_8bit", specific=True)
+_MODULE = compute.Module(compute.Sources.of(__file__), "adamw_8bit", specific=True)
 
 
 @cache
 def _tables(device: torch.device) -> Tensor:
     """The struct `Tables` of the source, as bytes."""
-    first, second = (DynamicCode(signed=signed, device=device) for signed in (True, False))
+    first, second = (adamw_8bit.DynamicCode(signed=signed, device=device) for signed in (True, False))
     floats = torch.cat([first.values, first.borders, second.values, second.borders])
     patterns = slice(LOWEST_PATTERN, HIGHEST_PATTERN + 1)
     negative = slice(LOWEST_PATTERN | 0x8000, (HIGHEST_PATTERN | 0x8000) + 1)
@@ -48,9 +45,9 @@ def _resident(device: torch.device) -> int:
 
 def adamw_8bit_update(
     grad_BK: Tensor,
-    chunk: Range,
-    rates: StepNumbers,
-    codes: tuple[DynamicCode, DynamicCode],
+    chunk: adamw_8bit.Range,
+    rates: adamw_8bit.StepNumbers,
+    codes: tuple[adamw_8bit.DynamicCode, adamw_8bit.DynamicCode],
     *,
     beta1: float,
     beta2: float,
@@ -59,7 +56,7 @@ def adamw_8bit_update(
     group, eight = chunk.group, len(chunk.first) == 2
     narrow = group.seed is not None
     needed = -(-len(grad_BK) // (THREADS // WARP))
-    salt, first = place(group, chunk.start)
+    salt, first = compute.place(group, chunk.start)
     _MODULE.launch(
         f"adamw_8bit_{'' if eight else 'small_'}{'bfloat16' if narrow else 'float32'}",
         (min(needed, _resident(grad_BK.device)),),
@@ -86,9 +83,9 @@ def adamw_8bit_update(
     )
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel as the pack offers it."""
-    return Kernel(
+    return bundles.Kernel(
         op="adamw_8bit_update",
         name="cuda",
         function=adamw_8bit_update,

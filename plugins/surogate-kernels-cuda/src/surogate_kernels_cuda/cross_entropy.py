@@ -10,16 +10,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.building.native import Module, Sources
+from surogate_core.plugin import IGNORE_LABEL, bundles, compute
 
 THREADS = 512
 """As in the source."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_MODULE = Module(Sources.of(__file__), "cross_entropy")
+_MODULE = compute.Module(compute.Sources.of(__file__), "cross_entropy")
 
 
 def _rows(logits_NV: Tensor) -> Tensor:
@@ -31,7 +28,7 @@ def _suffix(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate::cuda_cross_entropy", mutates_args=())
 def _forward(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     logits_NV = _rows(logits_NV)
@@ -60,7 +57,7 @@ def _(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     return logits_NV.new_empty(rows, dtype=torch.float32), logits_NV.new_empty(rows, dtype=torch.float32)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate::cuda_cross_entropy_backward", mutates_args=())
 def _backward(dloss_N: Tensor, logits_NV: Tensor, labels_N: Tensor, lse_N: Tensor) -> Tensor:
     logits_NV = _rows(logits_NV)
@@ -107,9 +104,9 @@ def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return _CrossEntropy.apply(logits_NV, labels_N)
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel as the pack offers it."""
-    return Kernel(
+    return bundles.Kernel(
         op="cross_entropy",
         name="cuda",
         function=cross_entropy,

@@ -16,17 +16,15 @@ from surogate_native import adapters
 from surogate_native.gated import SHARED, Ops, launch, parts_bytes, rewritten
 from torch import Tensor, fx
 
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.building.native import Module, Sources
-from surogate_core.kernels.registry import workspace
+from surogate_core.plugin import compute
 
 LARGE = (9, 10)
 """Major compute capabilities with enough shared memory for two blocks of the large kernel at a time."""
 
-ROWS = Module(Sources.of(__file__, "surogate_native"), "gated_backward", specific=True)
+ROWS = compute.Module(compute.Sources.of(__file__, "surogate_native"), "gated_backward", specific=True)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_cuda::down_backward", mutates_args=())
 def down_backward(
     dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float
@@ -45,7 +43,7 @@ def _(
     return dy.new_empty(n, inputs), torch.empty_like(u_NR), dy.new_empty((outputs, rank), dtype=torch.float32)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_cuda::gated_backward", mutates_args=())
 def gated_backward(
     dh_NF: Tensor,
@@ -99,12 +97,12 @@ def _(
     )
 
 
-@workspace(torch.ops.surogate_cuda.down_backward)
+@compute.workspace(torch.ops.surogate_cuda.down_backward)
 def _down_bytes(dy: Tensor, u_NR: Tensor, panel_QP: Tensor, inputs: int, outputs: int, rank: int, scale: float) -> int:
     return adapters.gradients_bytes(dy, [outputs], rank, dy.shape[0] * inputs * dy.itemsize)
 
 
-@workspace(torch.ops.surogate_cuda.gated_backward)
+@compute.workspace(torch.ops.surogate_cuda.gated_backward)
 def _gated_bytes(
     dh_NF: Tensor,
     gate_NF: Tensor,

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Kernel
-from surogate_core.formats.nvfp4 import BLOCK, E4M3, Operand
-from surogate_core.kernels.building.native import Module, Sources
+from surogate_core.plugin import bundles, compute, nvfp4
 
 THREADS = 256
 """As in the source."""
@@ -23,11 +21,11 @@ NOWHERE = 0
 """A pointer to what is not asked for."""
 
 # Specific for its subnormal numbers alone: a tensor of tiny values has a factor that is one.
-_MODULE = Module(Sources.of(__file__), "nvfp4", specific=True)
+_MODULE = compute.Module(compute.Sources.of(__file__), "nvfp4", specific=True)
 
 
 def _padded(n: int) -> int:
-    return -(-n // BLOCK) * BLOCK
+    return -(-n // nvfp4.BLOCK) * nvfp4.BLOCK
 
 
 def _shape(x: Tensor, transposed: bool) -> tuple[int, int]:
@@ -36,7 +34,13 @@ def _shape(x: Tensor, transposed: bool) -> tuple[int, int]:
 
 
 def _round(
-    x: Tensor, seed: Tensor | None, how: Operand, *, codes: Tensor | None, scales: Tensor | None, values: Tensor | None
+    x: Tensor,
+    seed: Tensor | None,
+    how: nvfp4.Operand,
+    *,
+    codes: Tensor | None,
+    scales: Tensor | None,
+    values: Tensor | None,
 ) -> Tensor:
     """Fill codes and scales, or values; the tensor's factor is returned."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -46,7 +50,11 @@ def _round(
 
     def launch(kernel: str, transposed: bool, *arguments: Any) -> None:
         rows, inner = _shape(x, transposed)
-        threads = _padded(rows) * _padded(inner) // BLOCK if "tiles" in kernel else rows * (_padded(inner) // BLOCK)
+        threads = (
+            _padded(rows) * _padded(inner) // nvfp4.BLOCK
+            if "tiles" in kernel
+            else rows * (_padded(inner) // nvfp4.BLOCK)
+        )
         flags = how.four_over_six + 2 * how.rotated
         sizes = np.int32(rows), np.int32(inner), np.int32(flags)
         _MODULE.launch(
@@ -68,18 +76,18 @@ def _round(
     return decode
 
 
-def _empty_codes(x: Tensor, how: Operand) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_codes(x: Tensor, how: nvfp4.Operand) -> tuple[Tensor, Tensor, Tensor]:
     rows, inner = _shape(x, how.transposed)
-    height = BLOCK if how.square else 1
+    height = nvfp4.BLOCK if how.square else 1
     rows, inner = -(-rows // height) * height, _padded(inner)
     return (
         x.new_empty(rows, inner // 2, dtype=torch.uint8),
-        x.new_empty(rows // height, inner // BLOCK, dtype=E4M3),
+        x.new_empty(rows // height, inner // nvfp4.BLOCK, dtype=nvfp4.E4M3),
         x.new_empty((), dtype=torch.float32),
     )
 
 
-def _empty_values(x: Tensor, how: Operand) -> tuple[Tensor, Tensor]:
+def _empty_values(x: Tensor, how: nvfp4.Operand) -> tuple[Tensor, Tensor]:
     rows, inner = _shape(x, how.transposed)
     values = x.new_empty(rows, _padded(inner) if how.rotated else inner, dtype=torch.bfloat16)
     return values, x.new_empty((), dtype=torch.float32)
@@ -89,7 +97,7 @@ def _empty_values(x: Tensor, how: Operand) -> tuple[Tensor, Tensor]:
 def _quantised(
     x: Tensor, seed: Tensor | None, square: bool, four_over_six: bool, transposed: bool, rotated: bool, salt: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    how = Operand(square=square, four_over_six=four_over_six, transposed=transposed, rotated=rotated, salt=salt)
+    how = nvfp4.Operand(square=square, four_over_six=four_over_six, transposed=transposed, rotated=rotated, salt=salt)
     codes, scales, _ = _empty_codes(x, how)
     return codes, scales, _round(x, seed, how, codes=codes, scales=scales, values=None)
 
@@ -98,14 +106,14 @@ def _quantised(
 def _(
     x: Tensor, seed: Tensor | None, square: bool, four_over_six: bool, transposed: bool, rotated: bool, salt: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_codes(x, Operand(square=square, transposed=transposed))
+    return _empty_codes(x, nvfp4.Operand(square=square, transposed=transposed))
 
 
 @torch.library.custom_op("surogate::cuda_nvfp4_rounded", mutates_args=())
 def _rounded(
     x: Tensor, seed: Tensor | None, square: bool, four_over_six: bool, transposed: bool, rotated: bool, salt: int
 ) -> tuple[Tensor, Tensor]:
-    how = Operand(square=square, four_over_six=four_over_six, transposed=transposed, rotated=rotated, salt=salt)
+    how = nvfp4.Operand(square=square, four_over_six=four_over_six, transposed=transposed, rotated=rotated, salt=salt)
     values, _ = _empty_values(x, how)
     return values, _round(x, seed, how, codes=None, scales=None, values=values)
 
@@ -114,11 +122,11 @@ def _rounded(
 def _(
     x: Tensor, seed: Tensor | None, square: bool, four_over_six: bool, transposed: bool, rotated: bool, salt: int
 ) -> tuple[Tensor, Tensor]:
-    return _empty_values(x, Operand(transposed=transposed, rotated=rotated))
+    return _empty_values(x, nvfp4.Operand(transposed=transposed, rotated=rotated))
 
 
-def _with_operand(function: Callable[..., Any]) -> Callable[[Tensor, Tensor | None, Operand], Any]:
-    def call(x: Tensor, seed: Tensor | None, how: Operand) -> Any:
+def _with_operand(function: Callable[..., Any]) -> Callable[[Tensor, Tensor | None, nvfp4.Operand], Any]:
+    def call(x: Tensor, seed: Tensor | None, how: nvfp4.Operand) -> Any:
         return function(x, seed, how.square, how.four_over_six, how.transposed, how.rotated, how.salt)
 
     return call
@@ -130,10 +138,10 @@ nvfp4_rounded = _with_operand(_rounded)
 """`surogate_core.formats.nvfp4.nvfp4_rounded`."""
 
 
-def kernels() -> tuple[Kernel, ...]:
+def kernels() -> tuple[bundles.Kernel, ...]:
     """The kernels as the pack offers them."""
     return tuple(
-        Kernel(
+        bundles.Kernel(
             op=op,
             name="cuda",
             function=function,

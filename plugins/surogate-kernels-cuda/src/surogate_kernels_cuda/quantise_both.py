@@ -7,17 +7,15 @@ import torch
 from surogate_native.figures import FIGURES, begin
 from torch import Tensor
 
-from surogate_core.bundles import Kernel
-from surogate_core.formats import fp8 as formats
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.building.native import Module, Sources, capability
+from surogate_core.plugin import bundles, compute
+from surogate_core.plugin import fp8 as formats
 
-QUANTISE_BOTH = Module(Sources.of(__file__, "surogate_native"), "quantise_both", specific=True)
+QUANTISE_BOTH = compute.Module(compute.Sources.of(__file__, "surogate_native"), "quantise_both", specific=True)
 ALIGNED = 16
 """Bytes of a load."""
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_cuda::quantise_both", mutates_args=())
 def _quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, codes of the transpose, figures)."""
@@ -57,15 +55,15 @@ def quantise_both(x_RC: Tensor, row: Tensor, role: int, margin: int) -> tuple[Te
 
 
 def _supports(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype == torch.bfloat16 and capability(device) >= (8, 9)
+    return device.type == "cuda" and dtype == torch.bfloat16 and compute.capability(device) >= (8, 9)
 
 
 def _takes(x_RC: Tensor, row: Tensor, role: int, margin: int) -> bool:
     return all(size % formats.TILE == 0 for size in x_RC.shape)
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel."""
-    return Kernel(
+    return bundles.Kernel(
         op="quantise_both", name="cuda", function=quantise_both, supports=_supports, takes=_takes, priority=10
     )

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -16,12 +16,12 @@ SUROGATE_API = ">=2,<3"
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""
-    from surogate_core.kernels.building.native import capability, missing_cupy, missing_gpu
+    from surogate_core.plugin import compute
 
-    reason = missing_gpu(device) or missing_cupy()
+    reason = compute.missing_gpu(device) or compute.missing_cupy()
     if reason is not None:
         return reason
-    major, minor = capability(device)
+    major, minor = compute.capability(device)
     if (major, minor) != (9, 0):
         return f"it needs a Hopper (sm_90); the GPU is sm_{major}{minor}"
     return None

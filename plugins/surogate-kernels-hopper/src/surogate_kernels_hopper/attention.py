@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.native import Module, Sources
-from surogate_core.kernels.packed_attention import one_size, packed_attention
+from surogate_core.plugin import bundles, compute
 
 FEATURES = 128
 """Features of a head; the kernels support only this number."""
@@ -25,9 +23,9 @@ FORWARD_SHARED = 5 * _TILE_BYTES + _BARRIERS
 QUERIES_SHARED = 6 * _TILE_BYTES + _BARRIERS
 KEYS_SHARED = 6 * _TILE_BYTES + 4 * 2 * 64 * 4 + _BARRIERS
 
-_SOURCES = Sources.of(__file__)
-_FORWARD = Module(_SOURCES, "attention_forward_sm90", specific=True)
-_BACKWARD = Module(_SOURCES, "attention_backward_sm90", specific=True)
+_SOURCES = compute.Sources.of(__file__)
+_FORWARD = compute.Module(_SOURCES, "attention_forward_sm90", specific=True)
+_BACKWARD = compute.Module(_SOURCES, "attention_backward_sm90", specific=True)
 
 
 def _rows(*tensors: Tensor) -> list[Tensor | int]:
@@ -99,7 +97,7 @@ def _backward(
     )
 
 
-_attention = packed_attention("surogate_hopper", _forward, _backward, ROOM)
+_attention = compute.packed_attention("surogate_hopper", _forward, _backward, ROOM)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
@@ -107,13 +105,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: i
     return _attention(q, k, v, cu_seqlens, float(scale))
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel, above Triton's in priority."""
-    return Kernel(
+    return bundles.Kernel(
         op="attention",
         name="hopper",
         function=attention,
         supports=lambda device, dtype: device.type == "cuda" and dtype == torch.bfloat16,
-        takes=lambda q, *rest: q.shape[-1] == FEATURES and one_size(q, *rest),
+        takes=lambda q, *rest: q.shape[-1] == FEATURES and compute.one_size(q, *rest),
         priority=20,
     )

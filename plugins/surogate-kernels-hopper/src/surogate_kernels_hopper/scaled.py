@@ -20,18 +20,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from surogate_core.bundles import Kernel
-from surogate_core.formats import fp8
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.building.native import Module, Sources
-from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import workspace
+from surogate_core.plugin import bundles, compute, fp8
 
-SOURCES = Sources.of(__file__, "surogate_native")
-QUANTISE = Module(SOURCES, "quantise", specific=True)
-ENCODE = Module(SOURCES, "encode")
-ENCODE_BACKWARD = Module(SOURCES, "encode_backward")
-PRODUCT = Module(SOURCES, "scaled_product", specific=True)
+SOURCES = compute.Sources.of(__file__, "surogate_native")
+QUANTISE = compute.Module(SOURCES, "quantise", specific=True)
+ENCODE = compute.Module(SOURCES, "encode")
+ENCODE_BACKWARD = compute.Module(SOURCES, "encode_backward")
+PRODUCT = compute.Module(SOURCES, "scaled_product", specific=True)
 SHARED = 230_528
 """Bytes of shared memory of a product's block."""
 THREADS = 384
@@ -174,11 +169,13 @@ def product(
 
 def parts_of(panel: Tensor, inputs: int, outputs: Sequence[int], rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """A, Aᵀ and B of a panel; see `PanelShape.parts`."""
-    shape = PanelShape(inputs=inputs, outputs=tuple(outputs), rank=rank, scale=1.0, dropout=0.0, salts=(), frozen=False)
+    shape = compute.PanelShape(
+        inputs=inputs, outputs=tuple(outputs), rank=rank, scale=1.0, dropout=0.0, salts=(), frozen=False
+    )
     return shape.parts(panel)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_linears", mutates_args=())
 def _forward(
     x_NI: Tensor,
@@ -227,7 +224,7 @@ def _(
     return x_NI.new_empty(n, sum(outputs)), x_NI.new_empty(n, rank * len(outputs)), figures
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_linears_backward", mutates_args=())
 def _backward(
     dy: Tensor,
@@ -290,7 +287,7 @@ class _ScaledLinears(Function):
         x_NI: Tensor,
         panel: Tensor,
         seed: Tensor,
-        shape: PanelShape,
+        shape: compute.PanelShape,
         margin: int,
         p: float,
         *tensors: Tensor,
@@ -310,7 +307,7 @@ class _ScaledLinears(Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, u_NR, figures_x, panel, seed, *tensors = ctx.saved_tensors
-        shape: PanelShape = ctx.shape
+        shape: compute.PanelShape = ctx.shape
         n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
         slots = len(outputs)
         weights, rows = tensors[:slots], tensors[slots:]
@@ -356,7 +353,7 @@ def _flops(
     return 2 * n * (sum(outputs) * (inputs + ranks) + inputs * ranks)
 
 
-@workspace(torch.ops.surogate_hopper.scaled_linears)
+@compute.workspace(torch.ops.surogate_hopper.scaled_linears)
 def _forward_bytes(x_NI: Tensor, *rest: Any) -> int:
     return x_NI.numel()
 
@@ -373,7 +370,7 @@ def encoded_bytes(n: int, outputs: Sequence[int], rank: int, results: int) -> in
     return n * width + max(parts - results, 0)
 
 
-@workspace(torch.ops.surogate_hopper.scaled_linears_backward)
+@compute.workspace(torch.ops.surogate_hopper.scaled_linears_backward)
 def _backward_bytes(
     dy: Tensor,
     x_NI: Tensor,
@@ -393,7 +390,7 @@ def scaled_linears(
     x: Tensor,
     panel: Tensor,
     seed: Tensor | None,
-    shape: PanelShape,
+    shape: compute.PanelShape,
     margin: int,
     weights: Sequence[Tensor],
     rows: Sequence[Tensor],
@@ -411,6 +408,6 @@ def _supports(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel."""
-    return Kernel(op="scaled_linears", name="hopper", function=scaled_linears, supports=_supports, priority=10)
+    return bundles.Kernel(op="scaled_linears", name="hopper", function=scaled_linears, supports=_supports, priority=10)

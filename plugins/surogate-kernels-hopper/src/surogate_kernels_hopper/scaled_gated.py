@@ -17,16 +17,14 @@ from surogate_native.figures import FIGURES
 from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
-from surogate_core.formats import fp8 as formats
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.building.native import Module
-from surogate_core.kernels.registry import workspace
+from surogate_core.plugin import compute
+from surogate_core.plugin import fp8 as formats
 from surogate_kernels_hopper import scaled
 
-CODES = Module(scaled.SOURCES, "gated_codes", specific=True)
+CODES = compute.Module(scaled.SOURCES, "gated_codes", specific=True)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_gated", mutates_args=())
 def scaled_gated(
     gate_NF: Tensor,
@@ -79,7 +77,7 @@ def _(
     return gate_NF.new_empty(n, outputs), gate_NF.new_empty(n, rank), figures
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_down_backward", mutates_args=())
 def scaled_down_backward(
     dy: Tensor,
@@ -124,7 +122,7 @@ def _(
     )
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_gated_backward", mutates_args=())
 def scaled_gated_backward(
     dh_NF: Tensor,
@@ -203,19 +201,19 @@ def _flops(
     return 2 * n * features * outputs
 
 
-@workspace(torch.ops.surogate_hopper.scaled_gated)
+@compute.workspace(torch.ops.surogate_hopper.scaled_gated)
 def _codes_bytes(gate_NF: Tensor, *rest: Any) -> int:
     return gate_NF.numel()
 
 
-@workspace(torch.ops.surogate_hopper.scaled_down_backward)
+@compute.workspace(torch.ops.surogate_hopper.scaled_down_backward)
 def _down_bytes(
     dy: Tensor, u_NR: Tensor, panel: Tensor, weights: Sequence[Tensor], rows: Sequence[Tensor], inputs: int, *rest: Any
 ) -> int:
     return scaled.encoded_bytes(dy.shape[0], [dy.shape[1]], u_NR.shape[1], dy.shape[0] * inputs * dy.itemsize)
 
 
-@workspace(torch.ops.surogate_hopper.scaled_gated_backward)
+@compute.workspace(torch.ops.surogate_hopper.scaled_gated_backward)
 def _gated_bytes(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, du_NR: Tensor, *rest: Any) -> int:
     n, features = dh_NF.shape
     return 2 * n * features + gated.parts_bytes(n, features, du_NR.shape[1])

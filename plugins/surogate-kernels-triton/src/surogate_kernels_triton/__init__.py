@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -17,14 +17,14 @@ def unavailable(device: torch.device) -> str | None:
     """Why the device cannot use the pack, or None."""
     import importlib.util
 
-    from surogate_core.kernels.building.native import capability, missing_gpu
+    from surogate_core.plugin import compute
 
-    reason = missing_gpu(device)
+    reason = compute.missing_gpu(device)
     if reason is not None:
         return reason
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; torch's CUDA builds bring it"
-    major, minor = capability(device)
+    major, minor = compute.capability(device)
     if major < 8:
         return f"it needs sm_80 or newer; the GPU is sm_{major}{minor}"
     return None

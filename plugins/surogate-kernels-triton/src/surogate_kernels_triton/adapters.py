@@ -28,13 +28,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import InPlace, in_place, workspace
+from surogate_core.plugin import bundles, compute
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::adapted_linears_", mutates_args=("x",))
 def _forward_in_place(
     x: Tensor,
@@ -55,7 +52,7 @@ def _forward_in_place(
     return torch.mm(x[:, : inputs + ranks], panel_QP[:width, : inputs + ranks].t()), u_NR
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::adapted_linears", mutates_args=())
 def _forward(
     x: Tensor,
@@ -86,7 +83,7 @@ def _forward_fake(
 
 _forward.register_fake(_forward_fake)
 _forward_in_place.register_fake(_forward_fake)
-in_place[torch.ops.surogate_triton.adapted_linears.default] = InPlace(
+compute.in_place[torch.ops.surogate_triton.adapted_linears.default] = compute.InPlace(
     op=torch.ops.surogate_triton.adapted_linears_.default, takes=lambda *arguments: True
 )
 
@@ -106,7 +103,7 @@ def _flops(
     return 2 * x_shape[0] * (sum(outputs) * (inputs + ranks) + inputs * ranks)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::adapted_linears_backward_", mutates_args=("dy",))
 def _backward_in_place(
     dy: Tensor,
@@ -134,7 +131,7 @@ def _backward_in_place(
     return dx, da, db
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::adapted_linears_backward", mutates_args=())
 def _backward(
     dy: Tensor,
@@ -184,12 +181,12 @@ def _has_room(dy: Tensor, x: Tensor, u_NR: Tensor, *rest: Any) -> bool:
 
 _backward.register_fake(_backward_fake)
 _backward_in_place.register_fake(_backward_fake)
-in_place[torch.ops.surogate_triton.adapted_linears_backward.default] = InPlace(
+compute.in_place[torch.ops.surogate_triton.adapted_linears_backward.default] = compute.InPlace(
     op=torch.ops.surogate_triton.adapted_linears_backward_.default, takes=_has_room
 )
 
 
-@workspace(torch.ops.surogate_triton.adapted_linears_backward)
+@compute.workspace(torch.ops.surogate_triton.adapted_linears_backward)
 def _backward_bytes(
     dy: Tensor,
     x: Tensor,
@@ -212,7 +209,7 @@ def _backward_bytes(
 class _AdaptedLinears(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, panel_QP: Tensor, seed: Tensor, shape: PanelShape, p: float, *adapters: Tensor
+        ctx: Any, x_NI: Tensor, panel_QP: Tensor, seed: Tensor, shape: compute.PanelShape, p: float, *adapters: Tensor
     ) -> tuple[Tensor, ...]:
         n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
         # One sum in fp32, rounded once: bf16 would swallow what a young adapter adds to a y already rounded.
@@ -231,7 +228,7 @@ class _AdaptedLinears(Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, u_NR, panel_QP, seed = ctx.saved_tensors
-        shape: PanelShape = ctx.shape
+        shape: compute.PanelShape = ctx.shape
         n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
         dy = dys[0]
         if len(dys) > 1:
@@ -248,7 +245,7 @@ class _AdaptedLinears(Function):
 
 
 def adapted_linears(
-    x: Tensor, panel: Tensor, seed: Tensor | None, shape: PanelShape, *adapters: Tensor
+    x: Tensor, panel: Tensor, seed: Tensor | None, shape: compute.PanelShape, *adapters: Tensor
 ) -> Sequence[Tensor]:
     """`ops.adapted_linears`; gradients of the adapters are fp32."""
     p = 0.0 if seed is None else shape.dropout
@@ -258,9 +255,9 @@ def adapted_linears(
     return found
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel."""
-    return Kernel(
+    return bundles.Kernel(
         op="adapted_linears",
         name="triton",
         function=adapted_linears,

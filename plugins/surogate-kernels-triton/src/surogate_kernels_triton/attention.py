@@ -15,9 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.attention import flash_attention
-from surogate_core.kernels.packed_attention import one_size, packed_attention
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import attention_programs as programs
 
 HEAD_SIZES = (64, 128)
@@ -262,7 +260,7 @@ def _key_gradients(case: _Case, dy: Tensor, lse_HN: Tensor, delta_HN: Tensor, dk
         )
 
 
-_attention = packed_attention("surogate_triton", _forward, _backward, ROOM)
+_attention = compute.packed_attention("surogate_triton", _forward, _backward, ROOM)
 
 
 def attention(
@@ -271,9 +269,9 @@ def attention(
     """`ops.attention`; `scale` > 0. Plain attention of head sizes other than `HEAD_SIZES` takes torch's flash kernel,
     if that has it.
     """
-    plain = not named and one_size(q, k, v) and q.shape[2] <= FLASH_WIDEST
+    plain = not named and compute.one_size(q, k, v) and q.shape[2] <= FLASH_WIDEST
     if plain and q.shape[2] not in HEAD_SIZES:
-        return flash_attention(q, k, v, cu_seqlens, max_seqlen, scale)
+        return compute.flash_attention(q, k, v, cu_seqlens, max_seqlen, scale)
     # A document has no position before the window's.
     if named.get("window", 0) >= max_seqlen:
         named = {name: value for name, value in named.items() if name != "window"}
@@ -285,9 +283,9 @@ def takes(q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, *rest: Any, **named: Any)
     return all(t.shape[2] % 8 == 0 and t.shape[2] <= WIDEST for t in (q_NHE, v_NKF))
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel, above torch's in priority."""
-    return Kernel(
+    return bundles.Kernel(
         op="attention",
         name="triton",
         function=attention,

@@ -10,15 +10,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
+from surogate_core.plugin import IGNORE_LABEL, bundles, compute
 from surogate_kernels_triton import cross_entropy_programs as programs
 
 COLUMNS = 4096
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::cross_entropy", mutates_args=())
 def _forward(logits: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -44,7 +42,7 @@ def _(logits: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     return logits.new_empty(n, dtype=torch.float32), logits.new_empty(n, dtype=torch.float32)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::cross_entropy_backward", mutates_args=())
 def _backward(dloss_N: Tensor, logits: Tensor, labels_N: Tensor, lse_N: Tensor) -> Tensor:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -90,9 +88,9 @@ def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return found
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel."""
-    return Kernel(
+    return bundles.Kernel(
         op="cross_entropy",
         name="triton",
         function=cross_entropy,

@@ -15,8 +15,7 @@ import triton
 from surogate_native.adapters import large
 from torch import Tensor
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.decoding import slot_attention_op
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import decoding_programs as programs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -141,7 +140,7 @@ def _slot_attention(
     return out_NHF
 
 
-slot_attention = slot_attention_op("surogate_triton", _slot_attention)
+slot_attention = compute.slot_attention_op("surogate_triton", _slot_attention)
 
 
 def takes(
@@ -162,10 +161,10 @@ def takes(
     return same and dense and width_of(q_NHE, v_NKE) <= WIDEST and q_NHE.shape[1] <= MOST_HEADS * k_NKE.shape[1]
 
 
-def kernels() -> tuple[Kernel, ...]:
+def kernels() -> tuple[bundles.Kernel, ...]:
     """The kernels."""
     return (
-        Kernel(
+        bundles.Kernel(
             op="slot_attention",
             name="triton",
             function=slot_attention,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import Kernel
+from surogate_core.plugin import bundles
 from surogate_kernels_triton import experts_adapters, experts_combined, experts_frozen, experts_plain, experts_routing
 
 
-def kernels() -> tuple[Kernel, ...]:
+def kernels() -> tuple[bundles.Kernel, ...]:
     """All of them."""
     return (
         *experts_routing.kernels(),

@@ -15,16 +15,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.experts import ExpertAdapter, GroupedProduct
-from surogate_core.kernels.grouped import grouped_product
-from surogate_core.kernels.registry import workspace
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton.experts_routing import sum_rows
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_rows", mutates_args=())
 def _rows(
     x: Tensor,
@@ -53,7 +49,7 @@ def _(x: Tensor, order_R: Tensor | None, ends_E: Tensor, a: Sequence[Tensor], *r
     return [u_RL] if order_R is None else [u_RL, x.new_empty(rows, x.shape[1])]
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_rows_backward", mutates_args=())
 def _rows_backward(
     dx_RI: Tensor,
@@ -87,7 +83,7 @@ def _(
     return x.new_empty(*x.shape), x.new_empty(len(a), *a[0].shape, dtype=torch.float32)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_up", mutates_args=())
 def _up(y_RO: Tensor, u_RL: Tensor, ends_E: Tensor, b_EOL: Tensor, scale: float) -> Tensor:
     """y + scale · u Bᵀ."""
@@ -103,7 +99,7 @@ def _(y_RO: Tensor, u_RL: Tensor, ends_E: Tensor, b_EOL: Tensor, scale: float) -
     return y_RO.new_empty(*y_RO.shape)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_up_backward", mutates_args=())
 def _up_backward(dy_RO: Tensor, u_RL: Tensor, ends_E: Tensor, b_EOL: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(du [R, L], dB [E, O, L] fp32)."""
@@ -142,7 +138,7 @@ def _up_backward_flops(dy: Any, u: Any, *rest: Any, **named: Any) -> int:
     return 4 * dy[0] * dy[1] * u[1]
 
 
-@workspace(torch.ops.surogate_triton.experts_rows_backward)
+@compute.workspace(torch.ops.surogate_triton.experts_rows_backward)
 def _rows_backward_bytes(
     dx_RI: Tensor, du_RL: Tensor, x: Tensor, order_R: Tensor | None, slot_NK: Tensor | None, *rest: Any
 ) -> int:
@@ -203,8 +199,8 @@ def grouped_linears(
     slot_NK: Tensor | None,
     ends_E: Tensor,
     seed: Tensor | None,
-    adapters: Sequence[ExpertAdapter | None],
-    product: GroupedProduct | None,
+    adapters: Sequence[compute.ExpertAdapter | None],
+    product: compute.GroupedProduct | None,
     *tensors: Tensor,
 ) -> Sequence[Tensor]:
     """`experts.grouped_linears` where `takes` accepts the arguments; gradients of the adapters are fp32."""
@@ -217,7 +213,7 @@ def grouped_linears(
         x, order_R, slot_NK, ends_E, launches.masks(seed, adapters), *[pair[0] for pair in pairs if pair is not None]
     )
     if product is None:
-        found = [grouped_product(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
+        found = [compute.grouped_product(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
     else:
         found = list(product(x_RI, weights, ends_E))
     parts = iter(u_RL.chunk(sum(pair is not None for pair in pairs), dim=1))
@@ -233,8 +229,8 @@ def takes(
     slot_NK: Tensor | None,
     ends_E: Tensor,
     seed: Tensor | None,
-    adapters: Sequence[ExpertAdapter | None],
-    product: GroupedProduct | None,
+    adapters: Sequence[compute.ExpertAdapter | None],
+    product: compute.GroupedProduct | None,
     *tensors: Tensor,
 ) -> bool:
     """One or two adapters of equal rank and dropout."""
@@ -244,9 +240,9 @@ def takes(
     return given[0].rank <= launches.MOST_RANK and len(ends_E) < launches.MOST_EXPERTS
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel, below those for frozen weights in priority."""
-    return Kernel(
+    return bundles.Kernel(
         op="grouped_linears",
         name="triton-adapters",
         function=grouped_linears,

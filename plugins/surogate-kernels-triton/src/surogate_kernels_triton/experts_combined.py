@@ -16,16 +16,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.experts import CodedProduct, ExpertAdapter, GroupedProduct
-from surogate_core.kernels.registry import workspace
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import experts_frozen as frozen
 from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton.experts_routing import sum_rows, weigh_rows
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_combined", mutates_args=())
 def _forward(
     x_RI: Tensor,
@@ -62,7 +59,7 @@ def _(
     return [out_NO, *(x_RI.new_empty(x_RI.shape[0], each.shape[1]) for each in a)]
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_combined_backward", mutates_args=())
 def _backward(
     dout_NO: Tensor,
@@ -151,7 +148,7 @@ def _backward_flops(
     return 2 * x[0] * (_area([w]) + 2 * _area([*a, *b]))
 
 
-@workspace(torch.ops.surogate_triton.experts_combined)
+@compute.workspace(torch.ops.surogate_triton.experts_combined)
 def _bytes(
     x_RI: Tensor, slot_NK: Tensor, ends_E: Tensor, weights_NK: Tensor, w_EOI: Tensor, scales: Any, *rest: Any
 ) -> int:
@@ -159,7 +156,7 @@ def _bytes(
     return len(x_RI) * w_EOI.shape[1] * x_RI.itemsize + (x_RI.numel() if scales else 0)
 
 
-@workspace(torch.ops.surogate_triton.experts_combined_backward)
+@compute.workspace(torch.ops.surogate_triton.experts_combined_backward)
 def _backward_bytes(
     dout_NO: Tensor,
     x_RI: Tensor,
@@ -187,7 +184,7 @@ class _Combined(Function):
         where: Sequence[Tensor],
         weights_NK: Tensor,
         w_EOI: Tensor,
-        product: CodedProduct | None,
+        product: compute.CodedProduct | None,
         scale: float,
         masks: tuple[Tensor | None, float, tuple[int, ...]],
         *adapter: Tensor,
@@ -223,13 +220,13 @@ def combined_linear(
     ends_E: Tensor,
     weights_NK: Tensor,
     seed: Tensor | None,
-    adapter: ExpertAdapter | None,
-    product: GroupedProduct | None,
+    adapter: compute.ExpertAdapter | None,
+    product: compute.GroupedProduct | None,
     *tensors: Tensor,
 ) -> Tensor:
     """`experts.combined_linear` where `takes` accepts the arguments; gradients of the adapter are fp32."""
     scale, where = 0.0 if adapter is None else adapter.scale, (order_R, slot_NK, ends_E)
-    assert product is None or isinstance(product, CodedProduct)
+    assert product is None or isinstance(product, compute.CodedProduct)
     weights_NK = weights_NK.float().contiguous()
     masks = launches.masks(seed, [adapter])
     found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], product, scale, masks, *tensors[1:])
@@ -243,17 +240,17 @@ def takes(
     ends_E: Tensor,
     weights_NK: Tensor,
     seed: Tensor | None,
-    adapter: ExpertAdapter | None,
-    product: GroupedProduct | None,
+    adapter: compute.ExpertAdapter | None,
+    product: compute.GroupedProduct | None,
     *tensors: Tensor,
 ) -> bool:
     """What the kernel of `grouped_linears` takes; otherwise the reference calls that op and `combine`."""
     return frozen.takes(x_RI, None, None, ends_E, seed, [adapter], product, *tensors)
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel."""
-    return Kernel(
+    return bundles.Kernel(
         op="combined_linear",
         name=frozen.NAME,
         function=combined_linear,

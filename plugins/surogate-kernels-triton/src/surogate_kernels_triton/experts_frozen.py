@@ -17,11 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.building.native import capability
-from surogate_core.kernels.experts import CodedProduct, ExpertAdapter, GroupedProduct
-from surogate_core.kernels.registry import workspace
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton.experts_routing import sum_rows
 
@@ -31,7 +27,7 @@ MULTIPLE = 16
 
 
 def coded(
-    product: CodedProduct | None, weights: Sequence[Tensor], transposed: int
+    product: compute.CodedProduct | None, weights: Sequence[Tensor], transposed: int
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """(weights, no scales) or, of a product of codes, (codes, inverse scales of their rows)."""
     if product is None:
@@ -71,7 +67,7 @@ def project(
     return found + extra
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::experts", mutates_args=())
 def _forward(
     x: Tensor,
@@ -106,7 +102,7 @@ def _(
     return [*found, x.new_empty(rows, len(a) * a[0].shape[1])] if a else found
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::experts_backward", mutates_args=())
 def _backward(
     dys: Sequence[Tensor],
@@ -195,13 +191,13 @@ def _backward_flops(
     return 2 * dys[0][0] * sum(sizes)
 
 
-@workspace(torch.ops.surogate_triton.experts)
+@compute.workspace(torch.ops.surogate_triton.experts)
 def _bytes(x: Tensor, order_R: Tensor | None, ends_E: Tensor, weights: Any, scales: Any, *rest: Any) -> int:
     """The codes of x."""
     return x.numel() if scales else 0
 
 
-@workspace(torch.ops.surogate_triton.experts_backward)
+@compute.workspace(torch.ops.surogate_triton.experts_backward)
 def _backward_bytes(
     dys: Sequence[Tensor],
     x: Tensor,
@@ -230,7 +226,7 @@ class _Experts(Function):
         slot_NK: Tensor | None,
         ends_E: Tensor,
         weights: Sequence[Tensor],
-        product: CodedProduct | None,
+        product: compute.CodedProduct | None,
         scale: float,
         masks: tuple[Tensor | None, float, tuple[int, ...]],
         *adapters: Tensor,
@@ -273,8 +269,8 @@ def grouped_linears(
     slot_NK: Tensor | None,
     ends_E: Tensor,
     seed: Tensor | None,
-    adapters: Sequence[ExpertAdapter | None],
-    product: GroupedProduct | None,
+    adapters: Sequence[compute.ExpertAdapter | None],
+    product: compute.GroupedProduct | None,
     *tensors: Tensor,
 ) -> Sequence[Tensor]:
     """`experts.grouped_linears` where `takes` accepts the arguments; gradients of the adapters are fp32."""
@@ -283,7 +279,7 @@ def grouped_linears(
     if first is not None:
         weights, scale = tensors[::3], first.scale
         pairs = [t for number, t in enumerate(tensors) if number % 3]
-    assert product is None or isinstance(product, CodedProduct)
+    assert product is None or isinstance(product, compute.CodedProduct)
     masks = launches.masks(seed, adapters)
     found: tuple[Tensor, ...] = _Experts.apply(x, order_R, slot_NK, ends_E, weights, product, scale, masks, *pairs)
     return found
@@ -295,8 +291,8 @@ def takes(
     slot_NK: Tensor | None,
     ends_E: Tensor,
     seed: Tensor | None,
-    adapters: Sequence[ExpertAdapter | None],
-    product: GroupedProduct | None,
+    adapters: Sequence[compute.ExpertAdapter | None],
+    product: compute.GroupedProduct | None,
     *tensors: Tensor,
 ) -> bool:
     """Frozen weights in the dtype of x, multiplied plainly, or codes on sm_90; with equal adapters or none."""
@@ -317,13 +313,15 @@ def takes(
     return not trained and all(w.dtype == x.dtype and w.is_contiguous() for w in weights)
 
 
-def _takes_codes(product: GroupedProduct, weights: Sequence[Tensor], x: Tensor, *, dropout: bool) -> bool:
+def _takes_codes(product: compute.GroupedProduct, weights: Sequence[Tensor], x: Tensor, *, dropout: bool) -> bool:
     """Codes without dropout, whose tiles the copy engine can bring."""
-    if not isinstance(product, CodedProduct) or dropout or x.dtype != torch.bfloat16:
+    if not isinstance(product, compute.CodedProduct) or dropout or x.dtype != torch.bfloat16:
         return False
     shapes = {codes.shape for (codes, _), _ in product.codes(weights)}
     sides = {side for shape in shapes for side in shape[1:]}
-    return len(shapes) == 1 and not any(side % launches.CODES.b for side in sides) and capability(x.device)[0] == 9
+    return (
+        len(shapes) == 1 and not any(side % launches.CODES.b for side in sides) and compute.capability(x.device)[0] == 9
+    )
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
@@ -331,8 +329,8 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel."""
-    return Kernel(
+    return bundles.Kernel(
         op="grouped_linears", name=NAME, function=grouped_linears, supports=supports, takes=takes, priority=PRIORITY
     )

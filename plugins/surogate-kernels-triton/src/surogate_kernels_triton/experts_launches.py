@@ -13,8 +13,7 @@ from surogate_native.adapters import large
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from surogate_core.formats.fp8 import E4M3
-from surogate_core.kernels.experts import Codes, ExpertAdapter
+from surogate_core.plugin import compute, fp8
 from surogate_kernels_triton import experts_products_programs as products
 from surogate_kernels_triton import experts_programs as programs
 
@@ -129,7 +128,7 @@ class Dropout:
 
 
 def masks(
-    seed: Tensor | None, adapters: Sequence[ExpertAdapter | None]
+    seed: Tensor | None, adapters: Sequence[compute.ExpertAdapter | None]
 ) -> tuple[Tensor | None, float, tuple[int, ...]]:
     """(seed, probability, salts) of adapters with one probability; no seed where nothing is dropped."""
     given = [adapter for adapter in adapters if adapter is not None]
@@ -356,7 +355,7 @@ def grouped_sum(
     return y_RO
 
 
-Operand = Tensor | Codes
+Operand = Tensor | compute.Codes
 
 
 def operands(x: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence[Operand]:
@@ -383,9 +382,9 @@ def multiplied(
     return grouped_sum(x, weights, *rest, dropout=dropout, **named)
 
 
-def round_rows(x: Tensor) -> Codes:
+def round_rows(x: Tensor) -> compute.Codes:
     """`fp8_rows.quantise_rows` of a matrix whose columns are adjacent."""
-    codes = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
+    codes = torch.empty_like(x, dtype=fp8.E4M3, memory_format=torch.contiguous_format)
     inverse = x.new_empty(len(x), dtype=torch.float32)
     wide = triton.next_power_of_2(x.shape[1])
     size = max(8192 // wide, 1)
@@ -396,8 +395,8 @@ def round_rows(x: Tensor) -> Codes:
 
 
 def grouped_codes(
-    x: Sequence[Codes],
-    weights: Sequence[Codes],
+    x: Sequence[compute.Codes],
+    weights: Sequence[compute.Codes],
     u_RL: Tensor | None,
     b: Sequence[Tensor],
     order_R: Tensor | None,

@@ -9,15 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.grouped import Grouped, describe
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import experts_launches as launches
 from surogate_kernels_triton import experts_products_programs as programs
 from surogate_kernels_triton.experts_frozen import MULTIPLE
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::grouped_product", mutates_args=())
 def _product(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped.masked_product`; a weight that is read transposed, as the gradient of x does, is not copied."""
@@ -28,7 +26,7 @@ def _product(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
     return launches.grouped_sum([x_RI], [stored], None, [], None, ends_E, len(x_RI), **named)  # type: ignore[arg-type]
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::grouped_factors", mutates_args=())
 def _factors(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped.masked_factors`."""
@@ -54,12 +52,14 @@ def _factors(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
     return found
 
 
-describe(_product, _factors, torch.ops.surogate_triton.grouped_product, torch.ops.surogate_triton.grouped_factors)
+compute.describe(
+    _product, _factors, torch.ops.surogate_triton.grouped_product, torch.ops.surogate_triton.grouped_factors
+)
 
 
 def grouped_product(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`grouped.grouped_product` where `takes` accepts the arguments."""
-    found: Tensor = Grouped.apply(x_RI, ends_E, weights_EOI, _product, _factors)
+    found: Tensor = compute.Grouped.apply(x_RI, ends_E, weights_EOI, _product, _factors)
     return found
 
 
@@ -69,9 +69,9 @@ def takes(x_RI: Tensor, weights_EOI: Tensor, ends_E: Tensor) -> bool:
     return same and not any(side % MULTIPLE for side in weights_EOI.shape[1:])
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel, below torch's in priority."""
-    return Kernel(
+    return bundles.Kernel(
         op="grouped_product",
         name="triton",
         function=grouped_product,

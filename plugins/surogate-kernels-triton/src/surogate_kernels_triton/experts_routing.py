@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.experts import route_backward
-from surogate_core.kernels.ops import choice
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import experts_programs as programs
 
 TOKENS = 32
@@ -23,7 +20,7 @@ MOST_CHOICES = 64
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::route", mutates_args=())
 def _route(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n, experts = logits_NE.shape
@@ -80,7 +77,7 @@ def _(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor,
 class _Route(Function):
     @staticmethod
     def forward(ctx: Any, logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, ...]:
-        with choice():
+        with compute.choice():
             found = _route(logits_NE, count, renormalise)
         ctx.save_for_backward(logits_NE, found[1])
         ctx.renormalise = renormalise
@@ -90,7 +87,7 @@ class _Route(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_NK: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-        return route_backward(dweights_NK, *ctx.saved_tensors, renormalise=ctx.renormalise), None, None
+        return compute.route_backward(dweights_NK, *ctx.saved_tensors, renormalise=ctx.renormalise), None, None
 
 
 def route(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -104,7 +101,7 @@ def route_takes(logits_NE: Tensor, count: int, renormalise: bool) -> bool:
     return logits_NE.shape[1] <= MOST_EXPERTS and count <= MOST_CHOICES
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::sum_rows", mutates_args=())
 def sum_rows(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
     """[N, O]: each token's rows, times their weights if given, added in fp32 in the order of its choices."""
@@ -162,7 +159,7 @@ def weigh_rows(
     return dy_RO, dweights_NK
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::combine_backward", mutates_args=())
 def _combine_backward(dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
     """(dy [R, O], dweights [N, K] fp32)."""
@@ -202,9 +199,11 @@ def _supports_logits(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (*DTYPES, torch.float32)
 
 
-def kernels() -> tuple[Kernel, ...]:
+def kernels() -> tuple[bundles.Kernel, ...]:
     """The kernels."""
     return (
-        Kernel(op="route", name="triton", function=route, supports=_supports_logits, takes=route_takes, priority=10),
-        Kernel(op="combine", name="triton", function=combine, supports=_supports, priority=10),
+        bundles.Kernel(
+            op="route", name="triton", function=route, supports=_supports_logits, takes=route_takes, priority=10
+        ),
+        bundles.Kernel(op="combine", name="triton", function=combine, supports=_supports, priority=10),
     )

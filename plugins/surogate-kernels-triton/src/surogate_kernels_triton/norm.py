@@ -16,9 +16,7 @@ from torch import Tensor, fx
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.ops import region
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import norm_programs as programs
 
 PARTS = 528
@@ -29,7 +27,7 @@ WIDEST = 8192
 aten = torch.ops.aten
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::rms_norm_backward", mutates_args=())
 def _backward(
     dy_ND: Tensor, x_ND: Tensor, weight_D: Tensor, inverse_N1: Tensor, other_ND: Tensor | None
@@ -86,7 +84,7 @@ class _RMSNorm(Function):
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`ops.rms_norm`."""
-    with region("rmsnorm"):
+    with compute.region("rmsnorm"):
         return _RMSNorm.apply(x_ND, weight_D, eps)
 
 
@@ -96,9 +94,9 @@ def takes(x: Tensor, weight_D: Tensor, eps: float) -> bool:
     return trained and x.ndim == 2 and weight_D.dtype == x.dtype and x.shape[1] <= WIDEST
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel."""
-    return Kernel(
+    return bundles.Kernel(
         op="rms_norm",
         name="triton",
         function=rms_norm,

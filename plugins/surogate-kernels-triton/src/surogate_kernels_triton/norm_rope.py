@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels import ops
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.registry import references
+from surogate_core.plugin import bundles, compute, ops
 from surogate_kernels_triton import norm_rope_programs as programs
 
 ROOM = 128
@@ -32,7 +29,7 @@ def _rows(x_NHE: Tensor) -> Tensor:
     return x_NHE if feature == 1 and head == x_NHE.shape[2] else x_NHE.contiguous()
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::norm_rope", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, q_norm_E: Tensor, k_norm_E: Tensor, eps: float, cos_NE: Tensor, sin_NE: Tensor
@@ -69,7 +66,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::norm_rope_backward", mutates_args=())
 def _backward(
     dq: Tensor,
@@ -178,16 +175,16 @@ def norm_rope(
     """`ops.norm_rope`; head sizes other than `HEAD_SIZES` take the reference."""
     found: tuple[Tensor, Tensor, Tensor]
     if q.shape[-1] not in HEAD_SIZES:
-        found = references["norm_rope"].function(q, k, v, q_norm, k_norm, eps, cos, sin)
+        found = compute.references["norm_rope"].function(q, k, v, q_norm, k_norm, eps, cos, sin)
         return found
     with ops.region("qkv"):
         found = _NormRope.apply(q, k, v, q_norm, k_norm, eps, cos, sin)
     return found
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel."""
-    return Kernel(
+    return bundles.Kernel(
         op="norm_rope",
         name="triton",
         function=norm_rope,

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from surogate_core.bundles import Kernel
+from surogate_core.plugin import bundles
 from surogate_kernels_triton import sampling_programs as programs
 
 PART = 8192
@@ -147,14 +147,14 @@ def token_bounds(
     return found
 
 
-def kernels() -> tuple[Kernel, ...]:
+def kernels() -> tuple[bundles.Kernel, ...]:
     """The kernels."""
 
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cuda" and dtype in DTYPES
 
-    def kernel(function: Callable[..., Any], takes: Callable[..., bool]) -> Kernel:
+    def kernel(function: Callable[..., Any], takes: Callable[..., bool]) -> bundles.Kernel:
         name = function.__name__
-        return Kernel(op=name, name="triton", function=function, supports=supports, takes=takes, priority=10)
+        return bundles.Kernel(op=name, name="triton", function=function, supports=supports, takes=takes, priority=10)
 
     return kernel(choose_tokens, chooses), kernel(token_bounds, lambda *arguments: True)

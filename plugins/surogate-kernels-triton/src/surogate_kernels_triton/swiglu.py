@@ -14,16 +14,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.building.ahead import compiled_ahead
-from surogate_core.kernels.ops import region
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import swiglu_programs as programs
 
 ROOM = 128
 """Columns behind the gradients."""
 
 
-@compiled_ahead
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::swiglu_backward", mutates_args=())
 def _backward(dy_NF: Tensor, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     n, features = dy_NF.shape
@@ -67,13 +65,13 @@ class _SwiGLU(Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`ops.swiglu`."""
-    with region("swiglu"):
+    with compute.region("swiglu"):
         return _SwiGLU.apply(gate, up)
 
 
-def kernel() -> Kernel:
+def kernel() -> bundles.Kernel:
     """The kernel."""
-    return Kernel(
+    return bundles.Kernel(
         op="swiglu",
         name="triton",
         function=swiglu,

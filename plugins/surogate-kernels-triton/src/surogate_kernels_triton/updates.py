@@ -8,9 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from surogate_core.bundles import Kernel, ParamGroup
-from surogate_core.kernels.optimizing.rounding import PERIOD, SALTS
-from surogate_core.kernels.optimizing.updates import Matrices
+from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import updates_programs as programs
 
 BLOCK = 2048
@@ -21,7 +19,7 @@ TILE = 64
 def adamw_update(
     first: Tensor,
     second: Tensor,
-    group: ParamGroup,
+    group: bundles.ParamGroup,
     *,
     count: Tensor,
     lr: Tensor,
@@ -45,7 +43,7 @@ def adamw_update(
         skip,
         *corrections,
         group.seed,
-        group.number * SALTS,
+        group.number * compute.SALTS,
         group.first,
         length,
         group.weight_decay,
@@ -54,13 +52,15 @@ def adamw_update(
         1 - beta2,
         epsilon,
         NARROW=group.seed is not None,
-        PERIOD=PERIOD,
+        PERIOD=compute.PERIOD,
         C=BLOCK,
         num_warps=8,
     )
 
 
-def matrix_momentum(momentum_BRC: Tensor, matrices: Matrices, *, clip: Tensor, skip: Tensor, beta: float) -> None:
+def matrix_momentum(
+    momentum_BRC: Tensor, matrices: compute.Matrices, *, clip: Tensor, skip: Tensor, beta: float
+) -> None:
     """`updates.matrix_momentum`."""
     count = momentum_BRC[0].numel()
     programs.matrix_momentum[(triton.cdiv(count, BLOCK), len(momentum_BRC))](
@@ -77,7 +77,7 @@ def matrix_momentum(momentum_BRC: Tensor, matrices: Matrices, *, clip: Tensor, s
 
 
 def matrix_update(
-    o_BRC: Tensor, factor_BR: Tensor, matrices: Matrices, *, lr: Tensor, weight_decay: float, cautious: bool
+    o_BRC: Tensor, factor_BR: Tensor, matrices: compute.Matrices, *, lr: Tensor, weight_decay: float, cautious: bool
 ) -> None:
     """`updates.matrix_update`."""
     group = matrices.group
@@ -89,14 +89,14 @@ def matrix_update(
         matrices.offsets_B,
         lr,
         group.seed,
-        group.number * SALTS,
+        group.number * compute.SALTS,
         weight_decay,
         *o_BRC.stride(),
         R=rows,
         C=columns,
         CAUTIOUS=cautious,
         NARROW=group.seed is not None,
-        PERIOD=PERIOD,
+        PERIOD=compute.PERIOD,
         ROWS=TILE,
         COLUMNS=TILE,
         num_warps=8,
@@ -124,9 +124,9 @@ def _of(*dtypes: torch.dtype) -> Callable[[torch.device, torch.dtype], bool]:
     return lambda device, dtype: device.type == "cuda" and dtype in dtypes
 
 
-def kernels() -> tuple[Kernel, ...]:
+def kernels() -> tuple[bundles.Kernel, ...]:
     """The kernels."""
-    adds = Kernel(
+    adds = bundles.Kernel(
         op="add_tree_sum", name="triton", function=add_tree_sum, supports=_of(torch.float32), takes=_adds, priority=10
     )
     offered: dict[str, tuple[Callable[..., None], Callable[[torch.device, torch.dtype], bool]]] = {
@@ -137,7 +137,7 @@ def kernels() -> tuple[Kernel, ...]:
     return (
         adds,
         *(
-            Kernel(op=name, name="triton", function=function, supports=supports, priority=10)
+            bundles.Kernel(op=name, name="triton", function=function, supports=supports, priority=10)
             for name, (function, supports) in offered.items()
         ),
     )

@@ -7,20 +7,16 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
-from surogate_core.errors import MachineError, PluginError, SurogateError
-from surogate_core.launch.child import RESUME, Failure
+from surogate_core.plugin import MachineError, PluginError, SurogateError, launching
 from surogate_launcher_ray.connection import SHOWN
 from surogate_launcher_ray.facts import Facts
 from surogate_launcher_ray.head import HeadProbe
 from surogate_launcher_ray.layout import Machine, RankLayout, order
 from surogate_launcher_ray.node import Node
-
-if TYPE_CHECKING:
-    from surogate_core.config.schema import PluginPolicy
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +40,7 @@ class StoppedEarly(Exception):  # noqa: N818
 class Lost(Exception):  # noqa: N818
     """A machine, or the head of the cluster, was lost before all ranks had started."""
 
-    def __init__(self, failure: Failure):
+    def __init__(self, failure: launching.Failure):
         super().__init__(failure.message)
         self.failure = failure
 
@@ -124,7 +120,11 @@ def reserved(
 
 
 def describe(
-    ray: Any, members: Sequence[Member], policy: PluginPolicy | None, head: HeadProbe, check: Callable[[], None]
+    ray: Any,
+    members: Sequence[Member],
+    policy: launching.PluginPolicy | None,
+    head: HeadProbe,
+    check: Callable[[], None],
 ) -> None:
     """Ask each machine for its facts. Raises its errors, with its name."""
     asked = [member.actor.facts.remote(policy) for member in members]
@@ -176,20 +176,20 @@ def _answer(ray: Any, member: Member, ref: Any) -> Any:
         raise Lost(lost(member, f"{LOST}: {death(error)}")) from error
 
 
-def lost(member: Member, text: str) -> Failure:
+def lost(member: Member, text: str) -> launching.Failure:
     """The failure of a machine of the run that is lost, with its ranks. `text`: what is known of the cause."""
     first, last = member.first, member.first + member.here - 1
     who = f"rank {first} to {last}" if last > first else f"rank {first}"
     message = f"{who} on {member.name}: {text}"
-    return Failure(rank=first, message=message, code=1, at=0.0, advice=RESUME, host=member.name)
+    return launching.Failure(rank=first, message=message, code=1, at=0.0, advice=launching.RESUME, host=member.name)
 
 
-def lost_machines(nodes: Sequence[Mapping[str, Any]], gone: Collection[str]) -> Failure:
+def lost_machines(nodes: Sequence[Mapping[str, Any]], gone: Collection[str]) -> launching.Failure:
     """As `lost`, for machines that have no ranks yet: those of `ray.nodes()` with the ids."""
     names = {item["NodeID"]: item["NodeManagerAddress"] for item in nodes}
     known = [f"{names[node]}: {LOST}: {_cause(nodes, node)}" for node in sorted(gone) if node in names]
     message = " ".join(known) or f"{LOST}: the cluster no longer has it."
-    return Failure(rank=0, message=message, code=1, at=0.0, advice=RESUME)
+    return launching.Failure(rank=0, message=message, code=1, at=0.0, advice=launching.RESUME)
 
 
 def _cause(nodes: Sequence[Mapping[str, Any]], node: str) -> str:

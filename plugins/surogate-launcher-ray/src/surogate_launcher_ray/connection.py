@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from surogate_core.errors import ConfigError, MachineError, Problem
+from surogate_core.plugin import ConfigError, MachineError, Problem
 from surogate_launcher_ray.head import HeadProbe
 
 ANSWER_SECONDS = 5.0

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from surogate_core.errors import PluginError
+from surogate_core.plugin import PluginError
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import Plugins
+    from surogate_core.plugin import bundles
 
 Installed = Mapping[str, tuple[str, str]]
 """Name of a plugin or program → its version, and the SHA-256 of its files, which may be empty."""
@@ -35,7 +35,7 @@ class Facts:
         return f"{self.host} ({self.address})"
 
 
-def installed_in(registry: Plugins) -> dict[str, tuple[str, str]]:
+def installed_in(registry: bundles.Plugins) -> dict[str, tuple[str, str]]:
     """The plugins and the core of this process with digests of their files, Python and torch."""
     found = {facts["name"]: (facts["version"], facts.get("sha256", "")) for facts in registry.plugin_set(digests=True)}
     return {**found, "python": (platform.python_version(), ""), "torch": (metadata.version("torch"), "")}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from surogate_core.launch.child import Failure
+from surogate_core.plugin import launching
 
 PATIENCE = 60.0
 """Seconds after which Ray ends a process that does not reach the head, unless `PATIENCE_NAME` says otherwise."""
@@ -43,7 +43,7 @@ class HeadProbe:
         # because a head that keeps its state may come back.
         return cls(ray.get_runtime_context().gcs_address, patience / 2)
 
-    def look(self) -> Failure | None:
+    def look(self) -> launching.Failure | None:
         """The failure of the run if the head is lost. Soon over, and may be called often."""
         now = time.monotonic()
         if now - self._looked > LOOK:
@@ -65,7 +65,7 @@ class HeadProbe:
         self._silent_since, self._in_vain = None, 0
         return True
 
-    def wait(self, check: Callable[[], None] = lambda: None) -> Failure | None:
+    def wait(self, check: Callable[[], None] = lambda: None) -> launching.Failure | None:
         """Wait until the head answers, which is at once as a rule, or is lost: its failure. `check` may raise."""
         while not self.answers():
             if (failure := self.look()) is not None:
@@ -74,7 +74,7 @@ class HeadProbe:
             time.sleep(LOOK / 2)
         return None
 
-    def _failure(self, seconds: float) -> Failure:
+    def _failure(self, seconds: float) -> launching.Failure:
         message = (
             f"the head of the Ray cluster, {self._address}, has not answered for {seconds:.0f} seconds, and without it "
             "Ray ends on all machines."
@@ -83,4 +83,4 @@ class HeadProbe:
             "Fix: start Ray again on all machines, then run the same command, which resumes the last checkpoint. "
             "max_restarts does not help."
         )
-        return Failure(rank=0, message=message, code=1, at=0.0, may_pass=False, advice=advice)
+        return launching.Failure(rank=0, message=message, code=1, at=0.0, may_pass=False, advice=advice)

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from surogate_core.errors import MachineError, UserError
-from surogate_core.files import atomic
-from surogate_core.launch.child import Failure
-from surogate_core.launch.forwarding import Forwarding
-from surogate_core.launch.local import sent
-from surogate_core.launch.restarts import Restarts
-from surogate_core.run.record import FACTS
+from surogate_core.plugin import MachineError, UserError, atomic, launching
 from surogate_launcher_ray.cluster import (
     LOOK,
     Lost,
@@ -41,8 +35,7 @@ from surogate_launcher_ray.options import RayOptions
 from surogate_launcher_ray.watch import RanksWatch
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import Plugins
-    from surogate_core.bundles.launchers import Job
+    from surogate_core.plugin import bundles
 
 log = structlog.get_logger(__name__)
 
@@ -61,15 +54,15 @@ class Fewer(Exception):  # noqa: N818
     """A restart waits for a machine that is gone, and can go on without it."""
 
 
-def launch(job: Job, options: RayOptions, registry: Plugins) -> int:
+def launch(job: bundles.Job, options: RayOptions, registry: bundles.Plugins) -> int:
     """Run the job on machines of the cluster; the exit code. Raises the first failure as a `SurogateError`."""
     refuse_client(options.ray_address, os.environ)
     ray_module()
-    restarts = Restarts(job.config, options.max_restarts)
+    restarts = launching.Restarts(job.config, options.max_restarts)
     job.to_json()  # raises for what cannot leave this process
     _directory()
     atomic.ensure_writable(_logs(job), key="output_dir")
-    with connected(options.ray_address) as ray, Forwarding() as signals:
+    with connected(options.ray_address) as ray, launching.Forwarding() as signals:
         run = _Run(ray, job, options, registry, signals)
         return restarts.run(run.start, signals)
 
@@ -77,7 +70,9 @@ def launch(job: Job, options: RayOptions, registry: Plugins) -> int:
 class _Run:
     """What every start of the run has in common."""
 
-    def __init__(self, ray: Any, job: Job, options: RayOptions, registry: Plugins, signals: Forwarding):
+    def __init__(
+        self, ray: Any, job: bundles.Job, options: RayOptions, registry: bundles.Plugins, signals: launching.Forwarding
+    ):
         self._ray, self._job, self._options, self._signals = ray, job, options, signals
         self._head = HeadProbe.of(ray, os.environ)
         self._here = installed_in(registry)
@@ -85,24 +80,24 @@ class _Run:
         """That of the first start, which a restart has too if no machine is missing."""
         self._machines: Sequence[Machine] = ()
         """Those of the cluster at the first start."""
-        self._facts = Path(job.config["output_dir"]) / FACTS
+        self._facts = Path(job.config["output_dir"]) / launching.FACTS
         self._facts_before = _written(self._facts)
         self._looked, self._restarting = 0.0, False
         self._with_here = False
         """Whether this machine must take part, because rank 0 of another one would not see the output directory."""
         self._policy = registry_policy(job.config)
 
-    def start(self, resume: bool) -> int | Failure:
+    def start(self, resume: bool) -> int | launching.Failure:
         """Start all ranks: the exit code or the first failure, when they are gone."""
         try:
             result = self._start(resume)
-            if isinstance(result, Failure) and (lost := self._head.wait(self._check_signals)) is not None:
+            if isinstance(result, launching.Failure) and (lost := self._head.wait(self._check_signals)) is not None:
                 return lost  # that is why the machine of the failure does not answer
             return result
         except StoppedEarly:
             return 128 + (self._signals.received or 0)
 
-    def _start(self, resume: bool) -> int | Failure:
+    def _start(self, resume: bool) -> int | launching.Failure:
         config = self._job.config
         try:
             if self._layout is None:
@@ -117,7 +112,7 @@ class _Run:
         except Lost as error:
             return error.failure
 
-    def _start_on(self, found: RankLayout, resume: bool) -> int | Failure:
+    def _start_on(self, found: RankLayout, resume: bool) -> int | launching.Failure:
         """Start all ranks on machines of the cluster. Raises `Fewer` while it waits for more than there are, and `Lost`
         for a machine that is lost before the ranks start."""
         try:
@@ -126,7 +121,7 @@ class _Run:
             self._with_here = True
             return self._start_there(found, resume)
 
-    def _start_there(self, found: RankLayout, resume: bool) -> int | Failure:
+    def _start_there(self, found: RankLayout, resume: bool) -> int | launching.Failure:
         ray, head, check = self._ray, self._head, partial(self._check_left, found)
         with reserved(ray, found, head, check, with_here=self._with_here) as members:
             describe(ray, members, self._policy, head, self._check)
@@ -230,7 +225,7 @@ class _Run:
             kept = {"gpus": found.world}
             if (micro_batches := self._micro_batches()) is not None:
                 kept[ACCUMULATION] = micro_batches * self._context // found.world
-        job = sent(self._job, found.world, (), resume=resume, changes=kept)
+        job = launching.sent(self._job, found.world, (), resume=resume, changes=kept)
         asked = []
         for member in members:
             assert member.facts is not None
@@ -281,9 +276,8 @@ class _Run:
 
 def registry_policy(config: Mapping[str, Any]) -> Any:
     """The plugin policy of a job's configuration; None where it has none."""
-    from surogate_core.config.resolve import policy_from
 
-    return policy_from(config) if "plugins" in config else None
+    return launching.policy_from(config) if "plugins" in config else None
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -310,7 +304,7 @@ def _directory() -> str:
         ) from error
 
 
-def _logs(job: Job) -> Path:
+def _logs(job: bundles.Job) -> Path:
     return Path(job.config["output_dir"]).absolute() / "logs"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from surogate_core.errors import ConfigError, MachineError, Problem
+from surogate_core.plugin import ConfigError, MachineError, Problem
 from surogate_launcher_ray.options import RayOptions
 
 

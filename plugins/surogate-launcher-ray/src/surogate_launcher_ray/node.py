@@ -14,21 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from surogate_core.errors import SurogateError
-from surogate_core.files import atomic
-from surogate_core.launch.child import Failure
-from surogate_core.launch.forwarding import Forwarding
-from surogate_core.launch.gpus import visible
-from surogate_core.launch.local import THREADS, environment
-from surogate_core.launch.supervisor import Elsewhere, LaunchPlan, first_of, supervise
+from surogate_core.plugin import SurogateError, atomic, launching
 from surogate_launcher_ray.facts import Facts, installed_in
 from surogate_launcher_ray.output import Output
 from surogate_launcher_ray.sockets import free_port, interface_of
-
-if TYPE_CHECKING:
-    from surogate_core.config.schema import PluginPolicy
 
 VERDICT_SECONDS = 60.0
 """The time in which the driver says which failure of all machines was the first."""
@@ -74,32 +65,32 @@ class MachineReport:
 
     output: Sequence[tuple[int, bytes]]
     """(1 or 2, what rank 0 has printed there)."""
-    failures: Sequence[Failure] = ()
+    failures: Sequence[launching.Failure] = ()
     """Failures of its ranks; their `at` is the number of seconds before this report."""
-    result: int | Failure | None = None
+    result: int | launching.Failure | None = None
     """How the share of this machine has ended; None while it runs."""
 
 
-class FailuresElsewhere(Elsewhere):
+class FailuresElsewhere(launching.Elsewhere):
     """Failures of other machines, as the driver reports them."""
 
     def __init__(self) -> None:
-        self.found: Sequence[Failure] = ()
+        self.found: Sequence[launching.Failure] = ()
         """The failures of this machine, which wait for the verdict."""
-        self._first: Failure | None = None
+        self._first: launching.Failure | None = None
         self._known = threading.Event()
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> launching.Failure | None:
         """As `Elsewhere.failure`."""
         return self._first
 
-    def first(self, found: Sequence[Failure]) -> Failure:
+    def first(self, found: Sequence[launching.Failure]) -> launching.Failure:
         """As `Elsewhere.first`: waits for the driver."""
         self.found = found
         self._known.wait(VERDICT_SECONDS)
-        return self._first or first_of(found)
+        return self._first or launching.first_of(found)
 
-    def set(self, first: Failure | None) -> None:
+    def set(self, first: launching.Failure | None) -> None:
         """The driver's word; None: it does not wait for more failures."""
         self._first = first
         self._known.set()
@@ -112,20 +103,20 @@ class Node:
         # Ctrl-C is the driver's, and reaches ranks through `receive` only.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._node, self._address = node, address
-        self._signals, self._verdict, self._output = Forwarding(), FailuresElsewhere(), Output()
-        self._result: int | Failure | None = None
+        self._signals, self._verdict, self._output = launching.Forwarding(), FailuresElsewhere(), Output()
+        self._result: int | launching.Failure | None = None
         self._thread: threading.Thread | None = None
 
-    def facts(self, policy: PluginPolicy | None) -> Facts:
+    def facts(self, policy: launching.PluginPolicy | None) -> Facts:
         """This machine, with what is installed on it. Raises `PluginError` or `UserError` as loading plugins does."""
-        from surogate_core.plugins import import_policy, load_plugins
+        from surogate_core.plugin import import_policy, load_plugins
 
         return Facts(
             node=self._node,
             address=self._address,
             host=socket.gethostname(),
             installed=installed_in(load_plugins(import_policy(policy))),
-            gpus=visible(os.environ),
+            gpus=launching.visible(os.environ),
         )
 
     def prepare(self, directory: str, shared: str, content: str) -> PreparedMachine:
@@ -171,7 +162,7 @@ class Node:
         """Pass a signal of the driver on to the first rank here."""
         self._signals.receive(number)
 
-    def end(self, first: Failure) -> None:
+    def end(self, first: launching.Failure) -> None:
         """End the ranks here after the run's first failure; rank 0 ends the record before."""
         self._verdict.set(first)
 
@@ -185,37 +176,39 @@ class Node:
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         try:
             with self._output as descriptors:
-                self._result = supervise(plan(start, self._address, descriptors), self._signals, self._verdict)
+                self._result = launching.supervise(
+                    plan(start, self._address, descriptors), self._signals, self._verdict
+                )
         except SurogateError as error:
             self._result = self._failed(start, str(error), error)
         except BaseException as error:
             self._result = self._failed(start, f"a bug of its supervisor: {type(error).__name__}: {error}", None)
-        if isinstance(self._result, Failure) and not self._verdict.found:
+        if isinstance(self._result, launching.Failure) and not self._verdict.found:
             self._verdict.found = [self._result]
 
     @staticmethod
-    def _failed(start: Start, message: str, error: SurogateError | None) -> Failure:
+    def _failed(start: Start, message: str, error: SurogateError | None) -> launching.Failure:
         kind = {} if error is None else {"kind": type(error), "code": error.exit_code}
         values: dict[str, Any] = {"code": 1, **kind}
-        return Failure(
+        return launching.Failure(
             rank=start.first, message=message, at=time.monotonic(), may_pass=error is None, host=start.host, **values
         )
 
 
-def plan(start: Start, address: str, descriptors: tuple[int, int] | None) -> LaunchPlan:
+def plan(start: Start, address: str, descriptors: tuple[int, int] | None) -> launching.LaunchPlan:
     """The supervisor's plan for this machine, which has the address. `descriptors`: take what rank 0 prints."""
     # Ray sets it to the CPUs of the actor, which only watches.
-    before = {name: value for name, value in os.environ.items() if name != THREADS}
+    before = {name: value for name, value in os.environ.items() if name != launching.THREADS}
     before |= start.environment
     before |= {"MASTER_ADDR": start.address, "MASTER_PORT": str(start.port)}
     if start.here < start.world and (interface := interface_of(address)):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             before.setdefault(name, interface)
-    gpus = visible(os.environ) if start.on_gpus else []
-    return LaunchPlan(
+    gpus = launching.visible(os.environ) if start.on_gpus else []
+    return launching.LaunchPlan(
         job={**start.job, "path": sys.path},
         environments=[
-            environment(before, start.first + number, start.world, gpus, first=start.first, here=start.here)
+            launching.environment(before, start.first + number, start.world, gpus, first=start.first, here=start.here)
             for number in range(start.here)
         ],
         first=start.first,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from surogate_core.bundles.options import Flat
+from surogate_core.plugin import bundles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class RayOptions:
     more than 1, and otherwise all GPUs of each machine, or one process on the CPU."""
     min_nodes: Annotated[int, Interval(ge=1, le=1024)] = 1
     """Fewest machines with which a restart goes on after a machine was lost; with `num_nodes` it waits for another."""
-    max_restarts: Annotated[int, Interval(ge=0, le=1000), Flat("max_restarts")] = 0
+    max_restarts: Annotated[int, Interval(ge=0, le=1000), bundles.Flat("max_restarts")] = 0
     """How often the run starts again from its last checkpoint after a process died, hung or had a bug, or a machine was
     lost."""
     silence: Annotated[int, Interval(ge=0, le=10**6)] = 60

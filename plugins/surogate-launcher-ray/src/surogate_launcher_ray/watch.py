@@ -14,9 +14,7 @@ from typing import Any
 
 import structlog
 
-from surogate_core.launch.child import LEAVE, STOPPED, Failure
-from surogate_core.launch.forwarding import Forwarding
-from surogate_core.launch.supervisor import GRACE, WINDOW, first_of
+from surogate_core.plugin import launching
 from surogate_launcher_ray.cluster import LOST, Member, death, lost
 from surogate_launcher_ray.head import HeadProbe
 from surogate_launcher_ray.node import MachineReport
@@ -24,7 +22,7 @@ from surogate_launcher_ray.node import MachineReport
 log = structlog.get_logger(__name__)
 
 POLL = 0.2
-END_SECONDS = GRACE + 3.0
+END_SECONDS = launching.GRACE + 3.0
 """The time in which the supervisors end their ranks."""
 
 Show = Callable[[int, bytes], None]
@@ -42,9 +40,9 @@ class Watched:
     knows: float = 0.0
     """When the last question with an answer was asked."""
     heard_at: float = field(default_factory=time.monotonic)
-    failures: Sequence[Failure] = ()
-    result: int | Failure | None = None
-    lost: Failure | None = None
+    failures: Sequence[launching.Failure] = ()
+    result: int | launching.Failure | None = None
+    lost: launching.Failure | None = None
 
     @property
     def over(self) -> bool:
@@ -59,7 +57,7 @@ class RanksWatch:
         self,
         ray: Any,
         members: Sequence[Member],
-        signals: Forwarding,
+        signals: launching.Forwarding,
         *,
         head: HeadProbe,
         silence: float,
@@ -72,7 +70,7 @@ class RanksWatch:
         self._passed_on = False
         self._looked = time.monotonic()
 
-    def run(self) -> int | Failure:
+    def run(self) -> int | launching.Failure:
         """Watch until the run is over: the exit code or its first failure. No rank is left then, except on a machine
         that is lost."""
         try:
@@ -80,7 +78,7 @@ class RanksWatch:
         finally:
             self._stop()
 
-    def _watch(self) -> int | Failure:
+    def _watch(self) -> int | launching.Failure:
         while True:
             if self._signals.at_once:
                 return self._stop_code()
@@ -106,7 +104,7 @@ class RanksWatch:
     def _ended_by_signal(self) -> bool:
         return self._signals.received is not None and self._machines[0].result == self._stop_code()
 
-    def _failures(self) -> list[Failure]:
+    def _failures(self) -> list[launching.Failure]:
         gone = [self._head.look(), *(machine.lost for machine in self._machines)]
         found = [failure for failure in gone if failure is not None]
         return found + [failure for machine in self._machines for failure in machine.failures]
@@ -119,7 +117,7 @@ class RanksWatch:
             return code
         now = time.monotonic()
         ended = [m for m in self._machines if isinstance(m.result, int) and (m.result or m.member.first == 0)]
-        if ended and now - min(machine.heard_at for machine in ended) > LEAVE:
+        if ended and now - min(machine.heard_at for machine in ended) > launching.LEAVE:
             left = ", ".join(machine.member.name for machine in self._machines if machine.result is None)
             log.warning(f"the ranks on {left} did not end with the run, and were killed")
             return code
@@ -130,7 +128,7 @@ class RanksWatch:
     def _hear(self) -> None:
         """Take the answers that are there, and ask again."""
         now = time.monotonic()
-        if now - self._looked > STOPPED:  # this process was stopped
+        if now - self._looked > launching.STOPPED:  # this process was stopped
             for machine in self._machines:
                 machine.heard_at = now
         self._looked = now
@@ -162,12 +160,12 @@ class RanksWatch:
 
     # ----------------------------------------------------------------------------- end
 
-    def _first(self) -> Failure:
+    def _first(self) -> launching.Failure:
         """The first failure of all machines. Rank 0 has ended the record of the run by then."""
-        latest = time.monotonic() + WINDOW
+        latest = time.monotonic() + launching.WINDOW
         # Each machine has an answer from after that, or is lost.
         self._hear_until(lambda machine: machine.over or machine.knows >= latest, self._limit + POLL)
-        first = first_of(self._failures())
+        first = launching.first_of(self._failures())
         for machine in self._machines:
             if not machine.over:
                 machine.member.actor.end.remote(first)

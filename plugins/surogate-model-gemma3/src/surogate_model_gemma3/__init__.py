@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from surogate_core import bundles, hookimpl
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles, hookimpl
 
 if TYPE_CHECKING:
-    from surogate_core.dsl import Model
+    from surogate_core.plugin import dsl
 
 SUROGATE_API = ">=2,<3"
 
@@ -30,7 +29,7 @@ def surogate_model_family() -> bundles.ModelFamily:
     )
 
 
-def _build(config: Mapping[str, Any]) -> Model:
+def _build(config: Mapping[str, Any]) -> dsl.Model:
     # torch is imported when a model is built, not when a configuration is checked.
     from surogate_model_gemma3.model import build
 

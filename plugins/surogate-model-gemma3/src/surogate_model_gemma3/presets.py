@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import decoder_presets
+from surogate_core.plugin import bundles
 
 LONG = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 262_208, "sliding_window": 1024}
 SHORT = {"max_position_embeddings": 32_768, "sliding_window": 512}
 
-PRESETS = decoder_presets(
+PRESETS = bundles.decoder_presets(
     {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",

@@ -12,60 +12,27 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from surogate_core.dsl import (
-    Attention,
-    Block,
-    Dim,
-    Embedding,
-    Experts,
-    Param,
-    Routes,
-    Setting,
-    Stack,
-    project,
-    project_combined,
-)
-from surogate_core.dsl.decoder import (
-    FULL,
-    LAYERS,
-    PREFIX,
-    SLIDING,
-    AttentionBlock,
-    D,
-    Decoder,
-    DenseBlock,
-    E,
-    H,
-    K,
-    V,
-    attention_slots,
-    layer_window,
-    mlp_slots,
-    qk_norms,
-)
-from surogate_core.dsl.dims import not_computed
-from surogate_core.dsl.sides import router_figures, router_sides
-from surogate_core.errors import UserError
-from surogate_core.kernels import ops
+from surogate_core.plugin import UserError, decoder, dsl, ops
+from surogate_core.service.model import not_computed
 
-I, M, C = Dim("moe_intermediate_size"), Dim("num_experts"), Dim("top_k_experts")  # noqa: E741
+I, M, C = dsl.Dim("moe_intermediate_size"), dsl.Dim("num_experts"), dsl.Dim("top_k_experts")  # noqa: E741
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 ROPES = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    decoder.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    decoder.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 
 
-class Gemma4Attention(AttentionBlock):
+class Gemma4Attention(decoder.AttentionBlock):
     """What the layers share: attention, norms around both branches, and a factor of the output that no run trains."""
 
-    q, k, v, o = attention_slots(bias=Setting("attention_bias"))[:4]
-    attend = Attention(H, K, E, scale=1.0, window=layer_window)
-    q_norm, k_norm = qk_norms()
-    attention_norm = Param("post_attention_layernorm.weight", D)
-    post_norm = Param("pre_feedforward_layernorm.weight", D)
-    feedforward_norm = Param("post_feedforward_layernorm.weight", D)
-    factor = Param("layer_scalar", 1, role="scalar", trained=False)
+    q, k, v, o = decoder.attention_slots(bias=dsl.Setting("attention_bias"))[:4]
+    attend = dsl.Attention(decoder.H, decoder.K, decoder.E, scale=1.0, window=decoder.layer_window)
+    q_norm, k_norm = decoder.qk_norms()
+    attention_norm = dsl.Param("post_attention_layernorm.weight", decoder.D)
+    post_norm = dsl.Param("pre_feedforward_layernorm.weight", decoder.D)
+    feedforward_norm = dsl.Param("post_feedforward_layernorm.weight", decoder.D)
+    factor = dsl.Param("layer_scalar", 1, role="scalar", trained=False)
 
     def plainly_normed(self, x: Tensor) -> Tensor:
         """[..., D]: an RMS norm without a weight."""
@@ -78,7 +45,7 @@ class Gemma4Attention(AttentionBlock):
         return q_NHE, k_NKE, self.plainly_normed(v_NKE)
 
 
-class Gemma4Block(Gemma4Attention, DenseBlock):
+class Gemma4Block(Gemma4Attention, decoder.DenseBlock):
     """A layer with a dense feed-forward."""
 
     def gated(self, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
@@ -100,29 +67,31 @@ class SparseBlock(Gemma4Attention):
     """A layer with experts beside its feed-forward. Both read the same rows, and each has norms of its own."""
 
     choices = C
-    gate, up, down = mlp_slots()
-    router = Param("router.proj.weight", M, D, init="normal", role="router")
-    router_scale = Param("router.scale", D)
-    expert_scale = Param("router.per_expert_scale", M, role="scalar")
-    expert_gate_up = Experts("experts.{e}.gate_up_proj", M, C, D, I + I, region="ffn", fused=GATE_UP, always=True)
-    expert_down = Experts("experts.{e}.down_proj", M, C, I, D, region="ffn", fused=DOWN, always=True)
-    dense_norm = Param("post_feedforward_layernorm_1.weight", D)
-    experts_input_norm = Param("pre_feedforward_layernorm_2.weight", D)
-    experts_norm = Param("post_feedforward_layernorm_2.weight", D)
-    tokens, probability, z, mass = router_sides(M)
+    gate, up, down = decoder.mlp_slots()
+    router = dsl.Param("router.proj.weight", M, decoder.D, init="normal", role="router")
+    router_scale = dsl.Param("router.scale", decoder.D)
+    expert_scale = dsl.Param("router.per_expert_scale", M, role="scalar")
+    expert_gate_up = dsl.Experts(
+        "experts.{e}.gate_up_proj", M, C, decoder.D, I + I, region="ffn", fused=GATE_UP, always=True
+    )
+    expert_down = dsl.Experts("experts.{e}.down_proj", M, C, I, decoder.D, region="ffn", fused=DOWN, always=True)
+    dense_norm = dsl.Param("post_feedforward_layernorm_1.weight", decoder.D)
+    experts_input_norm = dsl.Param("pre_feedforward_layernorm_2.weight", decoder.D)
+    experts_norm = dsl.Param("post_feedforward_layernorm_2.weight", decoder.D)
+    tokens, probability, z, mass = dsl.router_sides(M)
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """[N, D] → [N, D], and what the router reports."""
         x = self.added(x, self.attention(self.normed(x, self.input_norm), tables), self.attention_norm)
         h = self.plainly_normed(x) * self.router_scale * x.shape[1] ** -0.5
         logits_NM = (h @ self.router.t()).float()
-        routes = Routes.of(logits_NM, self.choices, renormalise=True)
-        (rows,) = project(self.normed(x, self.experts_input_norm), routes, self.expert_gate_up)
-        y = project_combined(ops.geglu(*rows.chunk(2, dim=1)), routes.scaled(self.expert_scale), self.expert_down)
+        routes = dsl.Routes.of(logits_NM, self.choices, renormalise=True)
+        (rows,) = dsl.project(self.normed(x, self.experts_input_norm), routes, self.expert_gate_up)
+        y = dsl.project_combined(ops.geglu(*rows.chunk(2, dim=1)), routes.scaled(self.expert_scale), self.expert_down)
         h = self.normed(x, self.post_norm)
         dense = self.down(ops.geglu(self.gate(h), self.up(h)))
         y = self.normed(y, self.experts_norm) + self.normed(dense, self.dense_norm)
-        return self.added(x, y, self.feedforward_norm) * self.factor, router_figures(logits_NM, routes, tables)
+        return self.added(x, y, self.feedforward_norm) * self.factor, dsl.router_figures(logits_NM, routes, tables)
 
 
 class SparseKeyedBlock(SparseBlock):
@@ -131,7 +100,7 @@ class SparseKeyedBlock(SparseBlock):
     v = None
 
 
-class Gemma4(Decoder):
+class Gemma4(decoder.Decoder):
     """The causal language model."""
 
     family, architecture = "gemma4", "Gemma4ForCausalLM"
@@ -154,45 +123,49 @@ class Gemma4(Decoder):
         "hidden_activation": "gelu_pytorch_tanh",
         "use_bidirectional_attention": "vision",  # which acts between the parts of a picture alone
     }
-    embed = Embedding(
-        "model.embed_tokens.weight", V, D, scale=lambda config: config["hidden_size"] ** 0.5, rounded=True
+    embed = dsl.Embedding(
+        "model.embed_tokens.weight",
+        decoder.V,
+        decoder.D,
+        scale=lambda config: config["hidden_size"] ** 0.5,
+        rounded=True,
     )
-    layers = Stack(Gemma4Block, LAYERS, PREFIX)
-    head = replace(Decoder.head, softcap=Setting("final_logit_softcapping", default=0.0))
+    layers = dsl.Stack(Gemma4Block, decoder.LAYERS, decoder.PREFIX)
+    head = replace(decoder.Decoder.head, softcap=dsl.Setting("final_logit_softcapping", default=0.0))
 
     def default_type(self, number: int) -> str:
         """Every sixth layer is full."""
-        return SLIDING if (number + 1) % 6 else FULL
+        return decoder.SLIDING if (number + 1) % 6 else decoder.FULL
 
     @property
     def layer_types(self) -> tuple[str, ...]:
         """The last layer is full, whatever the key says."""
-        return (*super().layer_types[:-1], FULL)
+        return (*super().layer_types[:-1], decoder.FULL)
 
     def type_config(self, layer_type: str) -> Mapping[str, Any]:
         """Full layers have heads of another size, and another number of keys where these are the values."""
         config = super().type_config(layer_type)
-        if layer_type != FULL:
+        if layer_type != decoder.FULL:
             return config
         if (given := config.get("per_layer_config")) is not None:
             return {**config, **next(iter(given.values()), {})}
         keys = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
-        return {**config, "head_dim": config["global_head_dim"], "num_key_value_heads": keys or K.size(config)}
+        return {**config, "head_dim": config["global_head_dim"], "num_key_value_heads": keys or decoder.K.size(config)}
 
-    def blocks(self, max_seqlen: int) -> Iterator[tuple[str, Block]]:
+    def blocks(self, max_seqlen: int) -> Iterator[tuple[str, dsl.Block]]:
         """Every layer as (HF name prefix, block), in order."""
-        made: dict[str, Block] = {}
+        made: dict[str, dsl.Block] = {}
         for number, kind in enumerate(self.layer_types):
-            keyed = kind == FULL and bool(self.config.get("attention_k_eq_v"))
+            keyed = kind == decoder.FULL and bool(self.config.get("attention_k_eq_v"))
             if self.config.get("enable_moe_block"):
-                block: type[Block] = SparseKeyedBlock if keyed else SparseBlock
+                block: type[dsl.Block] = SparseKeyedBlock if keyed else SparseBlock
             else:
                 block = KeyedBlock if keyed else Gemma4Block
-            yield PREFIX.format(i=number), made.setdefault(kind, block(self.type_config(kind), max_seqlen))
+            yield decoder.PREFIX.format(i=number), made.setdefault(kind, block(self.type_config(kind), max_seqlen))
 
     def check(self) -> None:
         """Refuse, by the name of the key, what the blocks do not compute."""
-        full = {str(number) for number, kind in enumerate(self.layer_types) if kind == FULL}
+        full = {str(number) for number, kind in enumerate(self.layer_types) if kind == decoder.FULL}
         if (given := self.config.get("per_layer_config")) is not None:
             own = [one for one in given.values() if one.keys() <= {"head_dim", "num_key_value_heads"}]
             if set(given) not in (set(), full) or len(own) != len(given) or any(one != own[0] for one in own):

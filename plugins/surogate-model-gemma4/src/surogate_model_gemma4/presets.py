@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import decoder_presets
+from surogate_core.plugin import bundles
 
 ROPES = {
     "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0, "rope_type": "proportional"},
@@ -15,7 +15,7 @@ def _types(layers: int, full_every: int = 6) -> list[str]:
     return ["sliding_attention" if number % full_every else "full_attention" for number in range(1, layers + 1)]
 
 
-PRESETS = decoder_presets(
+PRESETS = bundles.decoder_presets(
     {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",

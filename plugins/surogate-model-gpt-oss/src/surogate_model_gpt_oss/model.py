@@ -11,28 +11,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from surogate_core.dsl import Attention, Dim, Experts, Param, Routes, Setting, Stack, project, project_combined
-from surogate_core.dsl.decoder import (
-    FULL,
-    LAYERS,
-    PREFIX,
-    SLIDING,
-    AttentionBlock,
-    D,
-    Decoder,
-    F,
-    H,
-    K,
-    attention_slots,
-    layer_window,
-)
-from surogate_core.dsl.decoder import E as HEAD
-from surogate_core.dsl.sides import router_figures, router_sides
-from surogate_core.errors import UserError
-from surogate_core.kernels import ops
+from surogate_core.plugin import UserError, decoder, dsl, ops
 
-E = Dim("num_local_experts")
-C = Dim("num_experts_per_tok")
+E = dsl.Dim("num_local_experts")
+C = dsl.Dim("num_experts_per_tok")
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 FILES: Mapping[str, bool] = {"always": True, "transposed": True}
 YARN = {
@@ -46,21 +28,32 @@ YARN = {
 """The RoPE of a file that names none, as transformers has it."""
 
 
-class GptOssBlock(AttentionBlock):
+class GptOssBlock(decoder.AttentionBlock):
     """One decoder layer. Every token goes to the C experts of largest score, weighted by their softmax."""
 
-    choices, limit, alpha = C, Setting("swiglu_limit"), Setting("swiglu_alpha")
-    q, k, v, o = attention_slots(bias=Setting("attention_bias"))[:4]
-    attend = Attention(H, K, HEAD, window=layer_window, sinks=True)
-    sinks = Param("self_attn.sinks", H, init="normal", role="scalar")
-    router = Param("mlp.router.weight", E, D, init="normal", role="router")
-    router_bias = Param("mlp.router.bias", E, init="zeros", role="router")
+    choices, limit, alpha = C, dsl.Setting("swiglu_limit"), dsl.Setting("swiglu_alpha")
+    q, k, v, o = decoder.attention_slots(bias=dsl.Setting("attention_bias"))[:4]
+    attend = dsl.Attention(decoder.H, decoder.K, decoder.E, window=decoder.layer_window, sinks=True)
+    sinks = dsl.Param("self_attn.sinks", decoder.H, init="normal", role="scalar")
+    router = dsl.Param("mlp.router.weight", E, decoder.D, init="normal", role="router")
+    router_bias = dsl.Param("mlp.router.bias", E, init="zeros", role="router")
     # Even rows are of the gate, odd ones of up.
-    gate_up = Experts(GATE_UP.replace("experts", "experts.{e}"), E, C, D, F + F, region="ffn", fused=GATE_UP, **FILES)
-    gate_up_bias = Param("mlp.experts.gate_up_proj_bias", E, F + F, init="zeros", role="scalar")
-    down = Experts(DOWN.replace("experts", "experts.{e}"), E, C, F, D, region="ffn", fused=DOWN, **FILES)
-    down_bias = Param("mlp.experts.down_proj_bias", E, D, init="zeros", role="scalar")
-    tokens, probability, z, mass = router_sides(E)
+    gate_up = dsl.Experts(
+        GATE_UP.replace("experts", "experts.{e}"),
+        E,
+        C,
+        decoder.D,
+        decoder.F + decoder.F,
+        region="ffn",
+        fused=GATE_UP,
+        **FILES,
+    )
+    gate_up_bias = dsl.Param("mlp.experts.gate_up_proj_bias", E, decoder.F + decoder.F, init="zeros", role="scalar")
+    down = dsl.Experts(
+        DOWN.replace("experts", "experts.{e}"), E, C, decoder.F, decoder.D, region="ffn", fused=DOWN, **FILES
+    )
+    down_bias = dsl.Param("mlp.experts.down_proj_bias", E, decoder.D, init="zeros", role="scalar")
+    tokens, probability, z, mass = dsl.router_sides(E)
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """[N, D] → [N, D], and what the router reports."""
@@ -68,19 +61,19 @@ class GptOssBlock(AttentionBlock):
         h = self.normed(x, self.post_norm)
         logits_NE = (h @ self.router.t() + self.router_bias).float()
         # The softmax over all experts, divided by its sum over the chosen ones, is that over the chosen ones.
-        routes = Routes.of(logits_NE, self.choices, renormalise=True)
-        (rows,) = project(h, routes, self.gate_up)
+        routes = dsl.Routes.of(logits_NE, self.choices, renormalise=True)
+        (rows,) = dsl.project(h, routes, self.gate_up)
         rows = routes.biased(rows, self.gate_up_bias)
         a_RI = ops.clamped_swiglu(rows[:, ::2], rows[:, 1::2], self.limit, self.alpha)
-        y_ND = project_combined(a_RI, routes, self.down) + routes.combined_bias(self.down_bias).to(x.dtype)
-        return x + y_ND, router_figures(logits_NE, routes, tables)
+        y_ND = dsl.project_combined(a_RI, routes, self.down) + routes.combined_bias(self.down_bias).to(x.dtype)
+        return x + y_ND, dsl.router_figures(logits_NE, routes, tables)
 
 
-class GptOss(Decoder):
+class GptOss(decoder.Decoder):
     """The causal language model."""
 
     family, architecture = "gpt-oss", "GptOssForCausalLM"
-    layers = Stack(GptOssBlock, LAYERS, PREFIX)
+    layers = dsl.Stack(GptOssBlock, decoder.LAYERS, decoder.PREFIX)
     defaults: ClassVar[Mapping[str, Any]] = {
         "attention_bias": True,
         "head_dim": 64,
@@ -96,7 +89,7 @@ class GptOss(Decoder):
 
     def default_type(self, number: int) -> str:
         """The first layer slides, and then every second one."""
-        return FULL if number % 2 else SLIDING
+        return decoder.FULL if number % 2 else decoder.SLIDING
 
     def rope_config(self, layer_type: str) -> Mapping[str, Any]:
         """`YARN` where the file names none."""

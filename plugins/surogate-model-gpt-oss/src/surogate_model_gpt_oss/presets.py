@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import decoder_presets
+from surogate_core.plugin import bundles
 
 YARN = {
     "beta_fast": 32.0,
@@ -13,7 +13,7 @@ YARN = {
     "truncate": False,
 }
 
-PRESETS = decoder_presets(
+PRESETS = bundles.decoder_presets(
     {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

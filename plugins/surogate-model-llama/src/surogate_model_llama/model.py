@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from surogate_core.dsl import Dim, Setting, Stack
-from surogate_core.dsl.decoder import LAYERS, PREFIX, Decoder, DenseBlock, H, attention_slots, mlp_slots
+from surogate_core.plugin import decoder, dsl
 
-K = Dim("num_key_value_heads", default=H.size)
-ATTENTION_BIAS = Setting("attention_bias", default=False)
-MLP_BIAS = Setting("mlp_bias", default=False)
+K = dsl.Dim("num_key_value_heads", default=decoder.H.size)
+ATTENTION_BIAS = dsl.Setting("attention_bias", default=False)
+MLP_BIAS = dsl.Setting("mlp_bias", default=False)
 
 
-class LlamaBlock(DenseBlock):
+class LlamaBlock(decoder.DenseBlock):
     """One decoder layer, which may have biases."""
 
-    q, k, v, o, attend = attention_slots(kv_heads=K, bias=ATTENTION_BIAS)
-    gate, up, down = mlp_slots(bias=MLP_BIAS)
+    q, k, v, o, attend = decoder.attention_slots(kv_heads=K, bias=ATTENTION_BIAS)
+    gate, up, down = decoder.mlp_slots(bias=MLP_BIAS)
 
 
-class Llama(Decoder):
+class Llama(decoder.Decoder):
     """The causal language model."""
 
     family, architecture = "llama", "LlamaForCausalLM"
-    layers = Stack(LlamaBlock, LAYERS, PREFIX)
+    layers = dsl.Stack(LlamaBlock, decoder.LAYERS, decoder.PREFIX)
     reads = ("attention_bias", "mlp_bias")
 
 

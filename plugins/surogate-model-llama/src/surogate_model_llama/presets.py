@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from surogate_core.bundles import decoder_presets
+from surogate_core.plugin import bundles
 
 
 def _stretched(factor: float) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def _stretched(factor: float) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
-PRESETS = decoder_presets(
+PRESETS = bundles.decoder_presets(
     {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from surogate_core.dsl import Stack
-from surogate_core.dsl.decoder import LAYERS, PREFIX, Decoder, DenseBlock, attention_slots
+from surogate_core.plugin import decoder, dsl
 
 
-class Qwen2Block(DenseBlock):
+class Qwen2Block(decoder.DenseBlock):
     """One decoder layer. The biases of q, k and v are there whatever a file says."""
 
-    q, k, v, o, attend = attention_slots(bias=True, out_bias=False)
+    q, k, v, o, attend = decoder.attention_slots(bias=True, out_bias=False)
 
 
-class Qwen2(Decoder):
+class Qwen2(decoder.Decoder):
     """The causal language model."""
 
     family, architecture = "qwen2", "Qwen2ForCausalLM"
-    layers = Stack(Qwen2Block, LAYERS, PREFIX)
+    layers = dsl.Stack(Qwen2Block, decoder.LAYERS, decoder.PREFIX)
     # The window acts with use_sliding_window, which is refused.
     reads = ("sliding_window", "attention_bias", "qkv_bias")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import decoder_presets
+from surogate_core.plugin import bundles
 
 SMALL = {"vocab_size": 151936, "tie_word_embeddings": True}
 LARGE = {"rms_norm_eps": 1e-5}
 
-PRESETS = decoder_presets(
+PRESETS = bundles.decoder_presets(
     {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

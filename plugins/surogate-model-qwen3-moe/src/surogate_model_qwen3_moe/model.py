@@ -11,47 +11,33 @@ from typing import Any
 
 from torch import Tensor
 
-from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Setting, Stack, project, project_combined
-from surogate_core.dsl.decoder import (
-    LAYERS,
-    PREFIX,
-    AttentionBlock,
-    D,
-    Decoder,
-    DenseBlock,
-    attention_slots,
-    qk_norms,
-)
-from surogate_core.dsl.dims import read_key
-from surogate_core.dsl.sides import router_figures, router_sides
-from surogate_core.errors import UserError
-from surogate_core.kernels import ops
+from surogate_core.plugin import UserError, decoder, dsl, ops
 
 
 def _local_experts(config: Mapping[str, Any]) -> Any:
     """transformers 5 saves the number of experts under this name."""
     found = config.get("num_local_experts")
-    return read_key(config, "num_experts") if found is None else found
+    return dsl.read_key(config, "num_experts") if found is None else found
 
 
-I = Dim("moe_intermediate_size")  # noqa: E741
-E = Dim("num_experts", default=_local_experts)
-C = Dim("num_experts_per_tok")
-SPARSE_STEP = Dim("decoder_sparse_step", default=1)
-RENORMALISE = Setting("norm_topk_prob", default=False)
-DENSE_LAYERS = Setting("mlp_only_layers", default=())
-BIAS = Setting("attention_bias", default=False)
+I = dsl.Dim("moe_intermediate_size")  # noqa: E741
+E = dsl.Dim("num_experts", default=_local_experts)
+C = dsl.Dim("num_experts_per_tok")
+SPARSE_STEP = dsl.Dim("decoder_sparse_step", default=1)
+RENORMALISE = dsl.Setting("norm_topk_prob", default=False)
+DENSE_LAYERS = dsl.Setting("mlp_only_layers", default=())
+BIAS = dsl.Setting("attention_bias", default=False)
 OWN = "Fix: use the model's own config.json."
 
 
-class Qwen3Attention(AttentionBlock):
+class Qwen3Attention(decoder.AttentionBlock):
     """What the layers share: Qwen3's attention, and the norms."""
 
-    q, k, v, o, attend = attention_slots(bias=BIAS)
-    q_norm, k_norm = qk_norms()
+    q, k, v, o, attend = decoder.attention_slots(bias=BIAS)
+    q_norm, k_norm = decoder.qk_norms()
 
 
-class PlainBlock(Qwen3Attention, DenseBlock):
+class PlainBlock(Qwen3Attention, decoder.DenseBlock):
     """A layer with a dense feed-forward."""
 
 
@@ -59,11 +45,11 @@ class SparseBlock(Qwen3Attention):
     """A layer with experts. Every token goes to its C most probable experts, whatever their load."""
 
     choices, renormalise = C, RENORMALISE
-    router = Param("mlp.gate.weight", E, D, init="normal", role="router")
-    gate = Experts("mlp.experts.{e}.gate_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
-    up = Experts("mlp.experts.{e}.up_proj", E, C, D, I, region="ffn", fused="mlp.experts.gate_up_proj")
-    down = Experts("mlp.experts.{e}.down_proj", E, C, I, D, region="ffn", fused="mlp.experts.down_proj")
-    tokens, probability, z, mass = router_sides(E)
+    router = dsl.Param("mlp.gate.weight", E, decoder.D, init="normal", role="router")
+    gate = dsl.Experts("mlp.experts.{e}.gate_proj", E, C, decoder.D, I, region="ffn", fused="mlp.experts.gate_up_proj")
+    up = dsl.Experts("mlp.experts.{e}.up_proj", E, C, decoder.D, I, region="ffn", fused="mlp.experts.gate_up_proj")
+    down = dsl.Experts("mlp.experts.{e}.down_proj", E, C, I, decoder.D, region="ffn", fused="mlp.experts.down_proj")
+    tokens, probability, z, mass = dsl.router_sides(E)
 
     def scores(self, h: Tensor) -> Tensor:
         """[N, D] → [N, E] fp32: the router's logits, rounded to h's dtype.
@@ -78,17 +64,17 @@ class SparseBlock(Qwen3Attention):
         x = x + self.attention(ops.rms_norm(x, self.input_norm, self.eps), tables)
         h = ops.rms_norm(x, self.post_norm, self.eps)
         logits_NE = self.scores(h)
-        routes = Routes.of(logits_NE, self.choices, renormalise=self.renormalise)
-        gate_RI, up_RI = project(h, routes, self.gate, self.up)
-        y_ND = project_combined(ops.swiglu(gate_RI, up_RI), routes, self.down)
-        return x + y_ND, router_figures(logits_NE, routes, tables)
+        routes = dsl.Routes.of(logits_NE, self.choices, renormalise=self.renormalise)
+        gate_RI, up_RI = dsl.project(h, routes, self.gate, self.up)
+        y_ND = dsl.project_combined(ops.swiglu(gate_RI, up_RI), routes, self.down)
+        return x + y_ND, dsl.router_figures(logits_NE, routes, tables)
 
 
-class Qwen3Moe(Decoder):
+class Qwen3Moe(decoder.Decoder):
     """The causal language model."""
 
     family, architecture = "qwen3-moe", "Qwen3MoeForCausalLM"
-    layers = Stack(SparseBlock, LAYERS, PREFIX)
+    layers = dsl.Stack(SparseBlock, decoder.LAYERS, decoder.PREFIX)
     # The window acts with use_sliding_window, which is refused.
     reads = ("attention_bias", "sliding_window", "num_experts", "num_local_experts")
 
@@ -97,11 +83,11 @@ class Qwen3Moe(Decoder):
         step = SPARSE_STEP.size(self.config)
         return (layer + 1) % step == 0 and layer not in DENSE_LAYERS.value(self.config)
 
-    def blocks(self, max_seqlen: int) -> Iterator[tuple[str, Block]]:
+    def blocks(self, max_seqlen: int) -> Iterator[tuple[str, dsl.Block]]:
         """Every layer as (HF name prefix, block), in order."""
         made = {kind: kind(self.config, max_seqlen) for kind in (PlainBlock, SparseBlock)}
-        for layer in range(LAYERS.size(self.config)):
-            yield PREFIX.format(i=layer), made[SparseBlock if self.is_sparse(layer) else PlainBlock]
+        for layer in range(decoder.LAYERS.size(self.config)):
+            yield decoder.PREFIX.format(i=layer), made[SparseBlock if self.is_sparse(layer) else PlainBlock]
 
     def check(self) -> None:
         """Refuse, by the name of the key, what the blocks do not compute."""
@@ -111,7 +97,7 @@ class Qwen3Moe(Decoder):
 
 def _check_layers(model: Qwen3Moe) -> None:
     """Refuse, by the name of the key, layers and experts that cannot be."""
-    config, layers = model.config, LAYERS.size(model.config)
+    config, layers = model.config, decoder.LAYERS.size(model.config)
     dense = DENSE_LAYERS.value(config)
     if not isinstance(dense, list | tuple) or any(
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in dense

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import decoder_presets
+from surogate_core.plugin import bundles
 
-PRESETS = decoder_presets(
+PRESETS = bundles.decoder_presets(
     {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from surogate_core.dsl import Dim, Setting, Stack
-from surogate_core.dsl.decoder import LAYERS, PREFIX, Decoder, DenseBlock, attention_slots, qk_norms
+from surogate_core.plugin import decoder, dsl
 
-E = Dim("head_dim", default=128)  # transformers' default, whatever the width
-BIAS = Setting("attention_bias", default=False)
+E = dsl.Dim("head_dim", default=128)  # transformers' default, whatever the width
+BIAS = dsl.Setting("attention_bias", default=False)
 
 
-class Qwen3Block(DenseBlock):
+class Qwen3Block(decoder.DenseBlock):
     """One decoder layer, with norms of queries and keys."""
 
-    q, k, v, o, attend = attention_slots(head_dim=E, bias=BIAS)
-    q_norm, k_norm = qk_norms(E)
+    q, k, v, o, attend = decoder.attention_slots(head_dim=E, bias=BIAS)
+    q_norm, k_norm = decoder.qk_norms(E)
 
 
-class Qwen3(Decoder):
+class Qwen3(decoder.Decoder):
     """The causal language model."""
 
     family, architecture = "qwen3", "Qwen3ForCausalLM"
-    layers = Stack(Qwen3Block, LAYERS, PREFIX)
+    layers = dsl.Stack(Qwen3Block, decoder.LAYERS, decoder.PREFIX)
     reads = ("attention_bias", "sliding_window")  # the window acts with use_sliding_window, which is refused
 
 

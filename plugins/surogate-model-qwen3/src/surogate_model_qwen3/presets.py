@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import decoder_presets
+from surogate_core.plugin import bundles
 
 TIED = {"tie_word_embeddings": True}
 
-PRESETS = decoder_presets(
+PRESETS = bundles.decoder_presets(
     {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

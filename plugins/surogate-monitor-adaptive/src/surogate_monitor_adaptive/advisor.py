@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from surogate_core.events import Advice
+from surogate_core.plugin import events
 from surogate_monitor_adaptive.windows import Detector
 
 COOLDOWN = 200
@@ -190,7 +190,7 @@ ROUTER_KEYS = frozenset({"router_aux_loss_coef", "router_z_loss_coef"})
 """Keys that act on a trained router only."""
 
 
-def for_frozen_router(advice: Advice) -> Advice:
+def for_frozen_router(advice: events.Advice) -> events.Advice:
     """The advice for a run that does not train its router."""
     return replace(advice, key="datasets", suggestion=FROZEN_ROUTER) if advice.key in ROUTER_KEYS else advice
 
@@ -203,7 +203,7 @@ NATIVE_GAP = (
 """Suggestion of `logprob_gap` if the engine is the trainer's own; its key is then `torch_dtype`."""
 
 
-def for_native(advice: Advice) -> Advice:
+def for_native(advice: events.Advice) -> events.Advice:
     """The advice for a run that samples with its own engine."""
     return replace(advice, key="torch_dtype", suggestion=NATIVE_GAP) if advice.rule == "logprob_gap" else advice
 
@@ -215,14 +215,14 @@ class Advisor(Detector):
     told: dict[str, int] = field(default_factory=dict)
     """Rule → the step of its last advice."""
 
-    def tell(self, step: int, rule: str, evidence: Mapping[str, Any], *, suggestion: str = "") -> list[Advice]:
+    def tell(self, step: int, rule: str, evidence: Mapping[str, Any], *, suggestion: str = "") -> list[events.Advice]:
         """The rule's advice; None during its cooldown."""
         if rule in self.told and step - self.told[rule] < COOLDOWN:
             return []
         self.told = {**self.told, rule: step}
         text = RULES[rule]
         return [
-            Advice(
+            events.Advice(
                 step=step,
                 rule=rule,
                 message=text.message,

@@ -9,24 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from surogate_core.bundles import Flat
-from surogate_core.bundles.options import options_from_flat
-from surogate_core.events import (
-    Advice,
-    Control,
-    EvalEnd,
-    Event,
-    Notice,
-    PrecisionStats,
-    RolloutEval,
-    Rollouts,
-    RoutingStats,
-    RunInfo,
-    RunStart,
-    StepEnd,
-)
-from surogate_core.run.notes import TOKENS_PER_PARAMETER, token_budget
-from surogate_core.train.lr import warmup_length
+from surogate_core.plugin import TOKENS_PER_PARAMETER, bundles, events, token_budget, warmup_length
 from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor, for_frozen_router, for_native
 from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
 from surogate_monitor_adaptive.gradients import GradientTracker, acceleration_of
@@ -48,9 +31,9 @@ SETTLED, OVERRUN, FAR = 100, 0.2, 1.25
 class AdaptiveOptions:
     """Options of the adaptive monitor."""
 
-    auto_lr_reduction: Annotated[bool, Flat("auto_lr_reduction", needed=True)] = False
+    auto_lr_reduction: Annotated[bool, bundles.Flat("auto_lr_reduction", needed=True)] = False
     """Halve the learning rate when the loss or the gradient jumps; its docs/adaptive.md has the rules."""
-    early_stop: Annotated[bool, Flat("early_stop", needed=True)] = False
+    early_stop: Annotated[bool, bundles.Flat("early_stop", needed=True)] = False
     """End a run that has converged, diverges or stands still; its docs/adaptive.md has the criteria."""
     phases: bool = True
     """Report changes of phase."""
@@ -76,7 +59,7 @@ class AdaptiveMonitor:
     never interrupted.
     """
 
-    def __init__(self, options: AdaptiveOptions, info: RunInfo):
+    def __init__(self, options: AdaptiveOptions, info: events.RunInfo):
         config = info.config
         self._options = options
         self._from_nothing = info.task == "pt"
@@ -94,22 +77,22 @@ class AdaptiveMonitor:
         self._samples_itself = (config.get("rollout") or {}).get("name", "native") == "native"
         self._router_frozen = bool(config.get("lora")) and not config.get("train_router")
 
-    def on_event(self, event: Event) -> Control | None:
+    def on_event(self, event: events.Event) -> events.Control | None:
         """The control that answers the event; None for most events."""
         match event:
-            case RunStart():
+            case events.RunStart():
                 return self._run_start(event)
-            case StepEnd():
+            case events.StepEnd():
                 return self._step_end(event)
-            case RoutingStats():
+            case events.RoutingStats():
                 return self._routing_stats(event)
-            case PrecisionStats():
+            case events.PrecisionStats():
                 return self._precision_stats(event)
-            case EvalEnd():
+            case events.EvalEnd():
                 return self._eval_end(event)
-            case Rollouts():
+            case events.Rollouts():
                 return self._advise(event.step, self._rewards.observe(event))
-            case RolloutEval():
+            case events.RolloutEval():
                 evidence = self._rewards.observe_eval(event)
                 return self._advise(event.step, [("reward_hacking", evidence)] if evidence is not None else [])
         return None
@@ -130,7 +113,7 @@ class AdaptiveMonitor:
 
     # --------------------------------------------------------------------------- events
 
-    def _run_start(self, event: RunStart) -> Control | None:
+    def _run_start(self, event: events.RunStart) -> events.Control | None:
         steps, ratio = self._warmup_keys
         self._warmup = warmup_length(total_steps=event.steps, warmup_steps=steps, warmup_ratio=ratio)
         self._parameters = event.parameters
@@ -142,14 +125,14 @@ class AdaptiveMonitor:
             f"this run trains on {planned:,.0f}, {planned / max(1, budget):.3%} of it."
         )
         data = {"budget": budget, "planned": planned}
-        return Control(events=(Notice(level="info", message=message, data=data),))
+        return events.Control(events=(events.Notice(level="info", message=message, data=data),))
 
-    def _step_end(self, event: StepEnd) -> Control | None:
+    def _step_end(self, event: events.StepEnd) -> events.Control | None:
         step, loss, norm = event.step, event.loss, event.grad_norm
         self._counters.total_tokens = event.total_tokens
         # The usual loss until now, before the guard takes the step.
         before = self._guard.losses
-        told: list[Event] = []
+        told: list[events.Event] = []
         # In reinforcement learning loss and gradient follow the advantages: a jump is no sign of trouble.
         finite, online = math.isfinite(loss) and math.isfinite(norm), self._rewards.active
         jump = None if online and finite else self._guard.observe(loss, norm)
@@ -171,9 +154,9 @@ class AdaptiveMonitor:
         reason = self._stop_reason(step) if self._stops else None
         return self._control(told, reduction, proceed=proceed, stop=reason, why=jump or "")
 
-    def _finite_step(self, event: StepEnd) -> list[Event]:
+    def _finite_step(self, event: events.StepEnd) -> list[events.Event]:
         step, loss = event.step, event.loss
-        told: list[Event] = []
+        told: list[events.Event] = []
         phases, gradients, routing = self._phases, self._gradients, self._routing
         self._levels.observe(loss)
         if (change := phases.observe(step, loss, unstable=self._levels.raised)) is not None and self._options.phases:
@@ -199,16 +182,16 @@ class AdaptiveMonitor:
             told += self._advisor.tell(step, "vanishing_gradients", figures)
         return told + self._judge(step)
 
-    def _online_step(self, event: StepEnd) -> list[Event]:
+    def _online_step(self, event: events.StepEnd) -> list[events.Event]:
         found = self._rewards.observe_step(event)
         told = [advice for rule, evidence in found for advice in self._advisor.tell(event.step, rule, evidence)]
         return [for_native(advice) if self._samples_itself else advice for advice in told]
 
-    def _advise(self, step: int, found: Iterable[tuple[str, Mapping[str, Any]]]) -> Control | None:
+    def _advise(self, step: int, found: Iterable[tuple[str, Mapping[str, Any]]]) -> events.Control | None:
         told = [advice for rule, evidence in found for advice in self._advisor.tell(step, rule, evidence)]
         return self._control(told, None)
 
-    def _routing_stats(self, event: RoutingStats) -> Control | None:
+    def _routing_stats(self, event: events.RoutingStats) -> events.Control | None:
         beginning = self._routing.beginning(event.step)
         evidence = {
             **figures_of(event),
@@ -219,7 +202,7 @@ class AdaptiveMonitor:
         told = [a for rule in self._routing.observe(event) for a in self._advisor.tell(event.step, rule, evidence)]
         return self._control(told, None)
 
-    def _precision_stats(self, event: PrecisionStats) -> Control | None:
+    def _precision_stats(self, event: events.PrecisionStats) -> events.Control | None:
         share = max(event.saturated.values(), default=0.0)
         # Values of the first steps grow, and any of them may be the largest so far.
         if event.step <= SETTLED or share <= OVERRUN or event.worst_excess < FAR:
@@ -227,7 +210,7 @@ class AdaptiveMonitor:
         evidence = {"saturated": dict(event.saturated), "worst": event.worst, "worst_excess": event.worst_excess}
         return self._control(self._advisor.tell(event.step, "scales_overrun", evidence), None)
 
-    def _eval_end(self, event: EvalEnd) -> Control | None:
+    def _eval_end(self, event: events.EvalEnd) -> events.Control | None:
         if math.isfinite(event.loss):
             self._levels.observe_held_out(event.loss)
         flops = training_flops(self._parameters, self._counters.total_tokens)
@@ -236,7 +219,7 @@ class AdaptiveMonitor:
 
     # --------------------------------------------------------------------------- pieces
 
-    def _blame_warmup(self, step: int, evidence: Mapping[str, Any]) -> list[Event]:
+    def _blame_warmup(self, step: int, evidence: Mapping[str, Any]) -> list[events.Event]:
         if step > self._warmup + AFTER_WARMUP:
             return []
         better = max(2 * self._warmup, AFTER_WARMUP)
@@ -249,7 +232,7 @@ class AdaptiveMonitor:
             counters.loss_before_reductions = usual
         counters.judge_at = step + SETTLING
 
-    def _judge(self, step: int) -> list[Event]:
+    def _judge(self, step: int) -> list[events.Event]:
         """Whether repeated reductions have brought the loss back, `SETTLING` steps after the last."""
         counters, before = self._counters, self._counters.loss_before_reductions
         if counters.judge_at is None or step < counters.judge_at or before is None:
@@ -267,24 +250,24 @@ class AdaptiveMonitor:
 
     def _control(
         self,
-        told: Iterable[Event],
+        told: Iterable[events.Event],
         reduction: Reduction | None,
         *,
         proceed: bool = False,
         stop: str | None = None,
         why: str = "",
-    ) -> Control | None:
+    ) -> events.Control | None:
         shown = tuple(
-            for_frozen_router(event) if self._router_frozen and isinstance(event, Advice) else event
+            for_frozen_router(event) if self._router_frozen and isinstance(event, events.Advice) else event
             for event in told
-            if self._options.advice or not isinstance(event, Advice)
+            if self._options.advice or not isinstance(event, events.Advice)
         )
         if not (shown or reduction or proceed or stop):
             return None
         reason = f"early stop: {stop}" if stop else ""
         if reduction:
             reason = reason or f"loss guard, reduction {reduction.number}: the step's {_thing(why)}"
-        return Control(
+        return events.Control(
             lr_scale=reduction.scale if reduction else None,
             fade_steps=reduction.fade_steps if reduction else 0,
             proceed=proceed,
@@ -312,10 +295,12 @@ def _thing(jump: str) -> str:
     return "loss or gradient norm is not finite" if jump == "not finite" else f"{jump} jumped"
 
 
-def replay(recorded: Iterable[Event], info: RunInfo, options: AdaptiveOptions | None = None) -> list[Control]:
+def replay(
+    recorded: Iterable[events.Event], info: events.RunInfo, options: AdaptiveOptions | None = None
+) -> list[events.Control]:
     """The controls, in order, with which a new monitor answers the events of a run, recorded or made up.
 
     `options`: None takes those that the flat keys of the run's configuration give.
     """
-    monitor = AdaptiveMonitor(options or options_from_flat(AdaptiveOptions, info.config), info)
+    monitor = AdaptiveMonitor(options or bundles.options_from_flat(AdaptiveOptions, info.config), info)
     return [control for event in recorded if (control := monitor.on_event(event)) is not None]

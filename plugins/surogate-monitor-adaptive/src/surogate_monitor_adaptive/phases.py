@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from surogate_core.events import PhaseChange
+from surogate_core.plugin import events
 from surogate_monitor_adaptive.windows import Detector, deviation, mean, push, relative, scatter
 
 Phase = Literal["warmup", "converging", "plateau", "diverging", "unstable"]
@@ -163,7 +163,7 @@ class PhaseDetector(Detector):
     candidate: Phase = "warmup"
     candidate_since: int = 0
 
-    def observe(self, step: int, loss: float, *, unstable: bool) -> PhaseChange | None:
+    def observe(self, step: int, loss: float, *, unstable: bool) -> events.PhaseChange | None:
         """Take a finite loss; return the change of phase that it confirms, if any. `unstable`: see `LevelWatch`."""
         push(self.losses, loss, WINDOW)
         now = phase_of(self.losses, unstable=unstable)
@@ -172,7 +172,7 @@ class PhaseDetector(Detector):
         if now == self.phase or step - self.candidate_since + 1 < CONFIRMED:
             return None
         previous, self.phase, self.since = self.phase, now, self.candidate_since
-        return PhaseChange(step=step, phase=now, previous=previous, improvement=improvement_of(self.losses))
+        return events.PhaseChange(step=step, phase=now, previous=previous, improvement=improvement_of(self.losses))
 
     def steps_in(self, phase: Phase, step: int) -> int:
         """Steps that the run has been in `phase`; 0 if it is in another."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from surogate_core.events import RolloutEval, Rollouts, StepEnd
+from surogate_core.plugin import events
 from surogate_monitor_adaptive.windows import Detector, mean, push
 
 WINDOW = 10
@@ -82,7 +82,7 @@ class RewardMonitor(Detector):
     active: bool = False
     """Whether the run has rollouts."""
 
-    def observe(self, event: Rollouts) -> list[tuple[str, dict[str, float]]]:
+    def observe(self, event: events.Rollouts) -> list[tuple[str, dict[str, float]]]:
         """Take the rollouts of a step: the rules that fire, with their evidence."""
         self.active = True
         if event.reward is not None and math.isfinite(event.reward.mean):
@@ -104,7 +104,7 @@ class RewardMonitor(Detector):
         }
         return [(rule, found) for rule, fires in rules.items() if (found := fires()) is not None]
 
-    def observe_step(self, event: StepEnd) -> list[tuple[str, dict[str, float]]]:
+    def observe_step(self, event: events.StepEnd) -> list[tuple[str, dict[str, float]]]:
         """Take the objective's figures of a step."""
         found = []
         entropy = event.figures.get("entropy")
@@ -123,7 +123,7 @@ class RewardMonitor(Detector):
                     found.append((rule, evidence))
         return found
 
-    def observe_eval(self, event: RolloutEval) -> dict[str, float] | None:
+    def observe_eval(self, event: events.RolloutEval) -> dict[str, float] | None:
         """Take a held-out reward: the evidence if it has fallen while that of training has risen."""
         if event.reward is None or not math.isfinite(event.reward.mean):
             return None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from surogate_core.events import RoutingStats
+from surogate_core.plugin import events
 from surogate_monitor_adaptive.windows import Detector, deviation, mean, push
 
 FIRST, LAST = 10, 60
@@ -53,7 +53,7 @@ FIGURES = ("imbalance", "worst_imbalance", "utilization", "entropy")
 """Figures of a step that are compared with the beginning."""
 
 
-def figures_of(event: RoutingStats) -> dict[str, float]:
+def figures_of(event: events.RoutingStats) -> dict[str, float]:
     """`FIGURES` of a step."""
     values = (event.moe_load_imbalance, event.moe_worst_imbalance, event.moe_expert_utilization, event.moe_entropy)
     return dict(zip(FIGURES, values, strict=True))
@@ -93,7 +93,7 @@ class RoutingMonitor(Detector):
             return None
         return {name: total / self.seen for name, total in zip(FIGURES, self.sums, strict=True)}
 
-    def limits(self, event: RoutingStats) -> RoutingLimits:
+    def limits(self, event: events.RoutingStats) -> RoutingLimits:
         """The limits for a step."""
         choices, first = event.moe_experts_per_token, self.beginning(event.step)
         most = event.moe_experts / choices if choices else math.inf
@@ -118,7 +118,7 @@ class RoutingMonitor(Detector):
             narrow=NARROWER * first["entropy"],
         )
 
-    def observe(self, event: RoutingStats) -> list[str]:
+    def observe(self, event: events.RoutingStats) -> list[str]:
         """Take the routing of a step; the names of the rules that fire, the worst of each kind."""
         step, limits = event.step, self.limits(event)
         if FIRST <= step <= LAST:

@@ -15,30 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from surogate_core.events import (
-    Advice,
-    CheckpointSaved,
-    Control,
-    EvalEnd,
-    Event,
-    GpuStats,
-    Notice,
-    PhaseChange,
-    PrecisionStats,
-    Progress,
-    RankStats,
-    ReportWritten,
-    RolloutEval,
-    Rollouts,
-    RolloutSamples,
-    RoutingStats,
-    RunEnd,
-    RunInfo,
-    RunStart,
-    Samples,
-    StepEnd,
-)
-from surogate_core.numbers import significant
+from surogate_core.plugin import events, significant
 from surogate_monitor_console import rewards, text
 from surogate_monitor_console.options import ConsoleOptions
 
@@ -55,29 +32,29 @@ class LiveView:
     def __init__(
         self,
         options: ConsoleOptions,
-        info: RunInfo,
+        info: events.RunInfo,
         *,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._options, self._info, self._clock = options, info, clock
         self._console = console if console is not None else Console()
-        self._start: RunStart | None = None
+        self._start: events.RunStart | None = None
         self._started = clock()
-        self._step: StepEnd | None = None
+        self._step: events.StepEnd | None = None
         self._losses: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._evals: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._phase = ""
         self._pace = text.Pace()
-        self._rollouts: Rollouts | None = None
-        self._stepped: Rollouts | None = None
+        self._rollouts: events.Rollouts | None = None
+        self._stepped: events.Rollouts | None = None
         self._rewards = rewards.Rewards()
         self._mean_rewards: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._last_samples = float("-inf")
-        self._gpu: GpuStats | None = None
-        self._ranks: RankStats | None = None
-        self._routing: RoutingStats | None = None
-        self._stages: dict[str, tuple[float, Progress]] = {}
+        self._gpu: events.GpuStats | None = None
+        self._ranks: events.RankStats | None = None
+        self._routing: events.RoutingStats | None = None
+        self._stages: dict[str, tuple[float, events.Progress]] = {}
         self._live: Live | None = Live(
             console=self._console, get_renderable=self.render, refresh_per_second=options.refresh_per_second
         )
@@ -85,10 +62,10 @@ class LiveView:
         # A process that is killed cannot bring a hidden cursor back.
         self._console.show_cursor(True)
 
-    def on_event(self, event: Event) -> Control | None:
+    def on_event(self, event: events.Event) -> events.Control | None:
         """Take the event into the view."""
         match event:
-            case RunStart():
+            case events.RunStart():
                 self._start, self._started = event, self._clock()
                 facts = "\n".join(escape(line) for line in text.run_facts(event, self._info))
                 self._console.print(
@@ -96,45 +73,45 @@ class LiveView:
                 )
                 for note in event.notes:
                     self._say(note)
-            case StepEnd():
+            case events.StepEnd():
                 # Rollouts come long before their step, which their times need.
                 self._step, self._stepped = event, self._rollouts
                 self._pace.add(event)
                 self._losses.append(event.loss)
-            case EvalEnd():
+            case events.EvalEnd():
                 self._evals.append(event.loss)
                 self._say(text.eval_line(event, rewards.figures(event)))
-            case Samples():
+            case events.Samples():
                 for line in text.sample_lines(event):
                     self._say(line)
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self._say(text.saved_line(event), style="dim")
-            case PhaseChange():
+            case events.PhaseChange():
                 self._phase = event.phase
-            case GpuStats():
+            case events.GpuStats():
                 self._gpu = event
-            case Rollouts() | RolloutSamples() | RolloutEval():
+            case events.Rollouts() | events.RolloutSamples() | events.RolloutEval():
                 self._reinforce(event)
-            case RankStats():
+            case events.RankStats():
                 self._ranks = event
-            case RoutingStats():
+            case events.RoutingStats():
                 self._routing = event
-            case Advice():
+            case events.Advice():
                 self._say(text.advice_line(event), style="yellow")
-            case PrecisionStats():
+            case events.PrecisionStats():
                 if line := text.precision_line(event):
                     self._say(line)
-            case Notice():
+            case events.Notice():
                 self._console.print(Text.assemble((f"{event.level}: ", LEVELS[event.level]), event.message))
-            case Progress():
+            case events.Progress():
                 self._progress(event)
-            case RunEnd():
+            case events.RunEnd():
                 self._stop()
                 style = "bold green" if event.reason == "finished" else "bold yellow"
                 for line in text.summary(event, self._pace, self._rewards.lines(), start=self._start):
                     self._say(line, style=style)
                     style = ""
-            case ReportWritten():
+            case events.ReportWritten():
                 self._say(f"Report: {event.path}")
         return None
 
@@ -149,14 +126,14 @@ class LiveView:
         """Give the terminal back."""
         self._stop()
 
-    def _reinforce(self, event: Rollouts | RolloutSamples | RolloutEval) -> None:
-        if isinstance(event, RolloutSamples):
+    def _reinforce(self, event: events.Rollouts | events.RolloutSamples | events.RolloutEval) -> None:
+        if isinstance(event, events.RolloutSamples):
             if self._clock() - self._last_samples >= self._options.completions_seconds:
                 self._last_samples = self._clock()
                 for line in rewards.sample_lines(event):
                     self._say(line)
             return
-        if isinstance(event, RolloutEval):
+        if isinstance(event, events.RolloutEval):
             self._say(rewards.eval_line(event))
             return
         self._rewards.add(event)
@@ -173,7 +150,7 @@ class LiveView:
     def _say(self, line: str, *, style: str = "") -> None:
         self._console.print(Text(line, style=style))
 
-    def _progress(self, event: Progress) -> None:
+    def _progress(self, event: events.Progress) -> None:
         now = self._clock()
         began, _ = self._stages.get(event.task, (now, event))
         if 0 < event.total <= event.done:
@@ -194,7 +171,7 @@ class LiveView:
             parts.append(stages)
         return Group(*parts)
 
-    def _bars(self, start: RunStart) -> RenderableType:
+    def _bars(self, start: events.RunStart) -> RenderableType:
         step = self._step
         done = step.step if step else start.start_step
         row = Table.grid(padding=(0, 1), expand=True)
@@ -246,7 +223,7 @@ class LiveView:
             rows.append(Text(text.ranks_line(self._ranks), style="dim"))
         return Group(*rows)
 
-    def _reward_rows(self, step: StepEnd) -> list[RenderableType]:
+    def _reward_rows(self, step: events.StepEnd) -> list[RenderableType]:
         event = self._stepped
         if event is None:
             return []

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from surogate_core.bundles import Monitor
-from surogate_core.events import RunInfo
+from surogate_core.plugin import bundles, events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,7 @@ class ConsoleOptions:
     """Live view: redraws a second."""
 
 
-def build(options: ConsoleOptions, info: RunInfo) -> Monitor:
+def build(options: ConsoleOptions, info: events.RunInfo) -> bundles.Monitor:
     """The live view on a terminal, plain lines elsewhere."""
     if options.live and info.interactive:
         from surogate_monitor_console.live import LiveView

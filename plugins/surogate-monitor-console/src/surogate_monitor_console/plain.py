@@ -7,29 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from surogate_core.events import (
-    Advice,
-    CheckpointSaved,
-    Control,
-    EvalEnd,
-    Event,
-    GpuStats,
-    Notice,
-    PhaseChange,
-    PrecisionStats,
-    Progress,
-    RankStats,
-    ReportWritten,
-    RolloutEval,
-    Rollouts,
-    RolloutSamples,
-    RoutingStats,
-    RunEnd,
-    RunInfo,
-    RunStart,
-    Samples,
-    StepEnd,
-)
+from surogate_core.plugin import events
 from surogate_monitor_console import rewards, text
 from surogate_monitor_console.options import ConsoleOptions
 
@@ -43,67 +21,67 @@ class PlainView:
     def __init__(
         self,
         options: ConsoleOptions,
-        info: RunInfo,
+        info: events.RunInfo,
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._options, self._info, self._clock = options, info, clock
         self._stream = stream if stream is not None else sys.stdout
-        self._start: RunStart | None = None
+        self._start: events.RunStart | None = None
         self._seen = 0
         self._phase = ""
-        self._routing: RoutingStats | None = None
+        self._routing: events.RoutingStats | None = None
         self._pace = text.Pace()
-        self._rollouts: Rollouts | None = None
+        self._rollouts: events.Rollouts | None = None
         self._rewards = rewards.Rewards()
         self._last_samples = float("-inf")
         self._last_line = float("-inf")
         self._stages: dict[str, list[float]] = {}
 
-    def on_event(self, event: Event) -> Control | None:
+    def on_event(self, event: events.Event) -> events.Control | None:
         """Print the event, if it is worth a line."""
         match event:
-            case RunStart():
+            case events.RunStart():
                 self._start = event
                 self._print(*text.run_facts(event, self._info), *event.notes)
-            case StepEnd():
+            case events.StepEnd():
                 self._step(event)
-            case EvalEnd():
+            case events.EvalEnd():
                 self._print(text.eval_line(event, rewards.figures(event)))
-            case Samples():
+            case events.Samples():
                 self._print(*text.sample_lines(event))
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self._print(text.saved_line(event))
-            case PhaseChange():
+            case events.PhaseChange():
                 self._phase = event.phase
                 self._print(text.phase_line(event))
-            case Advice():
+            case events.Advice():
                 self._print(text.advice_line(event))
-            case GpuStats():
+            case events.GpuStats():
                 self._print(f"step {event.step}: {text.gpu_line(event)}")
-            case RoutingStats():
+            case events.RoutingStats():
                 self._routing = event
-            case Rollouts():
+            case events.Rollouts():
                 self._rollouts = event
                 self._rewards.add(event)
-            case RolloutSamples():
+            case events.RolloutSamples():
                 if self._clock() - self._last_samples >= self._options.completions_seconds:
                     self._last_samples = self._clock()
                     self._print(*rewards.sample_lines(event))
-            case RolloutEval():
+            case events.RolloutEval():
                 self._print(rewards.eval_line(event))
-            case RankStats():
+            case events.RankStats():
                 self._print(f"step {event.step}: {text.ranks_line(event)}")
-            case PrecisionStats():
+            case events.PrecisionStats():
                 self._print(*filter(None, [text.precision_line(event)]))
-            case Notice():
+            case events.Notice():
                 self._print(event.message if event.level == "info" else f"{event.level}: {event.message}")
-            case Progress():
+            case events.Progress():
                 self._progress(event)
-            case RunEnd():
+            case events.RunEnd():
                 self._print(*text.summary(event, self._pace, self._rewards.lines(), start=self._start))
-            case ReportWritten():
+            case events.ReportWritten():
                 self._print(f"Report: {event.path}")
         return None
 
@@ -121,7 +99,7 @@ class PlainView:
         self._stream.write("".join(f"{line}\n" for line in lines))
         self._stream.flush()
 
-    def _step(self, event: StepEnd) -> None:
+    def _step(self, event: events.StepEnd) -> None:
         options, now, start = self._options, self._clock(), self._start
         steps, epochs = (start.steps, start.train_tokens > 0) if start is not None else (0, True)
         self._pace.add(event)
@@ -155,7 +133,7 @@ class PlainView:
         if rollouts is not None:
             self._print(f"     {'':>{2 * width}} {rewards.line(rollouts, event)}")
 
-    def _progress(self, event: Progress) -> None:
+    def _progress(self, event: events.Progress) -> None:
         now = self._clock()
         # Task → (time of its beginning, time of its last line).
         times = self._stages.setdefault(event.task, [now, now])

@@ -6,8 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from surogate_core.events import EvalEnd, RolloutEval, Rollouts, RolloutSample, RolloutSamples, Spread, StepEnd
-from surogate_core.numbers import significant
+from surogate_core.plugin import events, significant
 from surogate_monitor_console.text import count, duration, shortened
 
 FIGURES = {
@@ -36,7 +35,7 @@ PROMPT_WIDTH = 40
 """Characters of a completion's prompt that are shown."""
 
 
-def figures(event: StepEnd | EvalEnd) -> list[tuple[str, str]]:
+def figures(event: events.StepEnd | events.EvalEnd) -> list[tuple[str, str]]:
     """(name, value) of the objective's figures that have a column."""
     known = {short: event.figures[name] for name, short in reversed(FIGURES.items()) if name in event.figures}
     order = [short for short in dict.fromkeys(FIGURES.values()) if short in known]
@@ -44,7 +43,7 @@ def figures(event: StepEnd | EvalEnd) -> list[tuple[str, str]]:
     return [(name, significant(value)) for name, value in shown.items()]
 
 
-def columns(event: Rollouts) -> list[tuple[str, str]]:
+def columns(event: events.Rollouts) -> list[tuple[str, str]]:
     """(name, value) of the columns about rollouts."""
     found = [("reward", _spread(event.reward)), ("len", count(event.length.mean))]
     found += [("cut", f"{event.truncated:.0%}"), ("no signal", f"{event.without_signal:.0%}")]
@@ -53,7 +52,7 @@ def columns(event: Rollouts) -> list[tuple[str, str]]:
     return found
 
 
-def line(event: Rollouts, step: StepEnd | None) -> str:
+def line(event: events.Rollouts, step: events.StepEnd | None) -> str:
     """What has no column: rewards by name, faults by reason, speed of generation, time by phase."""
     told = []
     if len(event.rewards) > 1:
@@ -70,7 +69,7 @@ def line(event: Rollouts, step: StepEnd | None) -> str:
     return " · ".join(told)
 
 
-def phases(event: Rollouts, step: StepEnd | None) -> str:
+def phases(event: events.Rollouts, step: events.StepEnd | None) -> str:
     """The time of each phase of a step; that of the optimizer step if `step` is of the same one."""
     times = dict(event.seconds)
     if step is not None and step.step == event.step:
@@ -80,7 +79,7 @@ def phases(event: Rollouts, step: StepEnd | None) -> str:
     return ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in shown.items()) or "not measured"
 
 
-def eval_line(event: RolloutEval) -> str:
+def eval_line(event: events.RolloutEval) -> str:
     """An evaluation of held-out problems in one line."""
     told = [f"{event.tasks} problems"]
     if len(event.rewards) > 1:
@@ -97,7 +96,7 @@ def eval_line(event: RolloutEval) -> str:
     return f"step {event.step}: held-out reward {reward}  ({', '.join(told)} in {duration(event.seconds)})"
 
 
-def sample_lines(event: RolloutSamples, width: int = 110) -> list[str]:
+def sample_lines(event: events.RolloutSamples, width: int = 110) -> list[str]:
     """The best and the worst completion, and one that has no reward, a line each."""
     rewarded = [one for one in event.samples if one.reward is not None]
     shown = [*(rewarded if len(rewarded) < 3 else (rewarded[0], rewarded[-1]))]
@@ -105,7 +104,7 @@ def sample_lines(event: RolloutSamples, width: int = 110) -> list[str]:
     return [f"step {event.step}: completions with their rewards", *(_sample(one, width) for one in shown)]
 
 
-def _sample(sample: RolloutSample, width: int) -> str:
+def _sample(sample: events.RolloutSample, width: int) -> str:
     reward = "none" if sample.reward is None else f"{sample.reward:+.3g}"
     prompt = shortened(sample.prompt, PROMPT_WIDTH)
     ended = f" [{sample.reason}]" if sample.reason not in ("", "stop") else ""
@@ -113,7 +112,7 @@ def _sample(sample: RolloutSample, width: int) -> str:
     return f"  {reward:>6}  {prompt} → {text}{ended}"
 
 
-def _spread(spread: Spread | None) -> str:
+def _spread(spread: events.Spread | None) -> str:
     return "none" if spread is None else f"{spread.mean:.3f}±{spread.std:.2f}"
 
 
@@ -129,7 +128,7 @@ class Rewards:
         self._last: deque[float] = deque(maxlen=MEAN_STEPS)
         self._steps = 0
 
-    def add(self, event: Rollouts) -> None:
+    def add(self, event: events.Rollouts) -> None:
         """Take the reward of a step, if there is one."""
         if event.reward is None or not math.isfinite(event.reward.mean):
             return

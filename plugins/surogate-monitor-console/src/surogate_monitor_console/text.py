@@ -7,23 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surogate_core.errors import printable
-from surogate_core.events import (
-    Advice,
-    CheckpointSaved,
-    EvalEnd,
-    GpuStats,
-    PhaseChange,
-    PrecisionStats,
-    RankStats,
-    RoutingStats,
-    RunEnd,
-    RunInfo,
-    RunStart,
-    Samples,
-    StepEnd,
-)
-from surogate_core.numbers import count, significant
+from surogate_core.plugin import count, events, printable, significant
 
 PACE_STEPS = 20
 """Steps whose mean speed is shown."""
@@ -84,7 +68,7 @@ def sparkline(losses: Sequence[float], width: int = 24) -> str:
     return "".join(bars[round((loss - low) * scale)] if math.isfinite(loss) else "!" for loss in shown)
 
 
-def run_facts(event: RunStart, info: RunInfo) -> list[str]:
+def run_facts(event: events.RunStart, info: events.RunInfo) -> list[str]:
     """The model, the training and its length, in three lines."""
     config = info.config
     share = 100 * event.trainable_parameters / event.parameters if event.parameters else 0.0
@@ -117,7 +101,7 @@ def _name(value: Any) -> str:
     return str(getattr(value, "name", value if value is not None else ""))
 
 
-def eval_line(event: EvalEnd, figures: Sequence[tuple[str, str]] = ()) -> str:
+def eval_line(event: events.EvalEnd, figures: Sequence[tuple[str, str]] = ()) -> str:
     """An evaluation in one line; `figures`: (name, value) of further figures."""
     gap = ""
     if event.gap is not None:
@@ -127,7 +111,7 @@ def eval_line(event: EvalEnd, figures: Sequence[tuple[str, str]] = ()) -> str:
     return f"step {event.step}: eval loss {event.loss:.4f}{further}  ({gap}{tokens})"
 
 
-def sample_lines(event: Samples, width: int = 110) -> list[str]:
+def sample_lines(event: events.Samples, width: int = 110) -> list[str]:
     """The samples, one line for each of the first prompts; their line ends and control characters are escaped."""
     found = []
     for prompt, text in zip(event.prompts, event.texts, strict=True):
@@ -145,7 +129,7 @@ def shortened(text: str, width: int) -> str:
     return f"{line[: width - 1]}…" if len(line) > width else line
 
 
-def phase_line(event: PhaseChange) -> str:
+def phase_line(event: events.PhaseChange) -> str:
     """A change of phase."""
     return f"step {event.step}: {event.previous} → {event.phase}"
 
@@ -162,7 +146,7 @@ class Pace:
         self._last: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
         self._tokens, self._seconds, self._steps = 0, 0.0, 0
 
-    def add(self, event: StepEnd) -> None:
+    def add(self, event: events.StepEnd) -> None:
         """Take a step."""
         self._last.append((event.tokens, event.seconds))
         self._tokens += event.tokens
@@ -181,7 +165,7 @@ class Pace:
         return [f"Mean {count(self._tokens / self._seconds)} tok/s, {self._steps / self._seconds:.3g} steps/s."]
 
 
-def gpu_line(event: GpuStats) -> str:
+def gpu_line(event: events.GpuStats) -> str:
     """The GPU telemetry, in one line."""
     return (
         f"GPU {event.utilization:.0%} busy · {size(event.memory_used_bytes)} of {size(event.memory_total_bytes)} · "
@@ -189,7 +173,7 @@ def gpu_line(event: GpuStats) -> str:
     )
 
 
-def ranks_line(event: RankStats) -> str:
+def ranks_line(event: events.RankStats) -> str:
     """Peak memory of all ranks, and the slowest of them, in one line."""
     least, most = min(event.peak_memory_bytes), max(event.peak_memory_bytes)
     memory = size(most) if size(least) == size(most) else f"{size(least)} to {size(most)}"
@@ -200,13 +184,13 @@ def ranks_line(event: RankStats) -> str:
     return f"{told} · slowest rank {rank}, micro-steps {excess:.1%} longer than the mean"
 
 
-def routing(event: RoutingStats) -> list[tuple[str, str]]:
+def routing(event: events.RoutingStats) -> list[tuple[str, str]]:
     """(name, value) of the columns about experts: imbalance, and the load-balancing loss where it is known."""
     found = [("imbal", f"{event.moe_load_imbalance:.2f}")]
     return found + ([("aux", f"{event.moe_aux_loss_raw:.3f}")] if event.moe_aux_loss_raw is not None else [])
 
 
-def experts_line(event: RoutingStats) -> str:
+def experts_line(event: events.RoutingStats) -> str:
     """The figures of a mixture of experts that have no column, in one line."""
     told = [
         f"experts {event.moe_expert_utilization:.1%} used",
@@ -216,7 +200,7 @@ def experts_line(event: RoutingStats) -> str:
     return " · ".join(told + ([f"{event.moe_dead_experts} dead"] if event.moe_dead_experts else []))
 
 
-def precision_line(event: PrecisionStats) -> str:
+def precision_line(event: events.PrecisionStats) -> str:
     """The shares of saturated and underflowed tensors; empty if there are none."""
     told = [
         f"{what} {', '.join(f'{role} {share:.2%}' for role, share in shares.items() if share)}"
@@ -228,19 +212,19 @@ def precision_line(event: PrecisionStats) -> str:
     return f"step {event.step}: scaled tensors of {event.steps} steps: {' · '.join(told)}" if told else ""
 
 
-def advice_line(event: Advice) -> str:
+def advice_line(event: events.Advice) -> str:
     """The finding, and the key to change."""
     return f"step {event.step}: {event.message} Advice on {event.key}: {event.suggestion}."
 
 
-def saved_line(event: CheckpointSaved) -> str:
+def saved_line(event: events.CheckpointSaved) -> str:
     """A checkpoint in one line."""
     why = "" if event.reason == "schedule" else f" ({event.reason})"
     return f"step {event.step}: saved {event.path} in {duration(event.seconds)}{why}"
 
 
 def summary(
-    event: RunEnd, pace: Pace | None = None, rewards: Sequence[str] = (), *, start: RunStart | None = None
+    event: events.RunEnd, pace: Pace | None = None, rewards: Sequence[str] = (), *, start: events.RunStart | None = None
 ) -> list[str]:
     """The end of the run, in a few lines; the message last. `rewards`: lines about rewards."""
     words = {

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surogate_core.events import Control, Event, RunInfo
-from surogate_core.files.metrics import METRICS, MetricsWriter
+from surogate_core.plugin import METRICS, MetricsWriter, events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +21,10 @@ class JsonlOptions:
 class JsonlMonitor:
     """Hands every event to the core's writer of metrics.jsonl."""
 
-    def __init__(self, options: JsonlOptions, info: RunInfo):
+    def __init__(self, options: JsonlOptions, info: events.RunInfo):
         self._writer = MetricsWriter(Path(info.output_dir) / METRICS, progress=options.progress)
 
-    def on_event(self, event: Event) -> Control | None:
+    def on_event(self, event: events.Event) -> events.Control | None:
         """Take the event; raises what a write of earlier ones raised."""
         self._writer.add(event)
         return None

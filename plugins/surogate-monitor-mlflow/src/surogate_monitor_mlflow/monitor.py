@@ -14,8 +14,7 @@ from typing import Annotated, Any
 
 from annotated_types import Gt
 
-from surogate_core.events import RunInfo, RunStart
-from surogate_core.train.trackers import Ended, Tracker, package
+from surogate_core.plugin import events, trackers
 
 PARAM_CHARACTERS = 6000
 """Longest value of a parameter that every MLflow server takes."""
@@ -40,14 +39,14 @@ class MlflowOptions:
     """Time between two batches that are sent."""
 
 
-class MlflowMonitor(Tracker):
+class MlflowMonitor(trackers.Tracker):
     """Metrics, parameters, and phases, advice and samples as tags; a resumed run continues under the same id."""
 
     title = "MLflow"
 
-    def __init__(self, options: MlflowOptions, info: RunInfo):
+    def __init__(self, options: MlflowOptions, info: events.RunInfo):
         super().__init__(options, info)
-        mlflow = package("mlflow", monitor="mlflow", install="surogate-monitor-mlflow[client]")
+        mlflow = trackers.package("mlflow", monitor="mlflow", install="surogate-monitor-mlflow[client]")
         output = Path(info.output_dir).absolute()
         uri = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
@@ -55,7 +54,7 @@ class MlflowMonitor(Tracker):
             uri = f"sqlite:///{output / 'mlflow.db'}"
         self._uri, self._client = uri, mlflow.MlflowClient(tracking_uri=uri)
 
-    def begin(self, event: RunStart) -> tuple[_Sender, str]:
+    def begin(self, event: events.RunStart) -> tuple[_Sender, str]:
         """The thread that sends to a run, and the run's place."""
         client, name = self._client, self.options.experiment
         if self.id is not None:
@@ -76,7 +75,7 @@ class MlflowMonitor(Tracker):
         """Hand a tag to the thread. A tag has no step, so that the text names it."""
         self.run.tag(name.replace("/", "."), text if name == "phase" else f"step {step}: {text}")
 
-    def finish(self, run: _Sender, ended: Ended) -> None:
+    def finish(self, run: _Sender, ended: trackers.Ended) -> None:
         """Send the rest and set the run's status."""
         assert self.id is not None
         run.close()
@@ -91,7 +90,7 @@ class MlflowMonitor(Tracker):
             self._client.log_batch(self.id, params=params[begin : begin + BATCH_PARAMS])
 
 
-_STATUS: Mapping[Ended, str] = {
+_STATUS: Mapping[trackers.Ended, str] = {
     "finished": "FINISHED",
     "stopped": "FINISHED",
     "signal": "KILLED",

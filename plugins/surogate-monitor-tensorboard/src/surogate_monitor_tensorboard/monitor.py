@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surogate_core.events import RolloutSamples, RunInfo, RunStart, Samples
-from surogate_core.train.trackers import Ended, Tracker, samples_of
+from surogate_core.plugin import events, trackers
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -30,13 +29,13 @@ class TensorboardOptions:
     """Directory of the event files, in `output_dir` unless absolute."""
 
 
-class TensorboardMonitor(Tracker):
+class TensorboardMonitor(trackers.Tracker):
     """Scalars of every step and evaluation; configuration, phases, advice and samples as text.
 
     A run that resumes at step s hides what a killed run had written of later steps.
     """
 
-    def __init__(self, options: TensorboardOptions, info: RunInfo):
+    def __init__(self, options: TensorboardOptions, info: events.RunInfo):
         super().__init__(options, info)
         # Imported when the monitor is built, so that a missing package ends the run before anything that takes long.
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -46,7 +45,7 @@ class TensorboardMonitor(Tracker):
         self._waiting: list[tuple[float, int, Mapping[str, float]]] = []
         self._written_at = 0.0
 
-    def begin(self, event: RunStart) -> tuple[SummaryWriter, str]:
+    def begin(self, event: events.RunStart) -> tuple[SummaryWriter, str]:
         """A writer of event files, which need no notice."""
         purge = event.start_step + 1 if event.start_step else None
         directory = Path(self.info.output_dir) / self.options.directory
@@ -67,12 +66,12 @@ class TensorboardMonitor(Tracker):
         """Write a text."""
         self.run.add_text(name, text, step)
 
-    def samples(self, event: Samples | RolloutSamples) -> None:
+    def samples(self, event: events.Samples | events.RolloutSamples) -> None:
         """Write a text for each completion."""
-        for name, text in samples_of(event).items():
+        for name, text in trackers.samples_of(event).items():
             self.text(event.step, name, _as_it_is(text))
 
-    def finish(self, run: SummaryWriter, ended: Ended) -> None:
+    def finish(self, run: SummaryWriter, ended: trackers.Ended) -> None:
         """Flush and close the file."""
         self._write_waiting(run)
         run.close()

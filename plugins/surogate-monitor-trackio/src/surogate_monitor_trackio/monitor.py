@@ -8,8 +8,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from surogate_core.events import RolloutSamples, RunInfo, RunStart, Samples
-from surogate_core.train.trackers import Ended, Tracker, package, plain, samples_of
+from surogate_core.plugin import events, trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,16 +21,16 @@ class TrackioOptions:
     """Hugging Face Space to send to, OWNER/NAME; null keeps the run on this machine."""
 
 
-class TrackioMonitor(Tracker):
+class TrackioMonitor(trackers.Tracker):
     """Metrics, the configuration, phases, advice and samples; a resumed run continues under the same name."""
 
     title = "Trackio"
 
-    def __init__(self, options: TrackioOptions, info: RunInfo):
+    def __init__(self, options: TrackioOptions, info: events.RunInfo):
         super().__init__(options, info)
-        self._trackio = package("trackio", monitor="trackio", install="surogate-monitor-trackio[client]")
+        self._trackio = trackers.package("trackio", monitor="trackio", install="surogate-monitor-trackio[client]")
 
-    def begin(self, event: RunStart) -> tuple[Any, str]:
+    def begin(self, event: events.RunStart) -> tuple[Any, str]:
         """A run, and its Space or the command that shows it."""
         options = self.options
         config = {**self.info.config, "model_title": event.model}
@@ -41,7 +40,7 @@ class TrackioMonitor(Tracker):
                 name=self.info.run_name,
                 space_id=options.space_id,
                 # Keys that begin with an underscore are Trackio's own.
-                config=plain(config, key=lambda name: name.lstrip("_"), finite=True),
+                config=trackers.plain(config, key=lambda name: name.lstrip("_"), finite=True),
                 resume="allow" if event.start_step else "never",
                 embed=False,
                 auto_log_gpu=False,
@@ -58,11 +57,11 @@ class TrackioMonitor(Tracker):
         """Log a text."""
         self.log(step, {name: text})
 
-    def samples(self, event: Samples | RolloutSamples) -> None:
+    def samples(self, event: events.Samples | events.RolloutSamples) -> None:
         """Log all of them at once."""
-        self.run.log(samples_of(event), step=event.step)
+        self.run.log(trackers.samples_of(event), step=event.step)
 
-    def finish(self, run: Any, ended: Ended) -> None:
+    def finish(self, run: Any, ended: trackers.Ended) -> None:
         """Wait until the thread has written the rest."""
         with _silent():
             self._trackio.finish()

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from surogate_core.events import RolloutSamples, RunInfo, RunStart, Samples
-from surogate_core.train.trackers import SAMPLE_COLUMNS, Ended, Tracker, package, plain, sample_rows
+from surogate_core.plugin import events, trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +22,16 @@ class WandbOptions:
     """auto sends if there are credentials, and otherwise writes to `output_dir/wandb` for `wandb sync`."""
 
 
-class WandbMonitor(Tracker):
+class WandbMonitor(trackers.Tracker):
     """Scalars over `step`, the configuration, phases, advice and samples; a resumed run continues under the same id."""
 
     title = "Weights & Biases"
 
-    def __init__(self, options: WandbOptions, info: RunInfo):
+    def __init__(self, options: WandbOptions, info: events.RunInfo):
         super().__init__(options, info)
-        self._wandb = package("wandb", monitor="wandb", install="surogate-monitor-wandb[client]")
+        self._wandb = trackers.package("wandb", monitor="wandb", install="surogate-monitor-wandb[client]")
 
-    def begin(self, event: RunStart) -> tuple[Any, str]:
+    def begin(self, event: events.RunStart) -> tuple[Any, str]:
         """A run, and its page or the command that sends it."""
         wandb, options = self._wandb, self.options
         mode = options.mode
@@ -49,7 +48,7 @@ class WandbMonitor(Tracker):
             dir=str(output),
             id=self.id,
             resume="allow",
-            config=plain(self.info.config),
+            config=trackers.plain(self.info.config),
             mode=mode,
             settings=settings,
         )
@@ -69,16 +68,16 @@ class WandbMonitor(Tracker):
         """Log a text."""
         self.log(step, {name: text})
 
-    def samples(self, event: Samples | RolloutSamples) -> None:
+    def samples(self, event: events.Samples | events.RolloutSamples) -> None:
         """Log a table."""
-        if isinstance(event, RolloutSamples):
-            name, columns, rows = "completions", list(SAMPLE_COLUMNS), sample_rows(event)
+        if isinstance(event, events.RolloutSamples):
+            name, columns, rows = "completions", list(trackers.SAMPLE_COLUMNS), trackers.sample_rows(event)
         else:
             name, columns = "samples", ["prompt", "text"]
             rows = [list(pair) for pair in zip(event.prompts, event.texts, strict=True)]
         self.log(event.step, {name: self._wandb.Table(columns=columns, data=rows)})
 
-    def finish(self, run: Any, ended: Ended) -> None:
+    def finish(self, run: Any, ended: trackers.Ended) -> None:
         """Wait until wandb's process has the rest."""
         if ended != "unknown":
             run.summary["outcome"] = ended

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from surogate_core.errors import MachineError
+from surogate_core.plugin import MachineError
 
 
 def mapped(nbytes: int, directory: str) -> Tensor:

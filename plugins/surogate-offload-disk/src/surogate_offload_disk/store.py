@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from surogate_core import bundles
-from surogate_core.bundles import Stores, TensorKind
+from surogate_core.plugin import bundles
 from surogate_offload_disk.files import mapped
 
 BUFFER = 64 * 2**20
@@ -210,17 +209,17 @@ class DiskGradientStore(DiskWeightStore, bundles.GradientStore):
             self._leaving.pop(0).result()
 
 
-class DiskStores(Stores):
+class DiskStores(bundles.Stores):
     """A run's tensors in files of one directory."""
 
     def __init__(self, directory: str, device: torch.device):
         self._directory, self._device = directory, device
 
-    def store(self, kind: TensorKind) -> DiskWeightStore:
+    def store(self, kind: bundles.TensorKind) -> DiskWeightStore:
         """The store of weights or gradients."""
         return (DiskGradientStore if kind == "gradients" else DiskWeightStore)(self._device, self._directory)
 
-    def allocate(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def allocate(self, kind: bundles.TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """One file twice: no GPU can address it."""
         tensor = mapped(elements * dtype.itemsize, self._directory).view(dtype)
         return tensor, tensor

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.errors import MachineError
+from surogate_core.plugin import MachineError
 
 _MAPPED = 2
 """cudaHostRegisterMapped."""

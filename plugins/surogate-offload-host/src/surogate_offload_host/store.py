@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from surogate_core import bundles
-from surogate_core.bundles import FLAT_ALIGNMENT, Stores, TensorKind
-from surogate_core.engine.ranks.side_streams import SideStream, flat_bytes, is_dense
+from surogate_core.plugin import SideStream, bundles, flat_bytes, is_dense
 from surogate_offload_host.memory import HostBlock
 
 _ALIGNMENT = 256
 """Alignment in bytes of a tensor in a buffer."""
-_PADDING = FLAT_ALIGNMENT * 4
+_PADDING = bundles.FLAT_ALIGNMENT * 4
 """Largest gap in bytes between tensors that are copied as one."""
 
 
@@ -295,18 +293,18 @@ class HostGradientStore(HostWeightStore, bundles.GradientStore):
             self._leaving = None
 
 
-class HostStores(Stores):
+class HostStores(bundles.Stores):
     """A run's tensors in the memory of the host."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
-    def store(self, kind: TensorKind) -> HostWeightStore:
+    def store(self, kind: bundles.TensorKind) -> HostWeightStore:
         """The store of weights, residuals or gradients."""
         stores = {"residuals": ResidualStore, "gradients": HostGradientStore}
         return stores.get(kind, HostWeightStore)(self._device)
 
-    def allocate(self, kind: TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def allocate(self, kind: bundles.TensorKind, elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """One block of host memory, as the device and as the CPU address it."""
         block = HostBlock(elements * dtype.itemsize, self._device)
         return block.on_device.view(dtype), block.on_host.view(dtype)

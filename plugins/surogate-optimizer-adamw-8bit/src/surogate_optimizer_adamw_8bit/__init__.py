@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 
 if TYPE_CHECKING:
-    from surogate_core.formats.adamw_8bit import BlockwiseAdamW
+    from surogate_core.plugin import adamw_8bit
 
 SUROGATE_API = ">=2,<3"
 
@@ -54,7 +54,7 @@ def surogate_optimizer() -> bundles.OptimizerSpec:
     )
 
 
-def _build(groups: Sequence[bundles.ParamGroup], options: AdamW8bitOptions) -> BlockwiseAdamW:
+def _build(groups: Sequence[bundles.ParamGroup], options: AdamW8bitOptions) -> adamw_8bit.BlockwiseAdamW:
     # torch is imported when the optimizer is built, not when a configuration is checked.
     from surogate_optimizer_adamw_8bit.adamw_8bit import build
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from surogate_core.bundles import ParamGroup
-from surogate_core.formats.adamw_8bit import BlockwiseAdamW
+from surogate_core.plugin import adamw_8bit, bundles
 from surogate_optimizer_adamw_8bit import AdamW8bitOptions
 
 
-def build(groups: Sequence[ParamGroup], options: AdamW8bitOptions) -> BlockwiseAdamW:
+def build(groups: Sequence[bundles.ParamGroup], options: AdamW8bitOptions) -> adamw_8bit.BlockwiseAdamW:
     """The optimizer with zeroed state."""
-    return BlockwiseAdamW(groups, beta1=options.beta1, beta2=options.beta2, epsilon=options.epsilon)
+    return adamw_8bit.BlockwiseAdamW(groups, beta1=options.beta1, beta2=options.beta2, epsilon=options.epsilon)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ParamGroup
-from surogate_core.kernels.optimizing.updates import adamw_update
+from surogate_core.plugin import bundles, compute
 from surogate_optimizer_adamw import AdamWOptions
 
 
@@ -19,7 +18,7 @@ class AdamW:
     ``p *= 1 − lr·wd; p −= lr · m̂ / (√v̂ + ε)``.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], options: AdamWOptions):
+    def __init__(self, groups: Sequence[bundles.ParamGroup], options: AdamWOptions):
         self.groups = tuple(groups)
         self.options = options
         self.first = [torch.zeros_like(g.grad) for g in groups]
@@ -34,7 +33,7 @@ class AdamW:
         # At step 0 the bias corrections are 0/0; a skipped first step must still change nothing.
         count = self.steps.clamp(min=1)
         for group, first, second in zip(self.groups, self.first, self.second, strict=True):
-            adamw_update(
+            compute.adamw_update(
                 first,
                 second,
                 group,

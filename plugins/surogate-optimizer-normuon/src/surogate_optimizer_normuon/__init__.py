@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt, Interval
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 
 if TYPE_CHECKING:
     from surogate_optimizer_normuon.normuon import NorMuon

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ParamGroup
-from surogate_core.formats.adamw_8bit import CHUNK, BlockwiseAdamW
-from surogate_core.kernels.optimizing.norms import long_norm
-from surogate_core.kernels.optimizing.updates import Matrices, matrix_momentum, matrix_update
+from surogate_core.plugin import adamw_8bit, bundles, compute
 from surogate_optimizer_normuon import NorMuonOptions
 
 POLAR_EXPRESS = (
@@ -39,7 +36,7 @@ def polar(m_BRC: Tensor) -> Tensor:
     """
     tall = m_BRC.shape[1] > m_BRC.shape[2]
     x = m_BRC.mT if tall else m_BRC
-    norm = long_norm(m_BRC.flatten(1))[:, None, None]
+    norm = compute.long_norm(m_BRC.flatten(1))[:, None, None]
     x = (x / (SAFETY * norm + 1e-7)).bfloat16()
     for a, b, c in POLAR_EXPRESS:
         square = x @ x.mT
@@ -52,7 +49,7 @@ def polar(m_BRC: Tensor) -> Tensor:
 class _Stack:
     """Matrices of one shape of one group: views, and their state."""
 
-    matrices: Matrices
+    matrices: compute.Matrices
     momentum_BRC: Tensor
     variance_BR: Tensor
     weight_decay: float
@@ -70,10 +67,10 @@ class NorMuon:
     AdamW. A gradient element that is not finite counts as 0, and a skipped step changes nothing.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], options: NorMuonOptions):
+    def __init__(self, groups: Sequence[bundles.ParamGroup], options: NorMuonOptions):
         self.options = options
         hidden = frozenset(name for group in groups for name in group.hidden)
-        self.rest = BlockwiseAdamW(
+        self.rest = adamw_8bit.BlockwiseAdamW(
             groups,
             beta1=options.adamw_beta1,
             beta2=options.adamw_beta2,
@@ -93,7 +90,7 @@ class NorMuon:
             for matrix, offsets in by_shape.items():
                 self._add(group, matrix, offsets)
 
-    def _add(self, group: ParamGroup, shape: tuple[int, int], offsets: list[int]) -> None:
+    def _add(self, group: bundles.ParamGroup, shape: tuple[int, int], offsets: list[int]) -> None:
         device, (rows, columns) = group.master.device, shape
         momentum_BRC = torch.zeros(len(offsets), rows, columns, device=device)
         variance_BR = torch.zeros(len(offsets), rows, device=device)
@@ -101,12 +98,12 @@ class NorMuon:
         self._state |= {f"{name}.momentum": momentum_BRC, f"{name}.variance": variance_BR}
         count = math.prod(shape)
         # A stack's temporary tensors are bounded as those of 8-bit AdamW are, but a matrix is not cut.
-        together = max(1, CHUNK["cuda"] // count)
+        together = max(1, adamw_8bit.CHUNK["cuda"] // count)
         for start in range(0, len(offsets), together):
             part = slice(start, start + together)
             self._stacks.append(
                 _Stack(
-                    matrices=Matrices.of(group, offsets[part], (rows, columns)),
+                    matrices=compute.Matrices.of(group, offsets[part], (rows, columns)),
                     momentum_BRC=momentum_BRC[part],
                     variance_BR=variance_BR[part],
                     weight_decay=group.weight_decay,
@@ -122,9 +119,9 @@ class NorMuon:
 
     def _update(self, stack: _Stack, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
         beta1, beta2 = self.options.momentum, self.options.beta2
-        matrix_momentum(stack.momentum_BRC, stack.matrices, clip=clip, skip=skip, beta=beta1)
+        compute.matrix_momentum(stack.momentum_BRC, stack.matrices, clip=clip, skip=skip, beta=beta1)
         o_BRC = polar(stack.momentum_BRC)
-        squares_BR = long_norm(o_BRC).square_()
+        squares_BR = compute.long_norm(o_BRC).square_()
         stack.variance_BR.lerp_(squares_BR / o_BRC.shape[2], (1 - beta2) * (1 - skip))
         # All elements of a row have the same factor, so its norm and the matrix's norm need no second pass over the
         # elements.
@@ -132,7 +129,7 @@ class NorMuon:
         norm_B = squares_BR.sum(dim=1).sqrt()
         # clamp: of a matrix whose gradients were all 0, both norms are.
         scaled_norm_B = (squares_BR * inverse_BR.square()).sum(dim=1).sqrt().clamp(min=EPSILON)
-        matrix_update(
+        compute.matrix_update(
             o_BRC,
             inverse_BR * (norm_B / scaled_norm_B)[:, None] * stack.scale,
             stack.matrices,

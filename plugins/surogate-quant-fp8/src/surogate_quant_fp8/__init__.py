@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from surogate_core import bundles, hookimpl
-from surogate_core.bundles import Flat
+from surogate_core.plugin import bundles, hookimpl
 
 if TYPE_CHECKING:
     from surogate_quant_fp8.fp8 import FP8
@@ -18,7 +17,7 @@ SUROGATE_API = ">=2,<3"
 class FP8FormatOptions:
     """Options of the weight format fp8."""
 
-    block_size: Annotated[Literal[32, 64, 128, 256], Flat("qlora_block_size", essential=True)] = 128
+    block_size: Annotated[Literal[32, 64, 128, 256], bundles.Flat("qlora_block_size", essential=True)] = 128
     """Side of a block that shares a scale."""
 
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.bundles import WeightFormat
-from surogate_core.kernels.building.native import Sources
-from surogate_core.kernels.building.unpacking import Unpacker
+from surogate_core.plugin import bundles, compute
 
 if TYPE_CHECKING:
     from surogate_quant_fp8 import FP8FormatOptions
@@ -26,14 +24,14 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Values that are processed at a time, or one row of blocks: they fit into a core's cache, or fill a GPU."""
-UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_fp8", title="FP8")
+UNPACKER = compute.Unpacker(compute.Sources.of(__file__, "surogate_native"), "unpack_fp8", title="FP8")
 
 
 def _codes_bytes(outputs: int, inputs: int) -> int:
     return -(-outputs * inputs // 16) * 16
 
 
-class FP8(WeightFormat):
+class FP8(bundles.WeightFormat):
     """The format with blocks of one size."""
 
     name = "fp8"

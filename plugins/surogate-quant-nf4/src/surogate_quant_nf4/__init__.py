@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from surogate_core import bundles, hookimpl
-from surogate_core.bundles import Flat
+from surogate_core.plugin import bundles, hookimpl
 
 if TYPE_CHECKING:
     from surogate_quant_nf4.nf4 import NF4
@@ -18,9 +17,9 @@ SUROGATE_API = ">=2,<3"
 class NF4Options:
     """Options of the weight format nf4."""
 
-    block_size: Annotated[Literal[64, 128, 256, 512], Flat("qlora_bnb_block_size", essential=True)] = 64
+    block_size: Annotated[Literal[64, 128, 256, 512], bundles.Flat("qlora_bnb_block_size", essential=True)] = 64
     """Values that share an absmax."""
-    double_quant: Annotated[bool, Flat("qlora_bnb_double_quant", essential=True)] = True
+    double_quant: Annotated[bool, bundles.Flat("qlora_bnb_double_quant", essential=True)] = True
     """Keep the absmax in 8 bits, in groups of 256."""
 
 

@@ -22,10 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.bundles import WeightFormat
-from surogate_core.formats.adamw_8bit import dynamic_map
-from surogate_core.kernels.building.native import Sources
-from surogate_core.kernels.building.unpacking import Unpacker
+from surogate_core.plugin import adamw_8bit, bundles, compute
 
 if TYPE_CHECKING:
     from surogate_quant_nf4 import NF4Options
@@ -56,7 +53,7 @@ CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Values that are processed at a time: they fit into a core's cache, or fill a GPU."""
 SMALLEST = 1e-38
 """Smallest divisor of a block."""
-UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_nf4", title="NF4")
+UNPACKER = compute.Unpacker(compute.Sources.of(__file__, "surogate_native"), "unpack_nf4", title="NF4")
 _tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
@@ -115,11 +112,11 @@ def _quantise(x_BK: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """The values of both maps on the device, made once, so that CUDA graphs can be captured."""
     if device not in _tables:
-        _tables[device] = torch.tensor(VALUES, device=device), dynamic_map(signed=True).to(device)
+        _tables[device] = torch.tensor(VALUES, device=device), adamw_8bit.dynamic_map(signed=True).to(device)
     return _tables[device]
 
 
-class NF4(WeightFormat):
+class NF4(bundles.WeightFormat):
     """The format with one size of blocks, and with or without double quantisation."""
 
     name = "nf4"

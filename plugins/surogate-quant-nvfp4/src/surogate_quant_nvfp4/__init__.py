@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from surogate_core import bundles, hookimpl
-from surogate_core.bundles import Flat
+from surogate_core.plugin import bundles, hookimpl
 
 if TYPE_CHECKING:
     from surogate_quant_nvfp4.nvfp4 import NVFP4Format
@@ -18,9 +17,9 @@ SUROGATE_API = ">=2,<3"
 class NVFP4FormatOptions:
     """Options of the weight format nvfp4."""
 
-    four_over_six: Annotated[bool, Flat("qlora_four_over_six", essential=True)] = True
+    four_over_six: Annotated[bool, bundles.Flat("qlora_four_over_six", essential=True)] = True
     """Scale a block to 4 instead of 6 where that makes the squared error smaller."""
-    search_scales: Annotated[bool, Flat("qlora_search_scales", essential=True)] = False
+    search_scales: Annotated[bool, bundles.Flat("qlora_search_scales", essential=True)] = False
     """Choose each block's scale by its squared error among eleven E4M3 numbers, instead of one or two."""
 
 

@@ -20,11 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.bundles import WeightFormat
-from surogate_core.formats import fp4
-from surogate_core.formats.nvfp4 import searched
-from surogate_core.kernels.building.native import Sources
-from surogate_core.kernels.building.unpacking import Unpacker
+from surogate_core.plugin import bundles, compute, fp4, nvfp4
 
 if TYPE_CHECKING:
     from surogate_quant_nvfp4 import NVFP4FormatOptions
@@ -35,7 +31,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 BLOCK = 16
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
 """Values that are processed at a time, or one row: they fit into a core's cache, or fill a GPU."""
-UNPACKER = Unpacker(Sources.of(__file__, "surogate_native"), "unpack_nvfp4", title="NVFP4Format")
+UNPACKER = compute.Unpacker(compute.Sources.of(__file__, "surogate_native"), "unpack_nvfp4", title="NVFP4Format")
 
 
 def _sizes(outputs: int, inputs: int) -> tuple[int, int, int]:
@@ -94,7 +90,7 @@ def _quantise(x_OBK: Tensor, s_enc: Tensor, four_over_six: bool) -> tuple[Tensor
     return torch.where(take_four[..., None], to_four, to_six), scales
 
 
-class NVFP4Format(WeightFormat):
+class NVFP4Format(bundles.WeightFormat):
     """The format with the block scales of its options."""
 
     name = "nvfp4"
@@ -120,7 +116,7 @@ class NVFP4Format(WeightFormat):
             x = pad(weight_OI[rows].float(), (0, -inputs % BLOCK))
             x_OBK = x.view(len(x), -1, BLOCK)
             if self.search:
-                tiles, found_scales = searched(x_OBK[..., None, :], s_enc)
+                tiles, found_scales = nvfp4.searched(x_OBK[..., None, :], s_enc)
                 found = tiles.squeeze(-2)
             else:
                 found, found_scales = _quantise(x_OBK, s_enc, self.four_over_six)

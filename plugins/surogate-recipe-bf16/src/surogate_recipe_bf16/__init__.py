@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from surogate_core import bundles, hookimpl
-from surogate_core.bundles import Flat
+from surogate_core.plugin import bundles, hookimpl
 
 SUROGATE_API = ">=2,<3"
 
@@ -16,9 +15,9 @@ SUROGATE_API = ">=2,<3"
 class BF16Options:
     """Options of `recipe=bf16`."""
 
-    matmul_dtype: Annotated[Literal["fp32", "bf16", "e4m3"] | None, Flat("matmul_dtype")] = None
+    matmul_dtype: Annotated[Literal["fp32", "bf16", "e4m3"] | None, bundles.Flat("matmul_dtype")] = None
     """Dtype to which both operands of a projection are rounded; null is the model's."""
-    gradient_dtype: Annotated[Literal["fp32", "bf16", "e5m2"] | None, Flat("gradient_dtype")] = None
+    gradient_dtype: Annotated[Literal["fp32", "bf16", "e5m2"] | None, bundles.Flat("gradient_dtype")] = None
     """Dtype of the gradient in the backward products; null is `matmul_dtype`, or bf16 if that is e4m3."""
 
 

@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.bundles import Recipe
-from surogate_core.kernels.grouped import grouped_product, weight_gradient
+from surogate_core.plugin import bundles, compute
 
 if TYPE_CHECKING:
-    from surogate_core.dsl.experts import TracedExperts
-    from surogate_core.dsl.slots import TracedSlot
+    from surogate_core.plugin import dsl
     from surogate_recipe_bf16 import BF16Options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -38,18 +36,18 @@ COMBINATIONS = frozenset(
 """(A, B, C) of every supported product; the configuration refuses others."""
 
 
-class BF16(Recipe):
+class BF16(bundles.Recipe):
     """y = x Wᵀ in the dtype of x and W, summed in fp32 by the GEMM."""
 
     name = "bf16"
     plain = True
 
-    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: dsl.TracedSlot) -> Tensor:
         """[N, O] in the dtype of both."""
         return x_NI @ weight_OI.t()
 
 
-class RoundedOperands(Recipe):
+class RoundedOperands(bundles.Recipe):
     """Products of operands that are rounded to other dtypes than the model's."""
 
     name = "bf16"
@@ -77,13 +75,13 @@ class RoundedOperands(Recipe):
         gradient = options.gradient_dtype or ("bf16" if matmul == "e4m3" else matmul)
         return None if matmul == gradient == model else cls(matmul=matmul, gradient=gradient, model=model)
 
-    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: dsl.TracedSlot) -> Tensor:
         """[N, O] in the model's dtype, which x and W have."""
         y_NO: Tensor = _Linear.apply(x_NI, weight_OI, self)
         return y_NO
 
     def grouped(
-        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts]
+        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[dsl.TracedExperts]
     ) -> Sequence[Tensor]:
         """[R, O] of each slot of experts in the model's dtype."""
         return [_Experts.apply(x_RI, weights_EOI, ends_E, self) for weights_EOI in weights]
@@ -108,7 +106,7 @@ def multiply_experts(a_RK: Tensor, b_ECK: Tensor, ends_E: Tensor, out: torch.dty
     """Each row of A times its expert's Bᵀ in `out`, like `multiply`."""
     if not a_RK.dtype == b_ECK.dtype == out:
         a_RK, b_ECK = a_RK.float(), b_ECK.float()
-    return grouped_product(a_RK, b_ECK, ends_E).to(out)
+    return compute.grouped_product(a_RK, b_ECK, ends_E).to(out)
 
 
 class _Experts(Function):
@@ -131,7 +129,7 @@ class _Experts(Function):
             x = round_to(x_RI, recipe.beside)
             if not dy.dtype == x.dtype == weights_EOI.dtype:
                 dy, x, weights = dy.float(), x.float(), weights.float()
-            dweights = weight_gradient(dy, x, weights, ends_E).to(weights_EOI.dtype)
+            dweights = compute.weight_gradient(dy, x, weights, ends_E).to(weights_EOI.dtype)
         return dx_RI, dweights, None, None
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
-from surogate_core import bundles, hookimpl
-from surogate_core.bundles import Flat
+from surogate_core.plugin import bundles, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,7 @@ class FP8Options:
 
     emulate: Literal["auto", "never", "always"] = "auto"
     """auto emulates if the hardware lacks FP8; never refuses to emulate; always emulates everywhere."""
-    amax_history: Annotated[int, Interval(ge=1, le=2**16), Flat("fp8_amax_history", essential=True)] = 1024
+    amax_history: Annotated[int, Interval(ge=1, le=2**16), bundles.Flat("fp8_amax_history", essential=True)] = 1024
     """Number of optimizer steps whose largest absolute values determine a scale."""
     margin: int = 0
     """Scales are divided by 2^margin, so that values may grow between steps."""
@@ -32,11 +31,11 @@ class FP8Options:
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device has no FP8 products, or None."""
-    from surogate_core.kernels.building.native import capability
+    from surogate_core.plugin import compute
 
     if device.type != "cuda":
         return f"{device.type} has no FP8 products, GPUs of SM89 and newer have; recipe fp8-hybrid is emulated there"
-    major, minor = capability(device)
+    major, minor = compute.capability(device)
     if (major, minor) >= (8, 9):
         return None
     return f"SM{major}{minor} has no FP8 products, SM89 and newer have; recipe fp8-hybrid is emulated there"
@@ -46,11 +45,11 @@ def without_experts(device: torch.device) -> str | None:
     """Why the device has no FP8 products of experts, or None. torch has grouped products with a scale for each row on
     SM90 alone.
     """
-    from surogate_core.kernels.building.native import capability
+    from surogate_core.plugin import compute
 
     if device.type != "cuda":
         return f"{device.type} has none"
-    return None if capability(device) == (9, 0) else "only SM90 has them"
+    return None if compute.capability(device) == (9, 0) else "only SM90 has them"
 
 
 @hookimpl

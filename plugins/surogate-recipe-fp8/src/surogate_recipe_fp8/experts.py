@@ -15,14 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.errors import MachineError
-from surogate_core.formats import fp8_rows
-from surogate_core.kernels.building.native import assumed
-from surogate_core.kernels.grouped import weight_gradient
+from surogate_core.plugin import MachineError, compute, fp8_rows
 
 if TYPE_CHECKING:
-    from surogate_core.dsl.experts import ExpertSlot, TracedExperts
-    from surogate_core.kernels.experts import Codes
+    from surogate_core.plugin import dsl
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class ExpertProducts:
         emulation is off.
         """
         # Nothing runs on a GPU that a plan assumes.
-        checked = self.native and device.type == "cuda" and assumed() is None
+        checked = self.native and device.type == "cuda" and compute.assumed() is None
         wrong = fp8_rows.fault(device) if checked else None
         if self.native and wrong is None:
             return True
@@ -70,7 +66,7 @@ EMULATED = ExpertProducts(False, "recipe.emulate=always")
 
 
 def grouped(
-    x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts], *, how: ExpertProducts
+    x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[dsl.TracedExperts], *, how: ExpertProducts
 ) -> Sequence[Tensor]:
     """y_RO of each slot, like `Recipe.grouped`."""
     sides = {side for slot in slots for side in (slot.inputs, slot.outputs)}
@@ -79,12 +75,12 @@ def grouped(
     return found
 
 
-def expert_codes(packed: Tensor, slot: ExpertSlot) -> tuple[Codes, Codes]:
+def expert_codes(packed: Tensor, slot: dsl.ExpertSlot) -> tuple[compute.Codes, compute.Codes]:
     """Like `Recipe.expert_codes`."""
     return fp8_rows.packed_views(packed, slot.count, slot.outputs, slot.inputs)
 
 
-def _operand(weight: Tensor, slot: TracedExperts, *, transposed: bool) -> Codes:
+def _operand(weight: Tensor, slot: dsl.TracedExperts, *, transposed: bool) -> compute.Codes:
     """(codes, inverse scales) of the weights [E, O, I] or of their transposes."""
     if slot.packed:
         return expert_codes(weight, slot)[transposed]
@@ -108,7 +104,7 @@ def _product(
 class _Grouped(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_RI: Tensor, ends_E: Tensor, slots: Sequence[TracedExperts], native: bool, *weights: Tensor
+        ctx: Any, x_RI: Tensor, ends_E: Tensor, slots: Sequence[dsl.TracedExperts], native: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         trained = any(ctx.needs_input_grad[4:])
         # A trained weight is rounded again in the backward: its codes would cost half as much memory as itself.
@@ -132,5 +128,5 @@ class _Grouped(Function):
             part = _product(rows, operand, ends_E, ctx.dtype, native=ctx.native)
             dx_RI = part if dx_RI is None else dx_RI + part
             trained = ctx.needs_input_grad[4 + number]
-            dweights.append(weight_gradient(dy_RO, x_RI, weight, ends_E) if trained else None)
+            dweights.append(compute.weight_gradient(dy_RO, x_RI, weight, ends_E) if trained else None)
         return dx_RI, None, None, None, *dweights

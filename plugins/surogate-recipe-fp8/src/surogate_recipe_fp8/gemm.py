@@ -14,30 +14,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.bundles import Recipe, Role
-from surogate_core.errors import MachineError
-from surogate_core.formats import fp8_rows
-from surogate_core.formats.fp8 import (
-    ACTIVATION,
-    E4M3,
-    E4M3_MAX,
-    GRADIENT,
-    KIND,
-    WEIGHT,
-    amax_of,
-    quantise,
-    quantise_both,
-    scale_in_use,
-    scale_of,
-)
+from surogate_core.plugin import MachineError, bundles, fp8, fp8_rows
 from surogate_recipe_fp8.experts import EMULATED, ExpertProducts, expert_codes, grouped
 from surogate_recipe_fp8.panels import ScaledPanels
 from surogate_recipe_fp8.rounding import rounded
 from surogate_recipe_fp8.scaling import DelayedScaling
 
 if TYPE_CHECKING:
-    from surogate_core.dsl.experts import ExpertSlot, TracedExperts
-    from surogate_core.dsl.slots import LinearSlot, TracedSlot
+    from surogate_core.plugin import dsl
     from surogate_recipe_fp8 import FP8Options
 
 HEADER = 16
@@ -46,7 +30,7 @@ MULTIPLE = 16
 """The sides of a product must be multiples of this for cuBLASLt."""
 
 
-class FP8Hybrid(Recipe):
+class FP8Hybrid(bundles.Recipe):
     """The recipe on a device: products of FP8 tensor cores, or of values that are rounded to FP8, in fp32."""
 
     name = "fp8-hybrid"
@@ -77,14 +61,14 @@ class FP8Hybrid(Recipe):
         how = ExpertProducts(native and experts is None, experts or "recipe.emulate=always", options.emulate != "never")
         return cls(native=native, margin=options.margin, history=options.amax_history, note=note, experts=how)
 
-    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: dsl.TracedSlot) -> Tensor:
         """y = x Wᵀ in x's dtype. The weight is [O, I], or its packed form."""
         assert slot.row is not None
         y_NO: Tensor = _Linear.apply(x_NI, weight_OI, slot.row, slot, self)
         return y_NO
 
     def grouped(
-        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts]
+        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[dsl.TracedExperts]
     ) -> Sequence[Tensor]:
         """y_RO of each slot of experts in x's dtype. Weights are [E, O, I], or their packed form.
 
@@ -92,7 +76,7 @@ class FP8Hybrid(Recipe):
         """
         return grouped(x_RI, weights, ends_E, slots, how=self.experts)
 
-    def pack_experts(self, weights_EOI: Tensor, slot: ExpertSlot) -> Tensor:
+    def pack_experts(self, weights_EOI: Tensor, slot: dsl.ExpertSlot) -> Tensor:
         """Frozen weights as bytes: scales of rows, codes, and those of the transposes."""
         return fp8_rows.pack_experts(weights_EOI)
 
@@ -100,20 +84,20 @@ class FP8Hybrid(Recipe):
         """Delayed scales of that many slots."""
         return DelayedScaling(slots, history=self.history, margin=self.margin, device=device)
 
-    def pack(self, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
+    def pack(self, weight_OI: Tensor, slot: dsl.LinearSlot) -> Tensor:
         """A frozen weight as bytes [16 + 2·O·I]: 1 / its scale as fp32, its e4m3 codes, and those of its transpose."""
-        scale = scale_of(amax_of(weight_OI), E4M3_MAX, margin=self.margin, old=1.0)
-        codes_OI = quantise(weight_OI, scale, E4M3)
+        scale = fp8.scale_of(fp8.amax_of(weight_OI), fp8.E4M3_MAX, margin=self.margin, old=1.0)
+        codes_OI = fp8.quantise(weight_OI, scale, fp8.E4M3)
         header = torch.zeros(HEADER // 4, dtype=torch.float32, device=weight_OI.device)
         header[0] = 1 / scale
         layouts = codes_OI, codes_OI.t()
         return torch.cat([header.view(torch.uint8), *(c.contiguous().view(torch.uint8).view(-1) for c in layouts)])
 
-    def rounded(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+    def rounded(self, x: Tensor, role: bundles.Role) -> tuple[Tensor, Tensor]:
         """(the rounded values of x in fp32, a mask of clipped values), at the scale of its own largest value."""
         return rounded(x, role, self.margin)
 
-    def rounded_experts(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+    def rounded_experts(self, x: Tensor, role: bundles.Role) -> tuple[Tensor, Tensor]:
         """(the rounded values of x in fp32, no mask of clipped values: each row has its own scale)."""
         return fp8_rows.row_values(*fp8_rows.quantise_rows(x), torch.float32), torch.zeros_like(x, dtype=torch.bool)
 
@@ -131,8 +115,8 @@ def multiply(
 def unpack(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """(codes [O, I], codes [I, O], 1 / scale 0-d): views of a weight that `FP8Hybrid.pack` made."""
     size = outputs * inputs
-    codes_OI = packed[HEADER : HEADER + size].view(E4M3).view(outputs, inputs)
-    codes_IO = packed[HEADER + size :].view(E4M3).view(inputs, outputs)
+    codes_OI = packed[HEADER : HEADER + size].view(fp8.E4M3).view(outputs, inputs)
+    codes_IO = packed[HEADER + size :].view(fp8.E4M3).view(inputs, outputs)
     return codes_OI, codes_IO, packed[:4].view(torch.float32)[0]
 
 
@@ -141,24 +125,24 @@ def _codes(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(codes [R, C], those of the transpose if asked for, largest value 0-d, 1 / scale 0-d)."""
     if both:
-        return quantise_both(x_RC, row, role, margin)
-    amax = amax_of(x_RC)
-    scale = scale_in_use(row, role, amax, KIND[role], margin)
-    return quantise(x_RC, scale, KIND[role]), None, amax, 1 / scale
+        return fp8.quantise_both(x_RC, row, role, margin)
+    amax = fp8.amax_of(x_RC)
+    scale = fp8.scale_in_use(row, role, amax, fp8.KIND[role], margin)
+    return fp8.quantise(x_RC, scale, fp8.KIND[role]), None, amax, 1 / scale
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, row: Tensor, slot: TracedSlot, recipe: FP8Hybrid) -> Tensor:
+    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, row: Tensor, slot: dsl.TracedSlot, recipe: FP8Hybrid) -> Tensor:
         margin = recipe.margin
         # The backward needs transposes: of the activation for dW, of the weight for dx.
-        x_codes, codes_IN, amax_x, inverse_x = _codes(x_NI, row, ACTIVATION, margin, both=ctx.needs_input_grad[1])
+        x_codes, codes_IN, amax_x, inverse_x = _codes(x_NI, row, fp8.ACTIVATION, margin, both=ctx.needs_input_grad[1])
         kept_w: Tensor | None = weight
         if slot.packed:
             w_codes, _, inverse_w = unpack(weight, slot.outputs, slot.inputs)
             amax_w = torch.zeros_like(amax_x)
         else:
-            w_codes, kept_w, amax_w, inverse_w = _codes(weight, row, WEIGHT, margin, both=any(ctx.needs_input_grad))
+            w_codes, kept_w, amax_w, inverse_w = _codes(weight, row, fp8.WEIGHT, margin, both=any(ctx.needs_input_grad))
         ctx.save_for_backward(codes_IN, kept_w, inverse_x, inverse_w, amax_x, amax_w, row)
         ctx.slot, ctx.recipe = slot, recipe
         ctx.dtypes = x_NI.dtype, weight.dtype
@@ -170,7 +154,7 @@ class _Linear(Function):
         codes_IN, weight, inverse_x, inverse_w, amax_x, amax_w, row = ctx.saved_tensors
         slot, recipe = ctx.slot, ctx.recipe
         margin, trained = recipe.margin, ctx.needs_input_grad[1]
-        dy_codes, codes_ON, amax_dy, inverse_dy = _codes(dy_NO, row, GRADIENT, margin, both=trained)
+        dy_codes, codes_ON, amax_dy, inverse_dy = _codes(dy_NO, row, fp8.GRADIENT, margin, both=trained)
         codes_IO = unpack(weight, slot.outputs, slot.inputs)[1] if slot.packed else weight
         dtype_x, dtype_w = ctx.dtypes
         dx_NI = multiply(dy_codes, codes_IO, inverse_dy, inverse_w, dtype_x, recipe.native)

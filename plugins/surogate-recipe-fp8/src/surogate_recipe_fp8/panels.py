@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.formats import fp8
+from surogate_core.plugin import fp8
 
 if TYPE_CHECKING:
-    from surogate_core.kernels.panels import PanelShape
+    from surogate_core.plugin import compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ScaledPanels:
     """Scales are divided by 2^margin."""
     op: str = "scaled_linears"
 
-    def fits(self, shape: PanelShape, tokens: int) -> bool:
+    def fits(self, shape: compute.PanelShape, tokens: int) -> bool:
         """Whether sides and tokens are multiples of the op's tiles."""
         return fp8.fits(shape, tokens)
 
@@ -36,7 +36,7 @@ class ScaledPanels:
         x_NI: Tensor,
         panel: Tensor,
         seed: Tensor | None,
-        shape: PanelShape,
+        shape: compute.PanelShape,
         weights: Sequence[Tensor],
         rows: Sequence[Tensor],
         adapters: Sequence[Tensor],

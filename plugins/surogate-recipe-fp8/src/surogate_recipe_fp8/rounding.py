@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surogate_core.formats.fp8 import scale_of
+from surogate_core.plugin import fp8
 from surogate_recipe_fp8.scaling import LIMITS, ROLES
 
 KINDS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -18,6 +18,6 @@ def rounded(x: Tensor, role: str, margin: int) -> tuple[Tensor, Tensor]:
     """(the rounded values of x in fp32, a mask of clipped values), at the scale of its own largest value."""
     column = ROLES.index(role)
     limit, wide = LIMITS[column], x.float()
-    scale = scale_of(wide.abs().amax(), limit, margin=margin, old=1.0)
+    scale = fp8.scale_of(wide.abs().amax(), limit, margin=margin, old=1.0)
     codes = (wide * scale).clamp(-limit, limit).to(KINDS[column])
     return codes.float() / scale, (wide * scale).abs() > limit * SLACK

@@ -9,18 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import RecipeState
-from surogate_core.formats.fp8 import E4M3_MAX, E5M2_MAX, scale_of
+from surogate_core.plugin import bundles, fp8
 
 ROLES = ("activation", "weight", "gradient")
 """Columns of a slot's row, in order."""
-LIMITS = (E4M3_MAX, E4M3_MAX, E5M2_MAX)
+LIMITS = (fp8.E4M3_MAX, fp8.E4M3_MAX, fp8.E5M2_MAX)
 """The largest value of each role's format."""
 NORMALS = (2.0**-6, 2.0**-6, 2.0**-14)
 """The smallest normal number of each role's format."""
 
 
-class DelayedScaling(RecipeState):
+class DelayedScaling(bundles.RecipeState):
     """A ring buffer (history) of the largest absolute values of each slot and role, and the scales computed from it.
 
     `rows`: [P, 3] fp32 scales, in the order of `ROLES`; 0 means none yet, and then a tensor's own largest value
@@ -49,7 +48,7 @@ class DelayedScaling(RecipeState):
         kept = self.ring.index_select(0, self.position)[0]
         entry = torch.where(finite, observed, 0.0)
         self.ring.index_copy_(0, self.position, torch.where(skip > 0, kept, entry)[None])
-        scales = scale_of(self.ring.amax(0), self.limits, margin=self.margin, old=self.rows)
+        scales = fp8.scale_of(self.ring.amax(0), self.limits, margin=self.margin, old=self.rows)
         self.rows.copy_(torch.where(finite & (skip == 0), scales, self.rows))
         self.position.copy_((self.position + (skip == 0).long()) % self.ring.shape[0])
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from surogate_core import bundles, hookimpl
-from surogate_core.bundles import Flat
+from surogate_core.plugin import bundles, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +21,9 @@ class NVFP4Options:
 
     emulate: Literal["auto", "never", "always"] = "auto"
     """auto emulates if the hardware lacks NVFP4; never refuses to emulate; always emulates everywhere."""
-    backend: Annotated[Literal["cutlass", "cudnn"], Flat("fp4_backend")] = "cutlass"
+    backend: Annotated[Literal["cutlass", "cudnn"], bundles.Flat("fp4_backend")] = "cutlass"
     """Library of the native products: cutlass is torch's choice, cuBLASLt; cudnn is refused."""
-    nearest_gradients: Annotated[bool, Flat("no_fp4_stochastic_rounding")] = False
+    nearest_gradients: Annotated[bool, bundles.Flat("no_fp4_stochastic_rounding")] = False
     """Round gradients to the nearest value instead of stochastically."""
     four_over_six: bool = True
     """Scale a block's largest value to 4 instead of 6 if that makes its squared error smaller."""
@@ -37,11 +36,11 @@ class NVFP4Options:
 
 def unavailable(device: torch.device) -> str | None:
     """Why the device has no NVFP4 products, or None."""
-    from surogate_core.kernels.building.native import capability
+    from surogate_core.plugin import compute
 
     if device.type != "cuda":
         return f"{device.type} has no NVFP4 products, GPUs of SM100 and newer have; recipe nvfp4 is emulated there"
-    major, minor = capability(device)
+    major, minor = compute.capability(device)
     if major >= 10:
         return None
     return f"SM{major}{minor} has no NVFP4 products, SM100 and newer have; recipe nvfp4 is emulated there"

@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.formats import fp4
-from surogate_core.formats.nvfp4 import BLOCK, E4M3, Operand, Quantised, nvfp4_rounded, quantise
-from surogate_core.kernels.grouped import grouped_product, weight_gradient
+from surogate_core.plugin import compute, fp4, nvfp4
 from surogate_recipe_nvfp4.rounding import FIRST_SALT, Frozen
 
 if TYPE_CHECKING:
-    from surogate_core.dsl.experts import TracedExperts
+    from surogate_core.plugin import dsl
 
 NOTE = (
     "EMULATED NVFP4 (there is no product of experts in e2m1): recipe nvfp4 multiplies experts' operands rounded to "
@@ -46,22 +44,22 @@ def pack(weights_EOI: Tensor, frozen: Frozen) -> Tensor:
     return torch.stack(rows)
 
 
-def unpack(packed: Tensor, outputs: int, inputs: int) -> Quantised:
+def unpack(packed: Tensor, outputs: int, inputs: int) -> nvfp4.Quantised:
     """What `pack` made."""
     count = len(packed)
-    p, q = (-(-n // BLOCK) * BLOCK for n in (outputs, inputs))
+    p, q = (-(-n // nvfp4.BLOCK) * nvfp4.BLOCK for n in (outputs, inputs))
     middle = HEADER + p * q // 2
     codes = fp4.unpaired(packed[:, HEADER:middle].reshape(count * p, q // 2)).view(count, p, q)
-    scales = packed[:, middle:].reshape(-1).view(E4M3).view(count, p // BLOCK, q // BLOCK)
-    return Quantised(codes, scales, packed[:, :HEADER].reshape(-1).view(torch.float32))
+    scales = packed[:, middle:].reshape(-1).view(nvfp4.E4M3).view(count, p // nvfp4.BLOCK, q // nvfp4.BLOCK)
+    return nvfp4.Quantised(codes, scales, packed[:, :HEADER].reshape(-1).view(torch.float32))
 
 
-def _weights(weight: Tensor, slot: TracedExperts, *, four_over_six: bool) -> tuple[Tensor, Tensor]:
+def _weights(weight: Tensor, slot: dsl.TracedExperts, *, four_over_six: bool) -> tuple[Tensor, Tensor]:
     """(codes times block scales [E, O, I] bf16, exact; factor of each expert [E])."""
     if slot.packed:
         found = unpack(weight, slot.outputs, slot.inputs)
     else:
-        found = quantise(weight, square=True, four_over_six=four_over_six)
+        found = nvfp4.quantise(weight, square=True, four_over_six=four_over_six)
     return found.blocks(slot.outputs, slot.inputs).bfloat16(), found.decode
 
 
@@ -72,14 +70,14 @@ def _product(rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], ends_E
         x_RK, w_ECK = x_RK.float(), w_ECK.float()
     places_R = torch.arange(len(x_RK), device=ends_E.device, dtype=ends_E.dtype)
     factor_R = decode * decode_E[torch.searchsorted(ends_E, places_R, right=True)]
-    return (grouped_product(x_RK, w_ECK, ends_E).float() * factor_R[:, None]).to(dtype)
+    return (compute.grouped_product(x_RK, w_ECK, ends_E).float() * factor_R[:, None]).to(dtype)
 
 
 def grouped(
     x_RI: Tensor,
     weights: Sequence[Tensor],
     ends_E: Tensor,
-    slots: Sequence[TracedExperts],
+    slots: Sequence[dsl.TracedExperts],
     *,
     four_over_six: bool,
     stochastic: bool,
@@ -97,14 +95,14 @@ class _Grouped(Function):
         x_RI: Tensor,
         ends_E: Tensor,
         seed: Tensor | None,
-        slots: Sequence[TracedExperts],
+        slots: Sequence[dsl.TracedExperts],
         four_over_six: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         trained = any(ctx.needs_input_grad[5:])
         ctx.save_for_backward(x_RI if trained else None, ends_E, seed, *weights)
         ctx.slots, ctx.four_over_six, ctx.dtype = slots, four_over_six, x_RI.dtype
-        rows = nvfp4_rounded(x_RI, None, Operand(four_over_six=four_over_six))
+        rows = nvfp4.nvfp4_rounded(x_RI, None, nvfp4.Operand(four_over_six=four_over_six))
         return tuple(
             _product(rows, _weights(weight, slot, four_over_six=four_over_six), ends_E, x_RI.dtype)
             for weight, slot in zip(weights, slots, strict=True)
@@ -117,11 +115,11 @@ class _Grouped(Function):
         dx_RI: Tensor | None = None
         dweights: list[Tensor | None] = []
         for number, (dy_RO, weight, slot) in enumerate(zip(dys, weights, ctx.slots, strict=True)):
-            how = Operand(four_over_six=ctx.four_over_six, salt=FIRST_SALT + 2 * slot.index)
+            how = nvfp4.Operand(four_over_six=ctx.four_over_six, salt=FIRST_SALT + 2 * slot.index)
             values, decode_E = _weights(weight, slot, four_over_six=ctx.four_over_six)
-            rows = nvfp4_rounded(dy_RO, seed, how)
+            rows = nvfp4.nvfp4_rounded(dy_RO, seed, how)
             part = _product(rows, (values.transpose(1, 2), decode_E), ends_E, ctx.dtype)
             dx_RI = part if dx_RI is None else dx_RI + part
             trained = ctx.needs_input_grad[5 + number]
-            dweights.append(weight_gradient(dy_RO, x_RI, weight, ends_E) if trained else None)
+            dweights.append(compute.weight_gradient(dy_RO, x_RI, weight, ends_E) if trained else None)
         return dx_RI, None, None, None, None, *dweights

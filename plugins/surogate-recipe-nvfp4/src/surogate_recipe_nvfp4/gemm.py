@@ -16,31 +16,19 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.bundles import Recipe, Role
-from surogate_core.errors import MachineError, UserError
-from surogate_core.formats import fp4
-from surogate_core.formats.nvfp4 import (
-    BLOCK,
-    E4M3,
-    Operand,
-    Quantised,
-    nvfp4_quantised,
-    nvfp4_rounded,
-)
-from surogate_core.kernels.building.native import capability
+from surogate_core.plugin import MachineError, UserError, bundles, compute, fp4, nvfp4
 from surogate_recipe_nvfp4 import experts, native
 from surogate_recipe_nvfp4.rounding import FIRST_SALT, Frozen, rounded
 
 if TYPE_CHECKING:
-    from surogate_core.dsl.experts import ExpertSlot, TracedExperts
-    from surogate_core.dsl.slots import LinearSlot, TracedSlot
+    from surogate_core.plugin import dsl
     from surogate_recipe_nvfp4 import NVFP4Options
 
 HEADER = 16
 """Bytes before the codes of a packed weight: its tensor scale, and padding."""
 
 
-class NVFP4(Recipe):
+class NVFP4(bundles.Recipe):
     """The recipe on a device: products of FP4 tensor cores, or of values that are rounded to NVFP4, in bf16."""
 
     name = "nvfp4"
@@ -70,7 +58,7 @@ class NVFP4(Recipe):
         `MachineError` if emulation is off and there are none; `UserError` for a `backend` that torch lacks.
         """
         if reason is not None and options.emulate == "never":
-            has_fp8 = device.type == "cuda" and capability(device) >= (8, 9)
+            has_fp8 = device.type == "cuda" and compute.capability(device) >= (8, 9)
             raise MachineError(
                 f"recipe=nvfp4 with recipe.emulate=never: {reason.partition(';')[0]}. "
                 f"Fix: set recipe.emulate=auto to emulate, or {'recipe=fp8-hybrid or ' if has_fp8 else ''}recipe=bf16."
@@ -97,19 +85,19 @@ class NVFP4(Recipe):
             may_emulate=options.emulate != "never",
             frozen=Frozen(
                 four_over_six=options.four_over_six,
-                height=1 if options.frozen_blocks == "1x16" else BLOCK,
+                height=1 if options.frozen_blocks == "1x16" else nvfp4.BLOCK,
                 search=options.search_scales,
             ),
         )
 
-    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: dsl.TracedSlot) -> Tensor:
         """y = x Wᵀ in x's dtype. The weight is [O, I], or its packed form. Without a seed gradients round to
         nearest.
         """
         y_NO: Tensor = _Linear.apply(x_NI, weight_OI, slot.seed, slot, self)
         return y_NO
 
-    def pack(self, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
+    def pack(self, weight_OI: Tensor, slot: dsl.LinearSlot) -> Tensor:
         """A frozen weight as bytes: tensor scale, then codes and block scales of it and of its transpose.
 
         For sides that are multiples of 16 a little more than one byte a parameter, 1.125 bytes with blocks of 1×16.
@@ -123,7 +111,7 @@ class NVFP4(Recipe):
         return torch.cat(parts)
 
     def grouped(
-        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts]
+        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[dsl.TracedExperts]
     ) -> Sequence[Tensor]:
         """y_RO of each slot of experts in x's dtype, emulated. Weights are [E, O, I], or their packed form.
 
@@ -135,21 +123,21 @@ class NVFP4(Recipe):
             x_RI, weights, ends_E, slots, four_over_six=self.four_over_six, stochastic=self.stochastic
         )
 
-    def pack_experts(self, weights_EOI: Tensor, slot: ExpertSlot) -> Tensor:
+    def pack_experts(self, weights_EOI: Tensor, slot: dsl.ExpertSlot) -> Tensor:
         """Frozen weights as bytes [E, n]: tensor scale, codes and block scales of each."""
         return experts.pack(weights_EOI, self.frozen)
 
-    def rounded(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+    def rounded(self, x: Tensor, role: bundles.Role) -> tuple[Tensor, Tensor]:
         """(the rounded values of x in fp32, a mask of values beyond the largest of their block). Weights are rounded as
         frozen ones.
         """
         return rounded(x, role, self.frozen)
 
-    def rounded_experts(self, x: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+    def rounded_experts(self, x: Tensor, role: bundles.Role) -> tuple[Tensor, Tensor]:
         """`rounded`, for weights with a tensor scale of each expert, in blocks of 16×16 as they are packed."""
         if x.ndim == 2:
             return self.rounded(x, role)
-        square = replace(self.frozen, height=BLOCK)
+        square = replace(self.frozen, height=nvfp4.BLOCK)
         values, clipped = zip(*(rounded(weight_OI, role, square) for weight_OI in x), strict=True)
         return torch.stack(values), torch.stack(clipped)
 
@@ -199,16 +187,16 @@ class Coded:
 
     def rounded(self, rows: int, inner: int) -> Rounded:
         """The same for an emulated product, without padding."""
-        found = Quantised(fp4.unpaired(self.codes), self.scales, self.decode)
+        found = nvfp4.Quantised(fp4.unpaired(self.codes), self.scales, self.decode)
         return Rounded(found.blocks(rows, inner).bfloat16(), self.decode)
 
 
-def operand(x: Tensor, seed: Tensor | None, how: Operand, is_native: bool) -> Any:
+def operand(x: Tensor, seed: Tensor | None, how: nvfp4.Operand, is_native: bool) -> Any:
     """The matrix, transformed as `how` says, as an operand; both operands of a product are of the same kind."""
-    return Coded(*nvfp4_quantised(x, seed, how)) if is_native else Rounded(*nvfp4_rounded(x, seed, how))
+    return Coded(*nvfp4.nvfp4_quantised(x, seed, how)) if is_native else Rounded(*nvfp4.nvfp4_rounded(x, seed, how))
 
 
-def frozen_operand(packed: Tensor, slot: TracedSlot, recipe: NVFP4, *, transposed: bool, is_native: bool) -> Any:
+def frozen_operand(packed: Tensor, slot: dsl.TracedSlot, recipe: NVFP4, *, transposed: bool, is_native: bool) -> Any:
     """The weight [O, I] of a slot, or its transpose, of what `NVFP4.pack` made."""
     outputs, inputs = slot.outputs, slot.inputs
     coded = unpack(packed, outputs, inputs, height=recipe.frozen.height, transposed=transposed)
@@ -218,32 +206,34 @@ def frozen_operand(packed: Tensor, slot: TracedSlot, recipe: NVFP4, *, transpose
 def _sizes(rows: int, inner: int, height: int) -> tuple[int, int, int]:
     """(padded rows, padded inner dimension, rows of block scales) of a matrix in blocks of this height."""
     blocks = -(-rows // height)
-    return blocks * height, -(-inner // BLOCK) * BLOCK, blocks
+    return blocks * height, -(-inner // nvfp4.BLOCK) * nvfp4.BLOCK, blocks
 
 
-def unpack(packed: Tensor, outputs: int, inputs: int, *, height: int = BLOCK, transposed: bool) -> Coded:
+def unpack(packed: Tensor, outputs: int, inputs: int, *, height: int = nvfp4.BLOCK, transposed: bool) -> Coded:
     """The weight [O, I], or its transpose, of what `NVFP4.pack` made of blocks of `height` × 16."""
     start = HEADER
     p, q, blocks = _sizes(outputs, inputs, height)
     if transposed:
-        start += p * q // 2 + blocks * q // BLOCK
+        start += p * q // 2 + blocks * q // nvfp4.BLOCK
         p, q, blocks = _sizes(inputs, outputs, height)
     middle = start + p * q // 2
-    scales = packed[middle : middle + blocks * q // BLOCK].view(E4M3).view(blocks, q // BLOCK)
+    scales = packed[middle : middle + blocks * q // nvfp4.BLOCK].view(nvfp4.E4M3).view(blocks, q // nvfp4.BLOCK)
     return Coded(packed[start:middle].view(p, q // 2), scales, packed[:4].view(torch.float32)[0])
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, seed: Tensor | None, slot: TracedSlot, recipe: NVFP4) -> Tensor:
+    def forward(
+        ctx: Any, x_NI: Tensor, weight: Tensor, seed: Tensor | None, slot: dsl.TracedSlot, recipe: NVFP4
+    ) -> Tensor:
         outputs, inputs, fos = slot.outputs, slot.inputs, recipe.four_over_six
         ctx.slot, ctx.recipe, ctx.dtypes = slot, recipe, (x_NI.dtype, weight.dtype)
         ctx.native = recipe.native and native.fits(x_NI.shape[0], outputs, inputs)
-        x = operand(x_NI, None, Operand(four_over_six=fos), ctx.native)
+        x = operand(x_NI, None, nvfp4.Operand(four_over_six=fos), ctx.native)
         if slot.packed:
             w = frozen_operand(weight, slot, recipe, transposed=False, is_native=ctx.native)
         else:
-            w = operand(weight, None, Operand(square=True, four_over_six=fos), ctx.native)
+            w = operand(weight, None, nvfp4.Operand(square=True, four_over_six=fos), ctx.native)
         # The backward rounds a trained weight again: to keep its rounded values would cost as much memory as itself.
         ctx.save_for_backward(None if slot.packed else x_NI, weight, seed)
         y_NO: Tensor = x.times(w, x_NI.dtype)
@@ -257,17 +247,17 @@ class _Linear(Function):
         fos = recipe.four_over_six
         seed = seed if recipe.stochastic else None
         salt = FIRST_SALT + 2 * slot.index
-        dy = operand(dy_NO, seed, Operand(four_over_six=fos, salt=salt), ctx.native)
+        dy = operand(dy_NO, seed, nvfp4.Operand(four_over_six=fos, salt=salt), ctx.native)
         if slot.packed:
             w_t = frozen_operand(weight, slot, recipe, transposed=True, is_native=ctx.native)
         else:
-            w_t = operand(weight, None, Operand(square=True, four_over_six=fos, transposed=True), ctx.native)
+            w_t = operand(weight, None, nvfp4.Operand(square=True, four_over_six=fos, transposed=True), ctx.native)
         dtype_x, dtype_w = ctx.dtypes
         dx_NI = dy.times(w_t, dtype_x)
         dweight = None
         if ctx.needs_input_grad[1]:
             # Along the tokens; their number is padded with zeros that the rotation fills.
-            a = operand(dy_NO, seed, Operand(transposed=True, rotated=True, salt=salt + 1), ctx.native)
-            b = operand(x_NI, None, Operand(transposed=True, rotated=True), ctx.native)
+            a = operand(dy_NO, seed, nvfp4.Operand(transposed=True, rotated=True, salt=salt + 1), ctx.native)
+            b = operand(x_NI, None, nvfp4.Operand(transposed=True, rotated=True), ctx.native)
             dweight = a.times(b, dtype_w)
         return dx_NI, dweight, None, None, None

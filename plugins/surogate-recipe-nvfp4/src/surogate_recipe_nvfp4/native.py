@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
-from surogate_core.formats.nvfp4 import BLOCK, E4M3
+from surogate_core.plugin import nvfp4
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
 MULTIPLE = 32
@@ -28,7 +28,7 @@ def fits(*sides: int) -> bool:
 
 def by_row(scales: Tensor, rows: int) -> Tensor:
     """[R, B] of the scales of blocks of 1×16 or 16×16."""
-    return scales if scales.shape[0] == rows else scales.repeat_interleave(BLOCK, 0)
+    return scales if scales.shape[0] == rows else scales.repeat_interleave(nvfp4.BLOCK, 0)
 
 
 def swizzled(scales_RB: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def swizzled(scales_RB: Tensor) -> Tensor:
     padding = (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS)
     padded = pad(scales_RB.view(torch.uint8), padding)
     tiles = padded.view(-1, 4, 32, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(E4M3)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(nvfp4.E4M3)
 
 
 def unswizzled(scales: Tensor, rows: int, blocks: int) -> Tensor:
@@ -45,7 +45,7 @@ def unswizzled(scales: Tensor, rows: int, blocks: int) -> Tensor:
     tile_rows, tile_columns = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)
     tiles = scales.view(torch.uint8).view(tile_rows, tile_columns, 32, 4, TILE_BLOCKS)
     padded = tiles.permute(0, 3, 2, 1, 4).reshape(tile_rows * TILE_ROWS, tile_columns * TILE_BLOCKS)
-    return padded[:rows, :blocks].contiguous().view(E4M3)
+    return padded[:rows, :blocks].contiguous().view(nvfp4.E4M3)
 
 
 RECIPE = [ScalingType.BlockWise1x16, ScalingType.TensorWise]

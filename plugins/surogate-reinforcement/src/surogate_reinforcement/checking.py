@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from surogate_core.bundles.reinforcement.environments import EnvironmentProblem, Fault, Rewards, Turn, total_reward
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_reinforcement.order import held_out_numbers, training_numbers
 from surogate_reinforcement.pool import EnvironmentPool
 
@@ -29,20 +28,23 @@ class Attempt:
     """The problem's number."""
     reply: str
     """The kind of replies: empty, fixed, or the problem's answer."""
-    problem: EnvironmentProblem | Fault
-    turns: list[Turn | Fault] = field(default_factory=list)
-    rewards: Rewards | Fault | None = None
+    problem: bundles.EnvironmentProblem | bundles.Fault
+    turns: list[bundles.Turn | bundles.Fault] = field(default_factory=list)
+    rewards: bundles.Rewards | bundles.Fault | None = None
 
     @property
-    def fault(self) -> Fault | None:
+    def fault(self) -> bundles.Fault | None:
         """The first fault of the problem and its episode."""
-        return next((one for one in (self.problem, *self.turns, self.rewards) if isinstance(one, Fault)), None)
+        return next((one for one in (self.problem, *self.turns, self.rewards) if isinstance(one, bundles.Fault)), None)
 
     def record(self) -> dict[str, Any]:
         """All that the environment has said, as JSON values."""
-        problem = str(self.problem) if isinstance(self.problem, Fault) else _plain(self.problem)
-        turns = [str(t) if isinstance(t, Fault) else {"messages": list(t.messages), "done": t.done} for t in self.turns]
-        rewards = str(self.rewards) if isinstance(self.rewards, Fault) else self.rewards
+        problem = str(self.problem) if isinstance(self.problem, bundles.Fault) else _plain(self.problem)
+        turns = [
+            str(t) if isinstance(t, bundles.Fault) else {"messages": list(t.messages), "done": t.done}
+            for t in self.turns
+        ]
+        rewards = str(self.rewards) if isinstance(self.rewards, bundles.Fault) else self.rewards
         return {"problem": problem, "turns": turns, "rewards": rewards}
 
 
@@ -64,13 +66,15 @@ class Checked:
     """Names that have a weight and are no reward."""
 
 
-def _plain(problem: EnvironmentProblem) -> dict[str, Any]:
+def _plain(problem: bundles.EnvironmentProblem) -> dict[str, Any]:
     return {"messages": list(problem.messages), "data": dict(problem.data), "tools": list(problem.tools)}
 
 
-def check_repeats(name: str, one: EnvironmentProblem | Fault, other: EnvironmentProblem | Fault) -> None:
+def check_repeats(
+    name: str, one: bundles.EnvironmentProblem | bundles.Fault, other: bundles.EnvironmentProblem | bundles.Fault
+) -> None:
     """Raise `UserError` if a deterministic environment has given two problems for one number. `name`: its own."""
-    if isinstance(one, Fault) or isinstance(other, Fault):
+    if isinstance(one, bundles.Fault) or isinstance(other, bundles.Fault):
         return
     first, second = _plain(one), _plain(other)
     for part in first:
@@ -111,7 +115,7 @@ def check(
     means: dict[str, float | None] = {}
     for kind in dict.fromkeys(a.reply for a in ahead):
         of_kind = [a.rewards for a in ahead if a.reply == kind and isinstance(a.rewards, dict)]
-        found = [r for r in (total_reward(rewards, weights) for rewards in of_kind) if r is not None]
+        found = [r for r in (bundles.total_reward(rewards, weights) for rewards in of_kind) if r is not None]
         means[kind] = sum(found) / len(found) if found else None
     return Checked(
         problems=len(numbers),
@@ -132,12 +136,12 @@ def _played(pool: EnvironmentPool, numbers: Sequence[int], seed: int, replies: S
     attempts = []
     for number, problem in zip(numbers, pool.problems(numbers, seed), strict=True):
         for kind in ("empty", "fixed", "right", *(("given",) if replies else ())):
-            has_answer = isinstance(problem, EnvironmentProblem) and isinstance(problem.data.get(ANSWER), str)
+            has_answer = isinstance(problem, bundles.EnvironmentProblem) and isinstance(problem.data.get(ANSWER), str)
             if kind != "right" or has_answer:
                 attempts.append(Attempt(number=number, reply=kind, problem=problem))
-    seated = [a for a in attempts if isinstance(a.problem, EnvironmentProblem)]
+    seated = [a for a in attempts if isinstance(a.problem, bundles.EnvironmentProblem)]
     pool.start(
-        [((a.number, a.reply), a.problem) for a in seated if isinstance(a.problem, EnvironmentProblem)],
+        [((a.number, a.reply), a.problem) for a in seated if isinstance(a.problem, bundles.EnvironmentProblem)],
         groups=[a.number for a in seated],
     )
     going = seated
@@ -145,14 +149,14 @@ def _played(pool: EnvironmentPool, numbers: Sequence[int], seed: int, replies: S
         texts = [((a.number, a.reply), _text(a, turn, replies)) for a in going]
         for attempt, answer in zip(going, pool.reply(texts), strict=True):
             attempt.turns.append(answer)
-        going = [a for a in going if isinstance(a.turns[-1], Turn) and not a.turns[-1].done]
+        going = [a for a in going if isinstance(a.turns[-1], bundles.Turn) and not a.turns[-1].done]
     for attempt, rewards in zip(seated, pool.rewards([(a.number, a.reply) for a in seated]), strict=True):
         attempt.rewards = rewards
     return attempts
 
 
 def _text(attempt: Attempt, turn: int, replies: Sequence[str]) -> str:
-    if attempt.reply == "right" and isinstance(attempt.problem, EnvironmentProblem):
+    if attempt.reply == "right" and isinstance(attempt.problem, bundles.EnvironmentProblem):
         return str(attempt.problem.data[ANSWER])
     if attempt.reply == "given":
         return replies[min(turn, len(replies) - 1)]

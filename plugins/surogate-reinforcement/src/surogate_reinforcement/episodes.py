@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from surogate_core.bundles.reinforcement.environments import EnvironmentProblem, Rewards, Turn
+from surogate_core.plugin import bundles
 
 
 class OneReply:
@@ -13,14 +13,16 @@ class OneReply:
     `judge`: (problem, reply) → rewards. An episode without a reply is judged by the empty text.
     """
 
-    def __init__(self, problem: EnvironmentProblem, judge: Callable[[EnvironmentProblem, str], Rewards]) -> None:
+    def __init__(
+        self, problem: bundles.EnvironmentProblem, judge: Callable[[bundles.EnvironmentProblem, str], bundles.Rewards]
+    ) -> None:
         self._problem, self._judge, self._text = problem, judge, ""
 
-    def reply(self, text: str) -> Turn:
+    def reply(self, text: str) -> bundles.Turn:
         self._text = text
-        return Turn(done=True)
+        return bundles.Turn(done=True)
 
-    def rewards(self) -> Rewards:
+    def rewards(self) -> bundles.Rewards:
         return self._judge(self._problem, self._text)
 
 

@@ -14,7 +14,7 @@ def training_numbers(first: int, count: int, *, size: int | None, seed: int = 0)
     """
     if size is None:
         return list(range(first, first + count))
-    from surogate_core.data.sampler import epoch_order
+    from surogate_core.service.data import epoch_order
 
     places = range(first, first + count)
     orders = {epoch: epoch_order(size, seed, epoch).tolist() for epoch in sorted({p // size for p in places})}

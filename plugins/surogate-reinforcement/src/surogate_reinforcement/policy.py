@@ -24,10 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from surogate_core.batch import IGNORE_LABEL, WEIGHTS
-from surogate_core.bundles import Lengths, Objective, Part, PolicyLoss
-from surogate_core.bundles.parts import fault
-from surogate_core.errors import PluginError
+from surogate_core.plugin import IGNORE_LABEL, WEIGHTS, PluginError, bundles
+from surogate_core.service.plugins import fault
 from surogate_reinforcement.policy_figures import figures
 from surogate_reinforcement.policy_terms import (
     ADVANTAGES,
@@ -59,17 +57,17 @@ class Divided:
 class Policy:
     """A policy loss with the settings of a run. Raises `PluginError` where the loss is not a `PolicyLoss`."""
 
-    part: Part
+    part: bundles.Part
     settings: PolicySettings
 
     def __post_init__(self) -> None:
-        if not isinstance(self.part.built, PolicyLoss):
+        if not isinstance(self.part.built, bundles.PolicyLoss):
             raise PluginError(f"{self.part.label}: `build` returned {self.part.built!r:.80}, not a PolicyLoss.")
 
     @property
-    def loss(self) -> PolicyLoss:
+    def loss(self) -> bundles.PolicyLoss:
         """The parts of the loss."""
-        found: PolicyLoss = self.part.built
+        found: bundles.PolicyLoss = self.part.built
         return found
 
     @property
@@ -128,11 +126,11 @@ class Policy:
             for advantage in (-1.0, 0.0, 1.0):
                 self.trial(moved, advantage)
 
-    def objective(self) -> Objective:
+    def objective(self) -> bundles.Objective:
         """The objective of a run."""
         traced, measured = _Traced(self), figures(self)
         whole = self.by_sequence
-        return Objective(
+        return bundles.Objective(
             name=self.part.name,
             label=self.part.label,
             token_loss=traced.negative_logprobs if whole else traced.of_tokens,
@@ -164,7 +162,7 @@ class Policy:
             left_out = 0
             found.append(
                 self._divided(
-                    Lengths(
+                    bundles.Lengths(
                         trained=tuple(lengths),
                         completions=count,
                         max_completion_length=self.settings.max_completion_length,
@@ -173,7 +171,7 @@ class Policy:
             )
         return found
 
-    def _divided(self, lengths: Lengths) -> Divided:
+    def _divided(self, lengths: bundles.Lengths) -> Divided:
         try:
             found = Divided(
                 tuple(float(weight) for weight in self.loss.aggregation.weights(lengths)),
@@ -210,11 +208,11 @@ class _Traced:
 
     def negative_logprobs(self, logits_NV: Tensor, labels_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """-log π at the sampling temperature; 0 where the label is -100."""
-        from surogate_core.kernels.ops import cross_entropy, wide
+        from surogate_core.plugin import ops
 
         if self.settings.temperature == 1:
-            return cross_entropy(logits_NV, labels_N)
-        return cross_entropy(wide(logits_NV) / self.settings.temperature, labels_N)
+            return ops.cross_entropy(logits_NV, labels_N)
+        return ops.cross_entropy(ops.wide(logits_NV) / self.settings.temperature, labels_N)
 
     def of_tokens(self, logits_NV: Tensor, labels_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """The loss of each token, for objectives that need no sums over completions."""

@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles.parts import fault
-from surogate_core.errors import PluginError
+from surogate_core.plugin import IGNORE_LABEL, PluginError
+from surogate_core.service.plugins import fault
 from surogate_reinforcement.policy_terms import CompletionSums, divergence, gap, importance_weights, terms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surogate_core.bundles import PolicyTerms
+    from surogate_core.plugin import bundles
     from surogate_reinforcement.policy import Policy
 
 ENTROPY, KL = "entropy", "kl"
@@ -44,13 +43,13 @@ class Figures:
         """[N] for each of `of_tokens`."""
         import torch
 
-        from surogate_core.kernels.ops import wide
+        from surogate_core.plugin import ops
 
         # Written so that Inductor fuses it into reductions over the logits.
-        scaled_NV = wide(logits_NV) / self.policy.settings.temperature
+        scaled_NV = ops.wide(logits_NV) / self.policy.settings.temperature
         lse_N1 = torch.logsumexp(scaled_NV, dim=-1, keepdim=True)
         index_N1 = labels_N.masked_fill(labels_N == IGNORE_LABEL, 0)[:, None]
-        logp_N = (wide(logits_NV.gather(1, index_N1)) / self.policy.settings.temperature - lse_N1)[:, 0]
+        logp_N = (ops.wide(logits_NV.gather(1, index_N1)) / self.policy.settings.temperature - lse_N1)[:, 0]
         logprobs_NV = scaled_NV - lse_N1
         # A token with probability 0 has no part in the entropy.
         entropy_N = -(logprobs_NV.exp() * logprobs_NV.clamp(min=-1e4)).sum(-1)
@@ -88,13 +87,13 @@ class Figures:
             found |= zip(CLIPPED, (fallen_N, risen_N, fallen_N + risen_N), strict=True)
         return [found[name] for name in names]
 
-    def _clipped(self, seen: PolicyTerms) -> tuple[Tensor, Tensor]:
+    def _clipped(self, seen: bundles.PolicyTerms) -> tuple[Tensor, Tensor]:
         """[N] each: 1 where a ratio fell too far, and where one rose too far, otherwise 0."""
         assert self.policy.loss.clipped is not None
         fallen_N, risen_N = self.policy.loss.clipped(seen)
         return fallen_N.float(), risen_N.float()
 
-    def _own(self, name: str, seen: PolicyTerms) -> Tensor:
+    def _own(self, name: str, seen: bundles.PolicyTerms) -> Tensor:
         """[N]: a figure of the policy loss's own."""
         part = self.policy.part
         try:

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from surogate_core.batch import WEIGHTS
-from surogate_core.bundles import Part, PolicyLoss, PolicyTerms
-from surogate_core.errors import PluginError
+from surogate_core.plugin import WEIGHTS, PluginError, bundles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,14 +72,14 @@ class CompletionSums(NamedTuple):
     @classmethod
     def of(cls, positions_N: Tensor, columns: Mapping[str, Tensor]) -> CompletionSums:
         """Those of a micro-batch."""
-        from surogate_core.kernels.documents import document_sums
+        from surogate_core.plugin import compute
 
         trained_N = (columns[WEIGHTS] != 0).to(columns[WEIGHTS].dtype)
-        count_N = document_sums(trained_N, positions_N).clamp(min=1.0)
-        return cls(lambda x_N: document_sums(x_N * trained_N, positions_N), count_N, trained_N)
+        count_N = compute.document_sums(trained_N, positions_N).clamp(min=1.0)
+        return cls(lambda x_N: compute.document_sums(x_N * trained_N, positions_N), count_N, trained_N)
 
 
-def bounds(loss: PolicyLoss, settings: PolicySettings) -> tuple[float, float]:
+def bounds(loss: bundles.PolicyLoss, settings: PolicySettings) -> tuple[float, float]:
     """(low, high): the settings, or what the loss has; low is 0 for a loss without a lower bound."""
     low, high = loss.bounds
     if settings.epsilon is not None and low is not None:
@@ -90,14 +88,14 @@ def bounds(loss: PolicyLoss, settings: PolicySettings) -> tuple[float, float]:
 
 
 def terms(
-    part: Part,
+    part: bundles.Part,
     settings: PolicySettings,
     logp_N: Tensor,
     columns: Mapping[str, Tensor],
     documents: CompletionSums | None,
-) -> PolicyTerms:
+) -> bundles.PolicyTerms:
     """The terms of a micro-batch, or of a chunk of it without `documents`: its ratios are then those of tokens."""
-    loss: PolicyLoss = part.built
+    loss: bundles.PolicyLoss = part.built
     old_N, behaviour_N = old(logp_N, columns), behaviour(logp_N, columns)
     log_ratio_N = logp_N - (old_N if loss.against == "old" else behaviour_N)
     if documents is not None and loss.ratio != "token":
@@ -107,7 +105,7 @@ def terms(
         whole_N = whole_N / documents.count_N if loss.ratio == "mean" else whole_N
         log_ratio_N = whole_N + (logp_N - logp_N.detach())
     low, high = bounds(loss, settings)
-    return PolicyTerms(
+    return bundles.PolicyTerms(
         logp_N=logp_N,
         old_N=old_N,
         behaviour_N=behaviour_N,
@@ -120,7 +118,7 @@ def terms(
     )
 
 
-def _refusal(part: Part) -> Callable[[Tensor], Tensor]:
+def _refusal(part: bundles.Part) -> Callable[[Tensor], Tensor]:
     def total(x_N: Tensor) -> Tensor:
         raise PluginError(
             f"{part.label} calls `total`, and only a loss with `sums_completions=True` sees whole completions."

@@ -14,12 +14,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from surogate_core.bundles.handed import ChosenBundle, Plugins, whole
-from surogate_core.bundles.reinforcement.environments import EnvironmentProblem, Fault, Rewards, Turn
-from surogate_core.bundles.tasks import Stopped
-from surogate_core.config.resolve import plain
-from surogate_core.errors import UserError
-from surogate_core.plugins.registry import Registry
+from surogate_core.plugin import UserError, bundles
+from surogate_core.service.config import plain
+from surogate_core.service.plugins import Registry, whole
 from surogate_reinforcement.process import BUILD_LATE, BUILD_SECONDS, REFUSED, WorkerProcess
 
 Key = Hashable
@@ -44,7 +41,7 @@ class _Episode:
     life: int = 0
     """The worker's life in which the episode is there; 0: in none."""
     replies: list[str] = field(default_factory=list)
-    fault: Fault | None = None
+    fault: bundles.Fault | None = None
 
 
 class EnvironmentPool:
@@ -52,8 +49,8 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        environment: ChosenBundle,
-        registry: Plugins,
+        environment: bundles.ChosenBundle,
+        registry: bundles.Plugins,
         *,
         workers: int = 1,
         timeout: float = 10.0,
@@ -62,7 +59,7 @@ class EnvironmentPool:
         memory: int = MEMORY,
         processes: int = PROCESSES,
         stopped: Callable[[], bool] = lambda: False,
-        first_fault: Callable[[Fault], None] = lambda fault: None,
+        first_fault: Callable[[bundles.Fault], None] = lambda fault: None,
     ) -> None:
         """`environment`: the choice of the configuration. `timeout`: seconds of one problem, reply or reward.
         `build_timeout`: seconds to build the environment, and `build_option` is what a user sets it with. `stopped`:
@@ -72,7 +69,7 @@ class EnvironmentPool:
         Raises `UserError` if the environment cannot be built.
         """
         self._stopped, self._first_fault = stopped, first_fault
-        self._fault: Fault | None = None
+        self._fault: bundles.Fault | None = None
         """The first fault of all."""
         self._told = False
         known = whole(Registry, registry)
@@ -93,7 +90,7 @@ class EnvironmentPool:
         self._started = 0
         weakref.finalize(self, _close_all, self._workers)
         facts = self._workers[0].build()
-        if isinstance(facts, Fault):
+        if isinstance(facts, bundles.Fault):
             self.close()
             detail = facts.detail
             if facts.reason != REFUSED:
@@ -123,14 +120,14 @@ class EnvironmentPool:
 
     # ----------------------------------------------------------------------------- problems
 
-    def problems(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem | Fault]:
+    def problems(self, numbers: Sequence[int], seed: int) -> list[bundles.EnvironmentProblem | bundles.Fault]:
         """The problems of these numbers, in their order."""
 
-        def one(place: int) -> EnvironmentProblem | Fault:
+        def one(place: int) -> bundles.EnvironmentProblem | bundles.Fault:
             found = self._request(place % len(self._workers), "problem", number=numbers[place], seed=seed)
-            if isinstance(found, Fault):
+            if isinstance(found, bundles.Fault):
                 return found
-            return EnvironmentProblem(
+            return bundles.EnvironmentProblem(
                 messages=tuple(found["messages"]), data=found["data"], tools=tuple(found["tools"])
             )
 
@@ -138,7 +135,7 @@ class EnvironmentPool:
 
     # ---------------------------------------------------------------------------- episodes
 
-    def start(self, episodes: Sequence[tuple[Key, EnvironmentProblem]], *, groups: Sequence[Key] = ()) -> None:
+    def start(self, episodes: Sequence[tuple[Key, bundles.EnvironmentProblem]], *, groups: Sequence[Key] = ()) -> None:
         """Begin episodes, under keys of the caller's that are not in use.
 
         `groups`: a key for each episode; equal ones are attempts at one problem, which `rewards` compares where the
@@ -159,20 +156,24 @@ class EnvironmentPool:
             }
             self._episodes[key] = _Episode(number=self._started, worker=worker, problem=plain, group=group)
 
-    def reply(self, replies: Sequence[tuple[Key, str]]) -> list[Turn | Fault]:
+    def reply(self, replies: Sequence[tuple[Key, str]]) -> list[bundles.Turn | bundles.Fault]:
         """The environment's answer to each reply, in their order."""
 
-        def one(given: tuple[Key, str]) -> Turn | Fault:
+        def one(given: tuple[Key, str]) -> bundles.Turn | bundles.Fault:
             episode = self._episodes[given[0]]
             found = self._present(episode)
             if found is None:
                 found = self._ask(episode, "reply", text=given[1])
             episode.replies.append(given[1])
-            return found if isinstance(found, Fault) else Turn(messages=tuple(found["messages"]), done=found["done"])
+            return (
+                found
+                if isinstance(found, bundles.Fault)
+                else bundles.Turn(messages=tuple(found["messages"]), done=found["done"])
+            )
 
         return self._spread(replies, lambda given: self._episodes[given[0]].worker, one)
 
-    def rewards(self, keys: Sequence[Key]) -> list[Rewards | Fault]:
+    def rewards(self, keys: Sequence[Key]) -> list[bundles.Rewards | bundles.Fault]:
         """The named rewards of episodes, in their order; this ends them.
 
         Episodes of one group are compared if they are in one call.
@@ -181,7 +182,7 @@ class EnvironmentPool:
         for key in keys:
             episode = self._episodes[key]
             groups.setdefault(episode.group, []).append(episode)
-        found: dict[int, Rewards | Fault] = {}
+        found: dict[int, bundles.Rewards | bundles.Fault] = {}
         for part in self._spread(list(groups.values()), lambda group: group[0].worker, self._group_rewards):
             found |= part
         ended = [self._episodes[key].number for key in keys]
@@ -200,27 +201,29 @@ class EnvironmentPool:
 
         self._spread(range(len(self._workers)), lambda place: place, one)
 
-    def _group_rewards(self, group: Sequence[_Episode]) -> dict[int, Rewards | Fault]:
-        found: dict[int, Rewards | Fault] = {}
+    def _group_rewards(self, group: Sequence[_Episode]) -> dict[int, bundles.Rewards | bundles.Fault]:
+        found: dict[int, bundles.Rewards | bundles.Fault] = {}
         for episode in group:
             found[episode.number] = self._present(episode) or self._ask(episode, "rewards")
-        sound = [episode for episode in group if not isinstance(found[episode.number], Fault)]
+        sound = [episode for episode in group if not isinstance(found[episode.number], bundles.Fault)]
         if not self._has_groups or not sound:
             return found
         absent = [self._present(episode) for episode in sound]  # a fault of one may have ended the process of all
         fault = next((fault for fault in absent if fault is not None), None)
         compared = fault or self._request(sound[0].worker, "group", episodes=[e.number for e in sound])
-        if not isinstance(compared, Fault) and len(compared) != len(sound):
-            compared = Fault(reason="invalid", detail=f"there are {len(compared)} rewards of {len(sound)} episodes")
+        if not isinstance(compared, bundles.Fault) and len(compared) != len(sound):
+            compared = bundles.Fault(
+                reason="invalid", detail=f"there are {len(compared)} rewards of {len(sound)} episodes"
+            )
         for place, episode in enumerate(sound):
             before = found[episode.number]
-            assert not isinstance(before, Fault)
-            found[episode.number] = compared if isinstance(compared, Fault) else {**before, **compared[place]}
+            assert not isinstance(before, bundles.Fault)
+            found[episode.number] = compared if isinstance(compared, bundles.Fault) else {**before, **compared[place]}
         return found
 
     # ------------------------------------------------------------------------------ details
 
-    def _present(self, episode: _Episode) -> Fault | None:
+    def _present(self, episode: _Episode) -> bundles.Fault | None:
         """Play an episode again whose process was killed; the fault that it has, or has now, or None."""
         worker = self._workers[episode.worker]
         if episode.fault is None and episode.life != worker.life():
@@ -233,13 +236,13 @@ class EnvironmentPool:
 
     def _ask(self, episode: _Episode, do: str, **arguments: Any) -> Any:
         found = self._request(episode.worker, do, episode=episode.number, **arguments)
-        if isinstance(found, Fault):
+        if isinstance(found, bundles.Fault):
             episode.fault = found
         return found
 
     def _request(self, worker: int, do: str, **arguments: Any) -> Any:
         found = self._workers[worker].ask(do, **arguments)
-        if isinstance(found, Fault) and self._fault is None:
+        if isinstance(found, bundles.Fault) and self._fault is None:
             self._fault = found
         return found
 
@@ -253,7 +256,7 @@ class EnvironmentPool:
         def work(places: list[int]) -> None:
             for place in places:
                 if self._stopped():
-                    raise Stopped
+                    raise bundles.Stopped
                 results[place] = one(items[place])
                 if len(parts) == 1:
                     self._tell()

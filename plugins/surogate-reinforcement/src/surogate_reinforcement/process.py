@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
-from surogate_core.bundles.reinforcement.environments import Fault, FaultReason
+from surogate_core.plugin import bundles
 from surogate_reinforcement import shapes, worker
 from surogate_reinforcement.frames import GoneError, LateError, Pipe, TooLargeError, packed
 from surogate_reinforcement.guardian import TOKEN, Guardian
@@ -59,9 +59,9 @@ class WorkerProcess:
         try:
             self._send(do, deadline, arguments)
         except TooLargeError as error:
-            return Fault(reason="size", detail=f"the reply has {error}")
+            return bundles.Fault(reason="size", detail=f"the reply has {error}")
         except (ValueError, RecursionError) as error:  # A problem of a worker's that says more than JSON can.
-            return Fault(reason="invalid", detail=f"{do} cannot be asked for: {error}"[:_LINE])
+            return bundles.Fault(reason="invalid", detail=f"{do} cannot be asked for: {error}"[:_LINE])
         except (LateError, GoneError) as error:
             return self._lost(error, f"{do} took more than {self._timeout:g} s")
         return self._answer(do, deadline, f"{do} took more than {self._timeout:g} s")
@@ -90,7 +90,7 @@ class WorkerProcess:
         self._life += 1
         self._pipe.close()
 
-    def _built(self) -> Fault | None:
+    def _built(self) -> bundles.Fault | None:
         """Start it if it is not running, and wait until it has its environment."""
         if self._guardian is None:
             self.begin()
@@ -98,7 +98,7 @@ class WorkerProcess:
             return None
         self._facts = self._answer("build", self._built_by, f"{BUILD_LATE} {self._build_timeout:g} s")
         self._is_building = False
-        if isinstance(self._facts, Fault):
+        if isinstance(self._facts, bundles.Fault):
             self.close()
             return self._facts
         return None
@@ -133,17 +133,17 @@ class WorkerProcess:
                 case {"ok": value, "number": self._asked_for}:
                     return shapes.ANSWERS[do](value)
                 case {"fault": [str(reason), str(detail)], "number": self._asked_for}:
-                    if reason in get_args(FaultReason) or (do == "build" and reason == REFUSED):
-                        return Fault(reason=cast("FaultReason", reason), detail=detail[:_LINE])
+                    if reason in get_args(bundles.FaultReason) or (do == "build" and reason == REFUSED):
+                        return bundles.Fault(reason=cast("bundles.FaultReason", reason), detail=detail[:_LINE])
         # Code of the environment has written to the pipe, so what follows in it would be no answer either.
         self.close()
-        return Fault(reason="exit", detail=f"the worker process sent no answer to {do}")
+        return bundles.Fault(reason="exit", detail=f"the worker process sent no answer to {do}")
 
-    def _lost(self, error: LateError | GoneError, late: str) -> Fault:
+    def _lost(self, error: LateError | GoneError, late: str) -> bundles.Fault:
         """End the process; why it has not answered."""
         detail = late if isinstance(error, LateError) else self._end()
         self.close()
-        return Fault(reason="timeout" if isinstance(error, LateError) else "exit", detail=detail)
+        return bundles.Fault(reason="timeout" if isinstance(error, LateError) else "exit", detail=detail)
 
     def _end(self) -> str:
         """How the process ended, in one line."""

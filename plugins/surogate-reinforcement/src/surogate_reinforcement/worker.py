@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from surogate_core.bundles.reinforcement.environments import Environment, EnvironmentProblem, Episode, Turn
-from surogate_core.errors import SurogateError
-from surogate_core.parents import die_with
+from surogate_core.plugin import SurogateError, bundles
+from surogate_core.service.app import die_with
 from surogate_reinforcement import shapes
 from surogate_reinforcement.frames import GoneError, Pipe, TooLargeError, packed
 from surogate_reinforcement.limits import ProcessLimits, allow_cpu
@@ -94,16 +93,14 @@ class ServedEnvironment:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = given
-        self._environment: Environment
-        self._episodes: dict[int, Episode] = {}
+        self._environment: bundles.Environment
+        self._episodes: dict[int, bundles.Episode] = {}
 
     def build(self) -> dict[str, Any]:
         """Import the plugin that offers the environment, and no other, and build it."""
-        from surogate_core.config.typed import Builder
-        from surogate_core.errors import ConfigError, Problem
-        from surogate_core.plugins.discovery import ImportPolicy
-        from surogate_core.plugins.policy import LockRule
-        from surogate_core.plugins.registry import load_plugins
+        from surogate_core.plugin import ConfigError, Problem, load_plugins
+        from surogate_core.service.config import Builder
+        from surogate_core.service.plugins import ImportPolicy, LockRule
 
         asked = self._given["policy"]
         policy = ImportPolicy(
@@ -123,19 +120,21 @@ class ServedEnvironment:
 
     def problem(self, number: int, seed: int) -> dict[str, Any]:
         problem = self._environment.problem(number, seed)
-        if not isinstance(problem, EnvironmentProblem):
+        if not isinstance(problem, bundles.EnvironmentProblem):
             raise InvalidError(f"problem returned {type(problem).__name__}, not an EnvironmentProblem")
         values = {"messages": list(problem.messages), "data": dict(problem.data), "tools": list(problem.tools)}
         return _json(shapes.problem(values), "the problem")
 
     def start(self, episode: int, problem: Mapping[str, Any]) -> None:
         messages, tools = tuple(problem["messages"]), tuple(problem["tools"])
-        started = self._environment.start(EnvironmentProblem(messages=messages, data=problem["data"], tools=tools))
+        started = self._environment.start(
+            bundles.EnvironmentProblem(messages=messages, data=problem["data"], tools=tools)
+        )
         self._episodes[episode] = started
 
     def reply(self, episode: int, text: str) -> dict[str, Any]:
         turn = self._episodes[episode].reply(text)
-        if not isinstance(turn, Turn):
+        if not isinstance(turn, bundles.Turn):
             raise InvalidError(f"reply returned {type(turn).__name__}, not a Turn")
         return _json(shapes.turn({"messages": list(turn.messages), "done": bool(turn.done)}), "the turn")
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 from surogate_rollout_vllm.options import VllmOptions
-
-if TYPE_CHECKING:
-    from surogate_core.bundles import ModelWeights
 
 SUROGATE_API = ">=2,<3"
 
@@ -25,7 +20,7 @@ def surogate_rollout_engine() -> bundles.RolloutEngineSpec:
     return bundles.RolloutEngineSpec(name="vllm", open=_open, options=VllmOptions, caches=False, apart=True)
 
 
-def _open(weights: ModelWeights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
+def _open(weights: bundles.ModelWeights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
     from surogate_rollout_vllm.engine import VllmEngine
 
     return VllmEngine(weights, settings, settings.options or VllmOptions())

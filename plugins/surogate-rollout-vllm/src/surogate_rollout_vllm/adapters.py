@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from surogate_core.bundles import RolloutSettings
-from surogate_core.errors import MachineError, UserError
-from surogate_core.generate.native import NativeEngine
-from surogate_core.hf.card import CardFacts
-from surogate_core.hf.export import export_adapter
-from surogate_core.numbers import significant
+from surogate_core.plugin import CardFacts, MachineError, UserError, bundles, export_adapter, inference, significant
 from surogate_rollout_vllm.client import Client, Refused
 from surogate_rollout_vllm.options import VllmOptions
 from surogate_rollout_vllm.wire import models_of, scored
@@ -26,7 +21,6 @@ from surogate_rollout_vllm.wire import models_of, scored
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surogate_core.bundles import ModelWeights
 
 IGNORED = 0.1
 """The server ignored an update if its log-probabilities are the same to the last digit although those of the trainer
@@ -39,7 +33,7 @@ UNLOADING = 10.0
 class ServerAdapter:
     """Keeps a server's adapter equal to that of the weights."""
 
-    def __init__(self, weights: ModelWeights, client: Client, options: VllmOptions, base: str):
+    def __init__(self, weights: bundles.ModelWeights, client: Client, options: VllmOptions, base: str):
         self.weights, self.client, self.options, self.base = weights, client, options, base
         self.name = base
         """The model that requests ask for: the base, or the adapter that was loaded last."""
@@ -49,7 +43,7 @@ class ServerAdapter:
         self._updates = 0
         self._run = secrets.token_hex(4)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._trainer: NativeEngine | None = None
+        self._trainer: inference.NativeEngine | None = None
         self._probe: tuple[int, ...] = ()
         self._before: tuple[list[float], list[float]] | None = None
         """The trainer's and the server's log-probabilities of the probe when those of the server changed last."""
@@ -140,7 +134,9 @@ class ServerAdapter:
             self._probe = ()
             return
         if self._trainer is None:
-            self._trainer = NativeEngine(self.weights, RolloutSettings(slots=1, context=len(self._probe)))
+            self._trainer = inference.NativeEngine(
+                self.weights, bundles.RolloutSettings(slots=1, context=len(self._probe))
+            )
         (trainer,) = self._trainer.logprobs([self._probe])
         server = scored(self.client, self.name, self._probe)
         place = f"{self.client.url} (model {self.name})"
@@ -165,7 +161,7 @@ class ServerAdapter:
             self._before = (trainer, server)
 
 
-def _check_trained(weights: ModelWeights) -> None:
+def _check_trained(weights: bundles.ModelWeights) -> None:
     specs = weights.specs.values()
     whole = [spec.hf_name for spec in specs if spec.trainable and spec.role != "adapter"]
     if whole:

@@ -12,7 +12,7 @@ from threading import Event, Lock
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
-from surogate_core.errors import MachineError, SurogateError, UserError
+from surogate_core.plugin import MachineError, SurogateError, UserError
 
 LONGEST_ANSWER = 2**28
 """Bytes of the longest answer that is read."""

@@ -7,18 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Request, RolloutSettings
-from surogate_core.errors import MachineError, UserError
+from surogate_core.plugin import MachineError, UserError, bundles
 from surogate_rollout_vllm.adapters import ServerAdapter
 from surogate_rollout_vllm.client import Client
 from surogate_rollout_vllm.mode import check_mode, mode_for
 from surogate_rollout_vllm.options import VllmOptions
 from surogate_rollout_vllm.wire import completed, models_of, scored
-
-if TYPE_CHECKING:
-    from surogate_core.bundles import ModelWeights
 
 T = TypeVar("T")
 POLL = 0.02
@@ -28,7 +24,7 @@ POLL = 0.02
 class VllmEngine:
     """Completions by a server that has the base model and receives the adapter whenever it has changed."""
 
-    def __init__(self, weights: ModelWeights, settings: RolloutSettings, options: VllmOptions):
+    def __init__(self, weights: bundles.ModelWeights, settings: bundles.RolloutSettings, options: VllmOptions):
         """Asks the server for its models. Raises `MachineError` if it does not answer or has another context."""
         key = os.environ.get(options.key_variable)
         self.client = Client(options.url, key=key, timeout=options.timeout, retries=options.retries)
@@ -43,7 +39,9 @@ class VllmEngine:
 
     # --------------------------------------------------------------------------- public
 
-    def generate(self, requests: Sequence[Request], *, on_token: OnToken | None = None) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[bundles.Request], *, on_token: bundles.OnToken | None = None
+    ) -> list[bundles.Completion]:
         """A completion of each request, in their order. Tokens are passed on when their completion is there."""
         if not requests:
             return []
@@ -52,7 +50,7 @@ class VllmEngine:
         for mode in sorted(modes.keys() - self._modes):
             check_mode(self.client, self.adapters.name, modes[mode], mode, self.options.probe_tolerance)
             self._modes.add(mode)
-        found: dict[int, Completion] = {}
+        found: dict[int, bundles.Completion] = {}
         take = on_token or (lambda index, token: False)
         with self._requests() as pool:
             open_ = {pool.submit(self._completed, request): index for index, request in enumerate(requests)}
@@ -60,9 +58,9 @@ class VllmEngine:
                 found[index] = _cut(completion, lambda token, _, index=index: take(index, token))  # type: ignore[misc]
         return [found[index] for index in range(len(requests))]
 
-    def serve(self, arriving: Arriving, on_token: OnChosen) -> None:
+    def serve(self, arriving: bundles.Arriving, on_token: bundles.OnChosen) -> None:
         """Completes requests that arrive while others run, until none runs and none arrives."""
-        open_: dict[Future[Completion], int] = {}
+        open_: dict[Future[bundles.Completion], int] = {}
         number = 0
         with self._requests() as pool:
             while True:
@@ -110,7 +108,7 @@ class VllmEngine:
         self.adapters.stale |= not self._frozen
         self.adapters.update(prompts)
 
-    def _completed(self, request: Request) -> Completion:
+    def _completed(self, request: bundles.Request) -> bundles.Completion:
         return completed(self.client, request, self.adapters.name)
 
     @contextmanager
@@ -136,7 +134,7 @@ def _ended(open_: dict[Future[T], int]) -> Iterable[tuple[int, T]]:
             yield open_[future], future.result()
 
 
-def _cut(completion: Completion, ends: Callable[[int, float], bool]) -> Completion:
+def _cut(completion: bundles.Completion, ends: Callable[[int, float], bool]) -> bundles.Completion:
     """The completion up to the token at which the caller ends it."""
     for position, (token, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True), start=1):
         if ends(token, logprob):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from surogate_core.bundles import Request, Sampling
-from surogate_core.errors import MachineError, UserError
+from surogate_core.plugin import MachineError, UserError, bundles
 from surogate_rollout_vllm.client import Client
 from surogate_rollout_vllm.wire import completed, scored
 
@@ -20,7 +19,7 @@ TOKENS = 16
 """Tokens of the probe."""
 
 
-def mode_for(sampling: Sampling) -> str | None:
+def mode_for(sampling: bundles.Sampling) -> str | None:
     """The mode that gives the loss its log-probabilities; None if no loss reads them or both modes are right.
 
     Raises `UserError` if neither is.
@@ -38,15 +37,15 @@ def mode_for(sampling: Sampling) -> str | None:
     return PROCESSED if tempered else RAW if filtered else None
 
 
-def check_mode(client: Client, model: str, request: Request, wanted: str, tolerance: float) -> None:
+def check_mode(client: Client, model: str, request: bundles.Request, wanted: str, tolerance: float) -> None:
     """Compare the log-probabilities of a completion at a high temperature with those of the same tokens in a prompt,
     which are always raw. Raises `MachineError` if the server has the other mode.
     """
-    hot = Request(
+    hot = bundles.Request(
         prompt=request.prompt,
         max_new_tokens=max(1, min(TOKENS, request.max_new_tokens - 1)),
         number=request.number,
-        sampling=Sampling(temperature=HOT, seed=request.sampling.seed),
+        sampling=bundles.Sampling(temperature=HOT, seed=request.sampling.seed),
     )
     found = completed(client, hot, model)
     raw = scored(client, model, (*hot.prompt, *found.ids))[-len(found.ids) :]

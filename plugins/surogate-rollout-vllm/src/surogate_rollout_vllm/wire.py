@@ -7,20 +7,19 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from surogate_core.bundles import Completion, Reason, Request
-from surogate_core.errors import MachineError
+from surogate_core.plugin import MachineError, bundles
 from surogate_rollout_vllm.client import Client, is_number
 
 COMPLETIONS = "/v1/completions"
 
 
-def seed_of(request: Request) -> int:
+def seed_of(request: bundles.Request) -> int:
     """A number below 2**63 of the keys that decide a request's random choices."""
     keys = np.random.SeedSequence([request.sampling.seed & 0xFFFFFFFFFFFFFFFF, request.number, request.sample])
     return int(keys.generate_state(1, np.uint64)[0]) >> 1
 
 
-def values_of(request: Request, model: str) -> dict[str, Any]:
+def values_of(request: bundles.Request, model: str) -> dict[str, Any]:
     """The body of a request for a completion. Every value that a server has a default for is set."""
     sampling = request.sampling
     return {
@@ -45,7 +44,7 @@ def values_of(request: Request, model: str) -> dict[str, Any]:
     }
 
 
-def completed(client: Client, request: Request, model: str) -> Completion:
+def completed(client: Client, request: bundles.Request, model: str) -> bundles.Completion:
     """The server's completion of a request."""
     answer = client.post(COMPLETIONS, values_of(request, model))
     choice = _choice(client, answer, request.prompt)
@@ -63,10 +62,10 @@ def completed(client: Client, request: Request, model: str) -> Completion:
     if not all(is_number(value) and value <= 1e-3 for value in values):
         _wrong(client, "a log-probability is not finite or above 0")
     reason = _reason(client, request, ids, choice.get("finish_reason"))
-    return Completion(ids=tuple(ids), logprobs=tuple(min(float(v), 0.0) for v in values), reason=reason)
+    return bundles.Completion(ids=tuple(ids), logprobs=tuple(min(float(v), 0.0) for v in values), reason=reason)
 
 
-def _reason(client: Client, request: Request, ids: Sequence[int], reason: Any) -> Reason:
+def _reason(client: Client, request: bundles.Request, ids: Sequence[int], reason: Any) -> bundles.Reason:
     early = [token for token in ids[:-1] if token in request.stop_ids]
     if early:
         _wrong(client, f"it went on after stop token {early[0]}")

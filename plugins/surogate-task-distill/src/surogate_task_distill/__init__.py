@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 from surogate_task_distill.options import DistillOptions
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import RunKeys
-    from surogate_core.data.pipeline import PreparedData
+    from surogate_core.plugin import PreparedData
 
 SUROGATE_API = ">=2,<3"
 
@@ -32,7 +31,7 @@ def surogate_task() -> bundles.TaskSpec:
     )
 
 
-def _build(config: RunKeys, data: PreparedData, options: DistillOptions) -> bundles.Task:
+def _build(config: bundles.RunKeys, data: PreparedData, options: DistillOptions) -> bundles.Task:
     from surogate_task_distill.task import DistillTask
 
     return DistillTask(config, data, options)

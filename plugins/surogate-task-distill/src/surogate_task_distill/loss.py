@@ -14,8 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Objective
+from surogate_core.plugin import IGNORE_LABEL, bundles
 from surogate_task_distill.options import DistillOptions
 
 FIGURES = ("ce", "kl", "agreement")
@@ -79,9 +78,9 @@ def token_figures(
     return ce_N, kl_N, agrees_N.float()
 
 
-def objective(options: DistillOptions) -> Objective:
+def objective(options: DistillOptions) -> bundles.Objective:
     """The objective of a run."""
-    return Objective(
+    return bundles.Objective(
         name="distill",
         token_loss=partial(token_loss, options),
         columns=(*id_columns(options.top_k), *logprob_columns(options.top_k)),

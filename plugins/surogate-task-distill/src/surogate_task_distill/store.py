@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.data.cache import CacheEntry, DataCache, digest_of
-from surogate_core.data.sampler import collate
+from surogate_core.plugin import IGNORE_LABEL, collate, encoding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from surogate_core.data.shards import PackedRows
+    from surogate_core.plugin import PackedRows
 
     Tops = tuple[NDArray[np.int32], NDArray[np.float16]]
 
@@ -53,7 +51,7 @@ class Wanted:
     def key(self, rows: PackedRows, indices: Sequence[int]) -> str:
         """The key of the entry of some rows."""
         mine = [self.teacher, self.top_k, self.temperature, self.vocabulary]
-        return digest_of({"version": VERSION, "wanted": mine, "rows": rows.digest, "indices": [*indices]})
+        return encoding.digest_of({"version": VERSION, "wanted": mine, "rows": rows.digest, "indices": [*indices]})
 
 
 def top_of(logits_NV: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
@@ -70,7 +68,7 @@ class TeacherStore:
         self._top_k = top_k
         self._places: dict[int, Tops] = {}
 
-    def add(self, indices: Sequence[int], entry: CacheEntry) -> None:
+    def add(self, indices: Sequence[int], entry: encoding.CacheEntry) -> None:
         """Map the entry of some rows."""
         offsets = np.fromfile(entry.path / "offsets", np.int64)
         ids, logprobs = self._map(entry.path / "ids", np.int32), self._map(entry.path / "logprobs", np.float16)
@@ -91,7 +89,7 @@ def computed(
     rows: PackedRows,
     indices: Sequence[int],
     wanted: Wanted,
-    cache: DataCache,
+    cache: encoding.DataCache,
     *,
     load: Callable[[], Forward],
     rows_per_pass: int,

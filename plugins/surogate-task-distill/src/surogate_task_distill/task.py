@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.data.cache import DataCache
-from surogate_core.data.sampler import PackedTask
-from surogate_core.errors import ConfigError, Problem
-from surogate_core.events import Progress
-from surogate_core.files.paths import cache_root
-from surogate_core.inference.second_model import digest
-from surogate_core.train.loop import most_steps
+from surogate_core.plugin import (
+    IGNORE_LABEL,
+    ConfigError,
+    PackedTask,
+    Problem,
+    cache_root,
+    encoding,
+    events,
+    most_steps,
+    second_model,
+)
 from surogate_task_distill import teacher
 from surogate_task_distill.loss import id_columns, logprob_columns
 from surogate_task_distill.store import TeacherStore, Wanted, computed
@@ -29,10 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from surogate_core.batch import MicroBatch
-    from surogate_core.bundles import PrepareContext, RunKeys
-    from surogate_core.data.pipeline import PreparedData
-    from surogate_core.data.shards import PackedRows
+    from surogate_core.plugin import MicroBatch, PackedRows, PreparedData, bundles
     from surogate_task_distill.options import DistillOptions
     from surogate_task_distill.store import Forward
 
@@ -43,7 +43,7 @@ PASS_TOKENS = 4096
 class DistillTask(PackedTask):
     """The packed rows of the data sets, each epoch in an order of its own, with the teacher's tokens."""
 
-    def __init__(self, config: RunKeys, data: PreparedData, options: DistillOptions):
+    def __init__(self, config: bundles.RunKeys, data: PreparedData, options: DistillOptions):
         super().__init__(config, data)
         self._options = options
         self._train: TeacherStore | None = None
@@ -54,7 +54,7 @@ class DistillTask(PackedTask):
         indices = [0] * self._config.per_device_train_batch_size
         return self._with_columns(super().make(self._data.train, indices), indices, None)
 
-    def prepare(self, context: PrepareContext) -> None:
+    def prepare(self, context: bundles.PrepareContext) -> None:
         """Compute what the cache lacks of the teacher's tokens; the teacher is loaded only if something is missing."""
         options, word, train, held_out = self._options, self._options.teacher, self._data.train, self._data.eval
         assert word is not None
@@ -64,7 +64,7 @@ class DistillTask(PackedTask):
         if options.top_k >= vocabulary:
             raise _refused("distill_top_k", f"the vocabulary has {vocabulary:,} tokens.", fix="distill_top_k=32")
         wanted = Wanted(
-            teacher=digest(opened),
+            teacher=second_model.digest(opened),
             top_k=options.top_k,
             temperature=options.temperature,
             vocabulary=vocabulary,
@@ -83,18 +83,18 @@ class DistillTask(PackedTask):
         indices: NDArray[np.int64],
         wanted: Wanted,
         load: Callable[[], Forward],
-        context: PrepareContext,
+        context: bundles.PrepareContext,
         which: str,
     ) -> TeacherStore:
         return computed(
             rows,
             indices.tolist(),
             wanted,
-            DataCache(cache_root(context.config.data_cache_dir), "teachers"),
+            encoding.DataCache(cache_root(context.config.data_cache_dir), "teachers"),
             load=load,
             rows_per_pass=max(1, PASS_TOKENS // rows.sequence_len),
             progress=lambda done, total: context.show(
-                Progress(task=f"the teacher reads the {which} rows", done=done, total=total, unit="rows")
+                events.Progress(task=f"the teacher reads the {which} rows", done=done, total=total, unit="rows")
             ),
         )
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 from surogate_task_grpo.checks import problems
 from surogate_task_grpo.options import GRPOOptions, parts
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import ModelWeights, RunKeys
     from surogate_task_grpo.task import GRPOTask
 
 SUROGATE_API = ">=2,<3"
@@ -65,7 +64,7 @@ def _task(context: bundles.OnlineContext) -> GRPOTask:
     return GRPOTask(context)
 
 
-def _planned(config: RunKeys, options: GRPOOptions, weights: ModelWeights) -> tuple[int, str]:
+def _planned(config: bundles.RunKeys, options: GRPOOptions, weights: bundles.ModelWeights) -> tuple[int, str]:
     from surogate_task_grpo.task import planned
 
     return planned(config, options, weights)

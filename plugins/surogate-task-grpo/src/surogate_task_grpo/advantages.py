@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_core.bundles import AdvantageSpec
+from surogate_core.plugin import bundles
 
 Values = NDArray[np.float64]
 Lengths = NDArray[np.int64]
@@ -82,8 +82,8 @@ def _deviation(rewards_PG: Values, axis: int | None) -> Values:
     return np.sqrt(squared.sum(1, keepdims=True) / np.maximum(count - 1, 1))
 
 
-def _offer(function: Callable[[Values, Lengths], Values]) -> AdvantageSpec:
-    return AdvantageSpec(name=function.__name__, build=lambda options: function)
+def _offer(function: Callable[[Values, Lengths], Values]) -> bundles.AdvantageSpec:
+    return bundles.AdvantageSpec(name=function.__name__, build=lambda options: function)
 
 
 ADVANTAGES = tuple(map(_offer, (group, batch, mean, rloo, maxrl, opo)))

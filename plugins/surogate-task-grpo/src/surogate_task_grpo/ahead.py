@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from surogate_core.events import Rollouts, RolloutSample, RolloutSamples, Spread
+from surogate_core.plugin import events
 from surogate_task_grpo.packing import Batch
 from surogate_task_grpo.rollout import Generation
 
@@ -54,8 +54,8 @@ class GeneratedSteps:
     """What a generation leaves to train on and to show."""
 
     batch: Batch
-    figures: Rollouts
-    samples: RolloutSamples
+    figures: events.Rollouts
+    samples: events.RolloutSamples
     drawn: int
     """Prompts of the run up to this generation."""
 
@@ -73,15 +73,15 @@ class GeneratedSteps:
         """The one whose state this is."""
         figures = {name: _spread(value) for name, value in state["figures"].items()}
         figures["rewards"] = {name: _spread(value) for name, value in figures["rewards"].items()}
-        shown = tuple(RolloutSample(**sample) for sample in state["samples"])
+        shown = tuple(events.RolloutSample(**sample) for sample in state["samples"])
         return cls(
             batch=Batch.of(state["batch"]),
-            figures=Rollouts(**figures),
-            samples=RolloutSamples(step=figures["step"], samples=shown),
+            figures=events.Rollouts(**figures),
+            samples=events.RolloutSamples(step=figures["step"], samples=shown),
             drawn=state["drawn"],
         )
 
 
 def _spread(value: Any) -> Any:
     """The figure, of which JSON made a list."""
-    return Spread(*value) if isinstance(value, list) else value
+    return events.Spread(*value) if isinstance(value, list) else value

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from surogate_core.config import sharing
-from surogate_core.errors import Problem
+from surogate_core.plugin import Problem, axes
 from surogate_task_grpo.options import GRPOOptions
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import Plugins, RunKeys, TaskSpec
+    from surogate_core.plugin import bundles
     from surogate_reinforcement.policy import Policy
 
 LARGEST_WEIGHT = 1e18
 """Largest size of a reward's weight; a reward is not larger either."""
 
 
-def problems(config: RunKeys, options: GRPOOptions, registry: Plugins) -> Iterator[Problem]:
+def problems(config: bundles.RunKeys, options: GRPOOptions, registry: bundles.Plugins) -> Iterator[Problem]:
     """The mistakes of a configuration, as `TaskSpec.check` reports them."""
     if config.environment is None:
         message = "is not set, and task grpo needs one to learn in."
@@ -46,25 +45,27 @@ def problems(config: RunKeys, options: GRPOOptions, registry: Plugins) -> Iterat
         yield from _of_staleness(config, options, registry, kl)
 
 
-def policy_of(config: RunKeys, options: GRPOOptions, registry: Plugins) -> Policy:
+def policy_of(config: bundles.RunKeys, options: GRPOOptions, registry: bundles.Plugins) -> Policy:
     """The policy loss of a run."""
     from surogate_reinforcement.policy import Policy
 
-    task: TaskSpec = registry.get("task", config.task)
+    task: bundles.TaskSpec = registry.get("task", config.task)
     return Policy(task.parts_of(config, registry)["policy_loss"], options)
 
 
-def _of_several_gpus(config: RunKeys, options: GRPOOptions, registry: Plugins) -> Iterator[Problem]:
+def _of_several_gpus(config: bundles.RunKeys, options: GRPOOptions, registry: bundles.Plugins) -> Iterator[Problem]:
     rollout = config.rollout.name
     if rollout in registry.names("rollout") and registry.get("rollout", rollout).apart:
         message = f"is {rollout}, an engine with weights of its own, which takes those of one GPU."
         yield Problem(key="rollout", message=message, fix="rollout=native, or gpus=1")
-    if options.beta > 0 and sharing.axes(config).zero_level:
+    if options.beta > 0 and axes(config).zero_level:
         message = f"is {options.beta:g}, and the reference needs the whole masters on every GPU."
         yield Problem(key="beta", message=message, fix="zero_level=0, lora=true, or beta=0")
 
 
-def _of_staleness(config: RunKeys, options: GRPOOptions, registry: Plugins, kl: str | None) -> Iterator[Problem]:
+def _of_staleness(
+    config: bundles.RunKeys, options: GRPOOptions, registry: bundles.Plugins, kl: str | None
+) -> Iterator[Problem]:
     rollout, key, fix = config.rollout.name, "max_staleness", "max_staleness=0"
     if not registry.get("rollout", rollout).apart:
         message = f"is {options.max_staleness}, and rollout={rollout} samples with the weights that are being trained."

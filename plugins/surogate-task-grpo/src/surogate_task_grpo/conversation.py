@@ -10,11 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.bundles import EnvironmentProblem
-from surogate_core.data.encoded import RowError
-from surogate_core.data.text.chat import GUARD, chat_of, encode_text
-from surogate_core.data.text.whole_text import encode_whole
-from surogate_core.inference.completions import GrowingText
+from surogate_core.plugin import RowError, bundles, encoding, inference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,24 +38,24 @@ class Renderer:
         self.tokenizer, self.system, self.stop_ids = tokenizer, system, stop_ids
         self.templated = templated and bool(tokenizer.chat_template)
 
-    def messages(self, problem: EnvironmentProblem) -> Messages:
+    def messages(self, problem: bundles.EnvironmentProblem) -> Messages:
         """The messages of a problem, with the configuration's system message before those that have none."""
         messages = list(problem.messages)
         if self.templated and self.system is not None and messages[0].get("role") != "system":
             return [{"role": "system", "content": self.system}, *messages]
         return messages
 
-    def prompt(self, problem: EnvironmentProblem) -> tuple[int, ...]:
+    def prompt(self, problem: bundles.EnvironmentProblem) -> tuple[int, ...]:
         """The tokens up to the model's first reply. Raises `RowError` if the template refuses the messages."""
         messages = self.messages(problem)
         if not self.templated:
             text = "\n".join(str(m["content"]) for m in messages)
-            return tuple(encode_whole(self.tokenizer, text, ended=False))
+            return tuple(encoding.encode_whole(self.tokenizer, text, ended=False))
         return self._encode(self._render(messages, problem.tools))
 
     def text(self, prompt: Sequence[int], reply: Sequence[int]) -> str:
         """The text of a reply's tokens, without the token that ends it."""
-        watch = GrowingText(self.tokenizer, prompt, ())
+        watch = inference.GrowingText(self.tokenizer, prompt, ())
         watch.ids += reply[:-1] if reply and reply[-1] in self.stop_ids else reply
         return watch.text()
 
@@ -71,14 +67,14 @@ class Renderer:
             return () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWERED}]
         try:
-            text = chat_of(self.tokenizer).render(turns)
+            text = encoding.chat_of(self.tokenizer).render(turns)
         except RowError:
             return ()
         return self._encode(text.rpartition(_ANSWERED)[2])
 
     def follow(
         self,
-        problem: EnvironmentProblem,
+        problem: bundles.EnvironmentProblem,
         ids: tuple[int, ...],
         before: Messages,
         reply: str,
@@ -91,7 +87,9 @@ class Renderer:
         """
         if not self.templated:
             text = "\n".join(str(message["content"]) for message in answer)
-            return Continued(ids=ids + tuple(encode_text(self.tokenizer, text, add_special_tokens=False)), extends=True)
+            return Continued(
+                ids=ids + tuple(encoding.encode_text(self.tokenizer, text, add_special_tokens=False)), extends=True
+            )
         start = self._render(before, problem.tools) + str(self._guarded(reply))
         whole = self._render([*before, {"role": "assistant", "content": reply}, *answer], problem.tools)
         if whole.startswith(start):
@@ -103,14 +101,14 @@ class Renderer:
         return Continued(ids=self._encode(whole), extends=False)
 
     def _guarded(self, value: Any) -> Any:
-        return chat_of(self.tokenizer).encoder.guarded(value)
+        return encoding.chat_of(self.tokenizer).encoder.guarded(value)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str:
-        chat = chat_of(self.tokenizer, tools or None)
+        chat = encoding.chat_of(self.tokenizer, tools or None)
         return chat.render(self._guarded(list(messages)), tools or None, add_generation_prompt=True)
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        encoder = chat_of(self.tokenizer).encoder
+        encoder = encoding.chat_of(self.tokenizer).encoder
         if encoder.backend is not None:
             return tuple(encoder.encode_guarded(text)[0])
-        return tuple(encode_text(self.tokenizer, text.replace(GUARD, ""), add_special_tokens=False))
+        return tuple(encoding.encode_text(self.tokenizer, text.replace(encoding.GUARD, ""), add_special_tokens=False))

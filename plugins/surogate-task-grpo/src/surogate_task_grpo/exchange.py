@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_core.bundles import EnvironmentProblem, Together
+from surogate_core.plugin import bundles
 from surogate_task_grpo.play import Played, TrainedSequence
 
 _HEAD = struct.Struct("=Q")
 _FIELDS = ("replies", "answers", "reason", "fault", "detail", "rewards", "length", "used")
 
 
-def gathered(together: Together, play: Callable[[], list[Played]], *, prompts: int, samples: int) -> list[Played]:
+def gathered(
+    together: bundles.Together, play: Callable[[], list[Played]], *, prompts: int, samples: int
+) -> list[Played]:
     """The episodes of all ranks, `samples` of each prompt, in the order of the prompts; `play` gives this rank's.
 
     Those of other ranks have what is trained on and recorded, and no state of the conversation. Raises `Stopped` on all
@@ -75,7 +77,7 @@ def unpacked(data: bytes) -> list[Played]:
             part = slice(begin, begin + count)
             samples.append(TrainedSequence(ids=tuple(ids[part]), trained=trained[part], logprobs=logprobs[part]))
             begin += count
-        problem = None if one["messages"] is None else EnvironmentProblem(messages=tuple(one["messages"]))
+        problem = None if one["messages"] is None else bundles.EnvironmentProblem(messages=tuple(one["messages"]))
         number, sample = one["key"]
         values = {name: one[name] for name in _FIELDS}
         found.append(Played(key=(number, sample), problem=problem, samples=samples, **values))

@@ -15,22 +15,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from surogate_core.bundles import Together
-from surogate_core.errors import UserError
-from surogate_core.files.atomic import replaced_file
-from surogate_core.files.tensorfile import TensorFile, write_tensors
+from surogate_core.plugin import TensorFile, UserError, atomic, bundles, write_tensors
 from surogate_task_grpo.packing import Document, Shape, Values, arranged, micro_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surogate_core.bundles import TrainedModel
 
 NAME = "reference.safetensors"
 
 
 def logprobs(
-    engine: TrainedModel, documents: Sequence[Document], shape: Shape, *, temperature: float, together: Together
+    engine: bundles.TrainedModel,
+    documents: Sequence[Document],
+    shape: Shape,
+    *,
+    temperature: float,
+    together: bundles.Together,
 ) -> list[Values]:
     """[T] of each document: the log-probability of its trained tokens under the trainer's forward, otherwise 0.
 
@@ -55,7 +56,7 @@ def logprobs(
     return found
 
 
-def shared_values(together: Together, parts: Sequence[int], compute: Callable[[int], Values]) -> list[Values]:
+def shared_values(together: bundles.Together, parts: Sequence[int], compute: Callable[[int], Values]) -> list[Values]:
     """The values of parts of these lengths, each computed by one rank. All ranks get all of them."""
     if together.world == 1:
         return [compute(part) for part in range(len(parts))]
@@ -73,7 +74,7 @@ def shared_values(together: Together, parts: Sequence[int], compute: Callable[[i
 class Reference:
     """The trained tensors of step 0."""
 
-    def __init__(self, engine: TrainedModel, directory: Path, *, begun: bool, together: Together):
+    def __init__(self, engine: bundles.TrainedModel, directory: Path, *, begun: bool, together: bundles.Together):
         """`begun`: whether the run has taken steps, so that the tensors are read instead of written. Rank 0 writes.
 
         Raises `UserError` if they are gone or are those of another model.
@@ -81,7 +82,7 @@ class Reference:
         self._engine, path = engine, directory / NAME
         live = engine.parameters.masters()
         if not begun and together.rank == 0:
-            with replaced_file(path, what="the reference of the KL divergence") as temporary:
+            with atomic.replaced_file(path, what="the reference of the KL divergence") as temporary:
                 write_tensors(temporary, live)
         together.gather(bytes)  # the others read what is complete
         if not path.is_file():

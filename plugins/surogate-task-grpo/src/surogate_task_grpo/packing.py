@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
+from surogate_core.plugin import IGNORE_LABEL, MicroBatch
 
 Values = NDArray[np.float32]
 

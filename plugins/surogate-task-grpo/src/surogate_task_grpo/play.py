@@ -7,17 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.bundles import (
-    EnvironmentProblem,
-    Fault,
-    Request,
-    RolloutEngine,
-    Sampling,
-    Turn,
-    total_reward,
-)
-from surogate_core.data.encoded import RowError
-from surogate_core.errors import UserError
+from surogate_core.plugin import RowError, UserError, bundles
 from surogate_task_grpo.conversation import Renderer
 from surogate_task_grpo.reward_model import FAULT, NAME, RewardModel, with_room
 
@@ -61,7 +51,7 @@ class Played:
     """An episode."""
 
     key: Key
-    problem: EnvironmentProblem | None
+    problem: bundles.EnvironmentProblem | None
     """None if the environment had none."""
     samples: list[TrainedSequence] = field(default_factory=list)
     """One, and another for each time that the chat template changed earlier turns."""
@@ -107,7 +97,7 @@ class EpisodeLimits:
 class Player:
     """Plays episodes."""
 
-    engine: RolloutEngine
+    engine: bundles.RolloutEngine
     arena: EnvironmentPool
     renderer: Renderer
     limits: EpisodeLimits
@@ -119,9 +109,9 @@ class Player:
 
     def play(
         self,
-        problems: Sequence[tuple[int, EnvironmentProblem | Fault]],
+        problems: Sequence[tuple[int, bundles.EnvironmentProblem | bundles.Fault]],
         samples: int,
-        sampling: Sampling,
+        sampling: bundles.Sampling,
         on_token: Callable[[int], None],
     ) -> list[Played]:
         """Episodes of (number, problem), `samples` of each, with the rewards of the environment, but not their sums.
@@ -151,11 +141,11 @@ class Player:
             self._score([one for one in played if _is_judged(one)], self.judge)
             self.lap("reward_model")
         for one in played:
-            one.reward = None if one.fault else total_reward(one.rewards, self.weights)
+            one.reward = None if one.fault else bundles.total_reward(one.rewards, self.weights)
 
-    def _seat(self, one: Played, problem: EnvironmentProblem | Fault) -> bool:
+    def _seat(self, one: Played, problem: bundles.EnvironmentProblem | bundles.Fault) -> bool:
         """Whether the episode can begin."""
-        if isinstance(problem, Fault):
+        if isinstance(problem, bundles.Fault):
             one.fail(problem.reason, problem.detail)
             return False
         one.problem = problem
@@ -180,10 +170,10 @@ class Player:
         return min(self.limits.completion - one.used, self.limits.sequence - len(one.samples[-1].ids))
 
     def _generate(
-        self, going: Sequence[Played], turn: int, sampling: Sampling, on_token: Callable[[int], None]
+        self, going: Sequence[Played], turn: int, sampling: bundles.Sampling, on_token: Callable[[int], None]
     ) -> None:
         requests = [
-            Request(
+            bundles.Request(
                 prompt=one.samples[-1].ids,
                 max_new_tokens=self._room(one),
                 number=one.key[0],
@@ -218,8 +208,8 @@ class Player:
         answers = self.arena.reply([(one.key, one.replies[-1]) for one in going])
         return [one for one, answer in zip(going, answers, strict=True) if self._goes_on(one, answer)]
 
-    def _goes_on(self, one: Played, answer: Turn | Fault) -> bool:
-        if isinstance(answer, Fault):
+    def _goes_on(self, one: Played, answer: bundles.Turn | bundles.Fault) -> bool:
+        if isinstance(answer, bundles.Fault):
             one.fail(answer.reason, answer.detail)
             return False
         one.answers.append(list(answer.messages))
@@ -250,7 +240,7 @@ class Player:
     def _reward(self, played: Sequence[Played]) -> None:
         """Take the environment's rewards."""
         for one, found in zip(played, self.arena.rewards([one.key for one in played]), strict=True):
-            if isinstance(found, Fault):
+            if isinstance(found, bundles.Fault):
                 one.fail(found.reason, found.detail)
             elif not found and self.judge is None:
                 raise UserError(

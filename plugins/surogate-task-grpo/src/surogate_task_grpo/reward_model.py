@@ -11,24 +11,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from surogate_core.bundles import Stopped
-from surogate_core.errors import ConfigError, Problem, UserError
-from surogate_core.events import Progress
-from surogate_core.files.atomic import human_bytes
-from surogate_core.generate.losses import logits_of
-from surogate_core.hf.weights import ModelDir, locate
-from surogate_core.inference import second_model
+from surogate_core.plugin import (
+    ConfigError,
+    ModelDir,
+    Problem,
+    UserError,
+    atomic,
+    bundles,
+    events,
+    inference,
+    locate,
+    second_model,
+)
 from surogate_task_grpo.forward import shared_values
 from surogate_task_grpo.packing import Document, Shape, arranged, micro_batch
-
-if TYPE_CHECKING:
-    from surogate_core.bundles import ModelWeights, OnlineContext
 
 KEY = "reward_model"
 NAME = KEY
@@ -44,7 +45,7 @@ ALIGNED = 64
 class RewardModel:
     """A reward model; `load` reads its weights."""
 
-    def __init__(self, word: str, context: OnlineContext, shape: Shape, ending: Sequence[int]):
+    def __init__(self, word: str, context: bundles.OnlineContext, shape: Shape, ending: Sequence[int]):
         """`word`: what the user names. `shape`: the rows of the run. `ending`: the tokens behind a finished reply.
 
         Raises `ConfigError` for a model that is no reward model, has several labels, another tokenizer or too few
@@ -55,7 +56,7 @@ class RewardModel:
         self._check(shape.sequence_len)
         length = -(-(shape.sequence_len + len(self._ending)) // ALIGNED) * ALIGNED
         self._shape = replace(shape, sequence_len=length, columns=())
-        self._weights: ModelWeights | None = None
+        self._weights: bundles.ModelWeights | None = None
 
     def _check(self, sequence_len: int) -> None:
         theirs = self._prepared.tokenizer
@@ -91,7 +92,7 @@ class RewardModel:
         emit = self._context.emit
         self._weights = self._prepared.load(
             self._context.registry,
-            progress=lambda task, done, total: emit(Progress(task=f"{KEY}: {task}", done=done, total=total)),
+            progress=lambda task, done, total: emit(events.Progress(task=f"{KEY}: {task}", done=done, total=total)),
         )
 
     def ended(self, ids: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
@@ -126,9 +127,11 @@ class RewardModel:
         """The scores of a micro-batch's documents, in the order of its rows."""
         assert self._weights is not None
         if self._context.stopped():
-            raise Stopped
+            raise bundles.Stopped
         batch = micro_batch([[documents[place] for place in row] for row in rows], self._shape, divisor=0.0)
-        scores_N = torch.cat([scores_N1[:, 0].float() for _, scores_N1 in logits_of(self._weights, batch)]).cpu()
+        scores_N = torch.cat(
+            [scores_N1[:, 0].float() for _, scores_N1 in inference.logits_of(self._weights, batch)]
+        ).cpu()
         ends = []
         for number, row in enumerate(rows):
             end = number * self._shape.sequence_len
@@ -153,4 +156,4 @@ def needed(word: str, dtype: torch.dtype) -> tuple[int, str]:
     path, revision = second_model.found_model(KEY, word).base
     files = ModelDir.open(locate(path, revision=revision, key=KEY))
     nbytes = sum(math.prod(files.shape(name)) for name in files.names() if name != LM_HEAD) * dtype.itemsize
-    return nbytes, f"the weights of the reward model need {human_bytes(nbytes)} too"
+    return nbytes, f"the weights of the reward model need {atomic.human_bytes(nbytes)} too"

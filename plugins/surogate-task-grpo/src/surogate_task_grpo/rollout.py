@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_core.bundles import Part
-from surogate_core.bundles.reinforcement.advantages import advantages
-from surogate_core.errors import UserError
-from surogate_core.events import Rollouts, RolloutSample, RolloutSamples, Spread
+from surogate_core.plugin import UserError, advantages, bundles, events
 from surogate_task_grpo import no_signal
 from surogate_task_grpo.options import GRPOOptions, truncation
 from surogate_task_grpo.play import Played
@@ -67,7 +64,7 @@ class Collector:
     """Plays prompts until a step has as many groups with signal as it wants."""
 
     options: GRPOOptions
-    advantage: Part
+    advantage: bundles.Part
     """The built `AdvantageSpec`."""
     draw: Callable[[int], Prompts]
     """The next prompts of the run."""
@@ -149,10 +146,10 @@ def unused_weights(options: GRPOOptions, generation: Generation) -> str | None:
 # ------------------------------------------------------------------------------- events
 
 
-def rollouts_event(generation: Generation, step: int) -> Rollouts:
+def rollouts_event(generation: Generation, step: int) -> events.Rollouts:
     """The figures of a step's completions."""
     played = [one for group in generation.groups for one in group.played]
-    return Rollouts(
+    return events.Rollouts(
         step=step,
         prompts=len(generation.groups),
         completions=len(played),
@@ -183,20 +180,20 @@ def reward_figures(played: Sequence[Played]) -> dict[str, Any]:
     }
 
 
-def samples_event(generation: Generation, step: int) -> RolloutSamples:
+def samples_event(generation: Generation, step: int) -> events.RolloutSamples:
     """The completions with the highest and the lowest rewards, and the first that failed."""
     pairs = [(group, place) for group in generation.groups for place in range(len(group.played))]
     rewarded = [(g, i) for g, i in pairs if g.played[i].reward is not None]
     ranked = sorted(rewarded, key=lambda pair: -(pair[0].played[pair[1]].reward or 0.0))
     chosen = ranked if len(ranked) <= 2 * SHOWN else [*ranked[:SHOWN], *ranked[-SHOWN:]]
     chosen += [(g, i) for g, i in pairs if g.played[i].fault][:1]
-    return RolloutSamples(step=step, samples=tuple(_shown(group, place) for group, place in chosen))
+    return events.RolloutSamples(step=step, samples=tuple(_shown(group, place) for group, place in chosen))
 
 
-def _shown(group: CompletionGroup, place: int) -> RolloutSample:
+def _shown(group: CompletionGroup, place: int) -> events.RolloutSample:
     one = group.played[place]
     last = one.problem.messages[-1] if one.problem is not None else {}
-    return RolloutSample(
+    return events.RolloutSample(
         prompt=str(last.get("content") or ""),
         completion=conversation_text(one),
         reward=one.reward,
@@ -216,11 +213,11 @@ def conversation_text(one: Played) -> str:
     return "\n".join(parts)
 
 
-def _spread(values: Sequence[float | None]) -> Spread | None:
+def _spread(values: Sequence[float | None]) -> events.Spread | None:
     present = np.array([value for value in values if value is not None], np.float64)
     if not present.size:
         return None
-    return Spread(
+    return events.Spread(
         mean=float(present.mean()), std=float(present.std()), min=float(present.min()), max=float(present.max())
     )
 

@@ -12,25 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from surogate_core.batch import WEIGHTS, MicroBatch
-from surogate_core.bundles import (
-    ApartEngine,
-    EnvironmentProblem,
-    EnvironmentSpec,
-    Fault,
-    OnlineContext,
-    RolloutEngine,
-    RolloutEngineSpec,
-    RolloutSettings,
-    Sampling,
-    Stopped,
-)
-from surogate_core.errors import UserError
-from surogate_core.events import Event, Notice, Progress, RolloutEval
-from surogate_core.files.atomic import human_bytes
-from surogate_core.inference.generation import stop_ids
-from surogate_core.inference.texts import MOST_SLOTS, fitting_slots, needed_bytes
-from surogate_core.train.loop import total_steps
+from surogate_core.plugin import WEIGHTS, MicroBatch, UserError, atomic, bundles, events, inference, total_steps
 from surogate_reinforcement.checking import check_repeats
 from surogate_reinforcement.order import held_out_numbers, training_numbers
 from surogate_reinforcement.policy import Policy
@@ -57,8 +39,7 @@ from surogate_task_grpo.rollout import (
 )
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import ModelWeights, RunKeys, TrainedModel
-    from surogate_core.dsl import Model
+    from surogate_core.plugin import dsl
 
 STATE_VERSION = 1
 MOST_WORKERS = 8
@@ -70,7 +51,7 @@ REPORTS = 20
 class GRPOTask:
     """Reinforcement learning with groups of completions."""
 
-    def __init__(self, context: OnlineContext):
+    def __init__(self, context: bundles.OnlineContext):
         self.context, self.options = context, context.options
         self.policy = Policy(context.parts["policy_loss"], context.options)
         self.policy.check()
@@ -107,26 +88,28 @@ class GRPOTask:
         """Held-out problems are played, not packed."""
 
     @property
-    def evaluate(self) -> Callable[[int], Event | None] | None:
+    def evaluate(self) -> Callable[[int], events.Event | None] | None:
         """Plays held-out problems; None if there are none."""
         steps = self.steps()
         return steps.evaluate if steps.held_out else None
 
 
-def caches(config: RunKeys, options: GRPOOptions, model: Model, weights: ModelWeights) -> tuple[int, int]:
+def caches(
+    config: bundles.RunKeys, options: GRPOOptions, model: dsl.Model, weights: bundles.ModelWeights
+) -> tuple[int, int]:
     """(tokens of the longest sequence, sequences at a time if memory allows them)."""
     completions = options.prompts_per_step * options.num_generations
     longest = int(min(config.sequence_len, model.positions))
-    return longest, min(MOST_SLOTS.get(weights.device.type, 32), completions)
+    return longest, min(inference.MOST_SLOTS.get(weights.device.type, 32), completions)
 
 
-def planned(config: RunKeys, options: GRPOOptions, weights: ModelWeights) -> tuple[int, str]:
+def planned(config: bundles.RunKeys, options: GRPOOptions, weights: bundles.ModelWeights) -> tuple[int, str]:
     """(bytes that generation needs of what training leaves free, a sentence about them)."""
     longest, slots = caches(config, options, weights.model, weights)
-    nbytes = needed_bytes(weights, longest)(slots)
+    nbytes = inference.needed_bytes(weights, longest)(slots)
     sentence = (
-        f"rollouts: {slots} sequences of {longest:,} tokens need {human_bytes(nbytes)} of what training leaves free; "
-        f"with less, fewer are generated at a time"
+        f"rollouts: {slots} sequences of {longest:,} tokens need {atomic.human_bytes(nbytes)} of what training leaves "
+        "free; with less, fewer are generated at a time"
     )
     if options.reward_model is None:
         return nbytes, sentence
@@ -134,7 +117,7 @@ def planned(config: RunKeys, options: GRPOOptions, weights: ModelWeights) -> tup
     return nbytes + more, f"{sentence}; {said}"
 
 
-def open_arena(context: OnlineContext, first_fault: Callable[[Fault], None]) -> EnvironmentPool:
+def open_arena(context: bundles.OnlineContext, first_fault: Callable[[bundles.Fault], None]) -> EnvironmentPool:
     """The worker processes of the run's environment. `first_fault`: see `EnvironmentPool`."""
     config, options = context.config, context.options
     assert config.environment is not None
@@ -155,7 +138,7 @@ def open_arena(context: OnlineContext, first_fault: Callable[[Fault], None]) -> 
 class GRPOSteps:
     """The steps of a run: prompts in the order of the seed, completions of the model as it is."""
 
-    def __init__(self, context: OnlineContext, shape: Shape, policy: Policy):
+    def __init__(self, context: bundles.OnlineContext, shape: Shape, policy: Policy):
         self.context, self.shape, self.options, self.policy = context, shape, context.options, policy
         self._together = context.together
         self._judge: RewardModel | None = None
@@ -165,11 +148,11 @@ class GRPOSteps:
         self._ahead = Ahead()
         # A generation ahead belongs to the checkpoint, so a signal waits for it.
         self.arena = open_arena(replace(context, stopped=self._is_stopped), self._tell_fault)
-        self.spec: EnvironmentSpec = self.arena.spec
+        self.spec: bundles.EnvironmentSpec = self.arena.spec
         weakref.finalize(self, self.arena.close)
         self._repeats = not self.spec.deterministic
         """Whether the environment was found to give the same problem twice, or need not."""
-        self._untold: list[Notice] = []
+        self._untold: list[events.Notice] = []
         """Notices of a generation ahead, whose thread emits nothing."""
         recording = self.options.log_completions and self._together.rank == 0
         self.record = CompletionLog(context.directory) if recording else None
@@ -180,9 +163,9 @@ class GRPOSteps:
         self.taken = 0
         """Optimizer steps made."""
         self._player: Player | None = None
-        self._engine: TrainedModel | None = None
-        self._rollout: RolloutEngine | None = None
-        self._apart: ApartEngine | None = None
+        self._engine: bundles.TrainedModel | None = None
+        self._rollout: bundles.RolloutEngine | None = None
+        self._apart: bundles.ApartEngine | None = None
         """The rollout engine, if it has weights of its own."""
         self._reference: Reference | None = None
         self._batch: Batch | None = None
@@ -246,34 +229,35 @@ class GRPOSteps:
         if self.record is not None:
             self.record.bytes = int(state["record"])
 
-    def attach(self, engine: TrainedModel) -> None:
+    def attach(self, engine: bundles.TrainedModel) -> None:
         """Open the rollout engine on the weights of the run."""
-        from surogate_core.generate.weights import weights_of
 
         config, context = self.context.config, self.context
-        weights = weights_of(engine)
+        weights = inference.weights_of(engine)
         longest, wanted = caches(config, self.options, engine.model, weights)
         if self._judge is not None:
             # Before the caches, which take what is left of the memory.
             self._judge.load()
             for note in self._judge.notes:
-                context.emit(Notice(level="warning", message=note))
+                context.emit(events.Notice(level="warning", message=note))
         fix = "a shorter sequence_len, recompute=true, or a smaller per_device_train_batch_size"
-        spec: RolloutEngineSpec = context.registry.get("rollout", config.rollout.name)
-        slots = fitting_slots(weights, longest, wanted, fix=fix) if spec.caches else wanted
+        spec: bundles.RolloutEngineSpec = context.registry.get("rollout", config.rollout.name)
+        slots = inference.fitting_slots(weights, longest, wanted, fix=fix) if spec.caches else wanted
         # What is sampled may depend on their number in the last bits.
         slots = min(int(found) for found in self._together.gather(str(slots).encode))
-        settings = RolloutSettings(slots=slots, context=longest, frozen=True, options=config.rollout.options)
+        settings = bundles.RolloutSettings(slots=slots, context=longest, frozen=True, options=config.rollout.options)
         self._engine, self._rollout = engine, spec.open(weights, settings)
         if spec.apart:
-            self._apart = cast("ApartEngine", self._rollout)
+            self._apart = cast("bundles.ApartEngine", self._rollout)
         if self.options.beta > 0:
             begun = self.taken > 0
             self._reference = Reference(engine, context.directory, begun=begun, together=self._together)
         self._player = Player(
             engine=self._rollout,
             arena=self.arena,
-            renderer=self._renderer(stop_ids(context.generation_config, engine.model.config, context.tokenizer)),
+            renderer=self._renderer(
+                inference.stop_ids(context.generation_config, engine.model.config, context.tokenizer)
+            ),
             limits=EpisodeLimits(
                 completion=self.options.max_completion_length, sequence=longest, turns=self.options.max_turns
             ),
@@ -331,7 +315,7 @@ class GRPOSteps:
         batch = self._measured(generation)
         generation.seconds = self._seconds
         if step == 1 and (unused := unused_weights(self.options, generation)):
-            self.context.emit(Notice(level="warning", message=unused))
+            self.context.emit(events.Notice(level="warning", message=unused))
         if self.record is not None:
             self.record.append(step, generation)
         figures, samples = rollouts_event(generation, step), samples_event(generation, step)
@@ -366,13 +350,13 @@ class GRPOSteps:
     def _is_stopped(self) -> bool:
         return self._ahead.closed or (not self._ahead.begun and self.context.stopped())
 
-    def _tell_fault(self, fault: Fault) -> None:
+    def _tell_fault(self, fault: bundles.Fault) -> None:
         """Say what the first fault of the environment is; of a generation ahead, when it is taken."""
         message = (
             f"environment={self.arena.name}: the first fault: {str(fault).rstrip('.')}. Such completions have no "
             f"reward, and each step counts them. `surogate env check` shows what the environment does."
         )
-        self._untold.append(Notice(level="warning", message=message))
+        self._untold.append(events.Notice(level="warning", message=message))
         if not self._ahead.begun:
             self._tell()
 
@@ -384,7 +368,7 @@ class GRPOSteps:
     def _end_if_closed(self, left: int) -> None:
         """Called for each token of a generation ahead."""
         if self._ahead.closed:
-            raise Stopped
+            raise bundles.Stopped
 
     def close(self) -> None:
         """End the processes of the environment, and leave nothing on a server."""
@@ -398,7 +382,7 @@ class GRPOSteps:
         """The numbers of the held-out problems."""
         return held_out_numbers(self.options.eval_environment_tasks, size=self.arena.size, held_out=self.arena.held_out)
 
-    def evaluate(self, step: int) -> RolloutEval | None:
+    def evaluate(self, step: int) -> events.RolloutEval | None:
         """The rewards of the held-out problems, each played once with the most probable tokens; None after a signal."""
         self._settle()
         numbers = self.held_out
@@ -406,11 +390,11 @@ class GRPOSteps:
         self._freshen()
         try:
             prompts = list(zip(numbers, numbers, strict=True))
-            played = self._play(prompts, 1, Sampling(temperature=0.0), self._watch("evaluating"))
-        except Stopped:
+            played = self._play(prompts, 1, bundles.Sampling(temperature=0.0), self._watch("evaluating"))
+        except bundles.Stopped:
             return None
         seconds = time.perf_counter() - started
-        return RolloutEval(step=step, tasks=len(played), seconds=seconds, **reward_figures(played))
+        return events.RolloutEval(step=step, tasks=len(played), seconds=seconds, **reward_figures(played))
 
     # ---------------------------------------------------------------------------- pieces
 
@@ -437,7 +421,7 @@ class GRPOSteps:
 
     def _collector(self, watch: Callable[[int], None]) -> Collector:
         options = self.options
-        sampling = Sampling(
+        sampling = bundles.Sampling(
             temperature=options.temperature,
             top_p=options.top_p,
             top_k=options.top_k,
@@ -460,7 +444,7 @@ class GRPOSteps:
         self.drawn += count
         return list(zip(numbers, places, strict=True))
 
-    def _problems(self, places: Sequence[int]) -> list[EnvironmentProblem | Fault]:
+    def _problems(self, places: Sequence[int]) -> list[bundles.EnvironmentProblem | bundles.Fault]:
         """The problems of the environment. The first of the run is asked for twice, if possible in two processes."""
         if self._repeats or not places:
             return self.arena.problems(places, self._seed)
@@ -469,7 +453,9 @@ class GRPOSteps:
         self._repeats = True
         return problems
 
-    def _play(self, prompts: Prompts, samples: int, sampling: Sampling, watch: Callable[[int], None]) -> list[Played]:
+    def _play(
+        self, prompts: Prompts, samples: int, sampling: bundles.Sampling, watch: Callable[[int], None]
+    ) -> list[Played]:
         """The episodes of prompts; each rank plays its own, and gets those of all."""
         player, together = self._player, self._together
         assert player is not None
@@ -493,12 +479,12 @@ class GRPOSteps:
         def on_token(left: int) -> None:
             nonlocal total, shown
             if self.context.stopped():
-                raise Stopped
+                raise bundles.Stopped
             total = max(total, left + 1)
             done = total - left
             if left == 0 or (done - shown) * REPORTS >= total:
                 shown = done
-                self.context.emit(Progress(task=task, done=done, total=total, unit="tokens"))
+                self.context.emit(events.Progress(task=task, done=done, total=total, unit="tokens"))
             if left == 0:
                 total = shown = 0
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from surogate_core import bundles, hookimpl
+from surogate_core.plugin import bundles, hookimpl
 from surogate_task_kto.options import KTOOptions
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import RunKeys
-    from surogate_core.data.pipeline import PreparedData
+    from surogate_core.plugin import PreparedData
 
 SUROGATE_API = ">=2,<3"
 
@@ -34,7 +33,7 @@ def surogate_task() -> bundles.TaskSpec:
     return bundles.TaskSpec(name="kto", build=_build, options=KTOOptions, objective=_objective)
 
 
-def _build(config: RunKeys, data: PreparedData, options: KTOOptions) -> bundles.Task:
+def _build(config: bundles.RunKeys, data: PreparedData, options: KTOOptions) -> bundles.Task:
     from surogate_task_kto.task import KTOTask
 
     return KTOTask(config, data, options)

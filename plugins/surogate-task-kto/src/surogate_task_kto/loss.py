@@ -11,10 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Objective
-from surogate_core.data.referenced import REFERENCE
-from surogate_core.kernels.documents import document_starts, document_sums
-from surogate_core.kernels.ops import cross_entropy
+from surogate_core.plugin import REFERENCE, bundles, compute, ops
 from surogate_task_kto.options import KTOOptions
 
 GOOD, BAD, MISMATCHED = 1.0, -1.0, 2.0
@@ -24,12 +21,12 @@ KIND = "kto_kind"
 
 def token_loss(logits_NV: Tensor, labels_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
     """[N] fp32: the negative log-probability of each label."""
-    return cross_entropy(logits_NV, labels_N)
+    return ops.cross_entropy(logits_NV, labels_N)
 
 
 def log_ratios(loss_N: Tensor, positions_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
     """[N]: log π/π_ref of each token's document. Where nothing is trained, loss and reference are 0."""
-    return document_sums(-loss_N - columns[REFERENCE], positions_N)
+    return compute.document_sums(-loss_N - columns[REFERENCE], positions_N)
 
 
 def kl_of(ratio_N: Tensor, starts_N: Tensor, kind_N: Tensor) -> Tensor:
@@ -44,7 +41,11 @@ def sequence_loss(options: KTOOptions, loss_N: Tensor, positions_N: Tensor, colu
 
     λ_D (1 − σ(β(Δ − z))) for a good answer, λ_U (1 − σ(β(z − Δ))) for a bad one of log-ratio Δ.
     """
-    ratio_N, starts_N, kind_N = log_ratios(loss_N, positions_N, columns), document_starts(positions_N), columns[KIND]
+    ratio_N, starts_N, kind_N = (
+        log_ratios(loss_N, positions_N, columns),
+        compute.document_starts(positions_N),
+        columns[KIND],
+    )
     if options.loss_type == "kto":
         ratio_N = ratio_N - kl_of(ratio_N, starts_N, kind_N)
     good_N = options.desirable_weight * torch.sigmoid(-options.beta * ratio_N)
@@ -68,9 +69,13 @@ def sequence_figures(
     options: KTOOptions, loss_N: Tensor, positions_N: Tensor, columns: Mapping[str, Tensor]
 ) -> tuple[Tensor, ...]:
     """The sums of `FIGURES`. An answer counts as accurate if the sign of its reward, less that of z, is its label's."""
-    ratio_N, starts_N, kind_N = log_ratios(loss_N, positions_N, columns), document_starts(positions_N), columns[KIND]
+    ratio_N, starts_N, kind_N = (
+        log_ratios(loss_N, positions_N, columns),
+        compute.document_starts(positions_N),
+        columns[KIND],
+    )
     above_N = ratio_N > (kl_of(ratio_N, starts_N, kind_N) if options.loss_type == "kto" else 0)
-    logps_N, one_N = document_sums(-loss_N, positions_N), torch.ones_like(ratio_N)
+    logps_N, one_N = compute.document_sums(-loss_N, positions_N), torch.ones_like(ratio_N)
     good_N, bad_N, other_N = (starts_N & (kind_N == kind) for kind in (GOOD, BAD, MISMATCHED))
     values = [
         (good_N | bad_N, one_N),
@@ -82,9 +87,9 @@ def sequence_figures(
     return tuple(torch.where(of_kind_N, value_N, 0.0).sum() for of_kind_N, value_N in values)
 
 
-def objective(options: KTOOptions) -> Objective:
+def objective(options: KTOOptions) -> bundles.Objective:
     """The objective of a run."""
-    return Objective(
+    return bundles.Objective(
         name="kto",
         token_loss=token_loss,
         sequence_loss=partial(sequence_loss, options),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from surogate_core.data.shards import PackedRows, Row
+from surogate_core.plugin import PackedRows, Row
 from surogate_task_kto import loss, unpaired
 
 if TYPE_CHECKING:

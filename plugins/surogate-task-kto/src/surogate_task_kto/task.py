@@ -12,19 +12,14 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from surogate_core.batch import WEIGHTS
-from surogate_core.data.referenced import ReferencedTask
-from surogate_core.errors import ConfigError, Problem
+from surogate_core.plugin import WEIGHTS, ConfigError, Problem, ReferencedTask
 from surogate_task_kto.loss import KIND
 from surogate_task_kto.rows import KTORows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from surogate_core.batch import MicroBatch
-    from surogate_core.bundles import RunKeys
-    from surogate_core.data.pipeline import PreparedData
-    from surogate_core.data.shards import PackedRows
+    from surogate_core.plugin import MicroBatch, PackedRows, PreparedData, bundles
     from surogate_task_kto.options import KTOOptions
 
 
@@ -34,7 +29,7 @@ class KTOTask(ReferencedTask):
     With the KL divergence, half of a micro-batch's rows are the mismatched rows of the other half.
     """
 
-    def __init__(self, config: RunKeys, data: PreparedData, options: KTOOptions):
+    def __init__(self, config: bundles.RunKeys, data: PreparedData, options: KTOOptions):
         self._mismatched = options.loss_type == "kto"
         rows = config.per_device_train_batch_size
         if self._mismatched:

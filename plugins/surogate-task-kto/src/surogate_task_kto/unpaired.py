@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surogate_core.bundles import DatasetFormat
-from surogate_core.data.encoded import RowError
-from surogate_core.data.fields import required
-from surogate_core.data.text.answers import check_answer, encode_answer, text_or_messages
+from surogate_core.plugin import RowError, bundles, encoding, fields
 
 if TYPE_CHECKING:
-    from surogate_core.data.encoded import EncodeContext, Encoded
+    from surogate_core.plugin import EncodeContext, Encoded
 
 GOOD, BAD = 1.0, 2.0
 """The weight of the tokens of a good and of a bad answer in the shard cache. Weights are never negative there, so the
@@ -45,9 +42,11 @@ def encode(row: Mapping[str, Any], options: UnpairedOptions, context: EncodeCont
     not take the row.
     """
     good = _label(row, options.label_field)
-    prompt, answer = (text_or_messages(row, field) for field in (options.prompt_field, options.completion_field))
-    check_answer(answer, options.completion_field)
-    document = encode_answer(prompt, answer, context)
+    prompt, answer = (
+        encoding.text_or_messages(row, field) for field in (options.prompt_field, options.completion_field)
+    )
+    encoding.check_answer(answer, options.completion_field)
+    document = encoding.encode_answer(prompt, answer, context)
     if good:
         return document
     trained = document.labels != -100
@@ -55,7 +54,7 @@ def encode(row: Mapping[str, Any], options: UnpairedOptions, context: EncodeCont
 
 
 def _label(row: Mapping[str, Any], field: str) -> bool:
-    value = required(row, field)
+    value = fields.required(row, field)
     if isinstance(value, str) and value.strip().lower() in ("true", "false", "1", "0"):  # CSV
         return value.strip().lower() in ("true", "1")
     if isinstance(value, bool) or value in (0, 1):
@@ -65,7 +64,7 @@ def _label(row: Mapping[str, Any], field: str) -> bool:
 
 _MESSAGES = [{"role": "user", "content": "Two and two?"}]
 
-FORMAT = DatasetFormat(
+FORMAT = bundles.DatasetFormat(
     name="unpaired",
     options=UnpairedOptions,
     encode=encode,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from surogate_core import hookimpl
+from surogate_core.plugin import hookimpl
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import TaskSpec
+    from surogate_core.plugin import bundles
 
 SUROGATE_API = ">=2,<3"
 
@@ -19,7 +19,7 @@ def surogate_config_path() -> str:
 
 
 @hookimpl
-def surogate_task() -> list[TaskSpec]:
+def surogate_task() -> list[bundles.TaskSpec]:
     """The tasks `dpo`, `ipo`, `orpo` and `simpo`."""
     from surogate_task_preference.task import TASKS
 

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import logsigmoid
 
-from surogate_core.bundles import Objective
-from surogate_core.data.referenced import REFERENCE
-from surogate_core.kernels import ops
-from surogate_core.kernels.documents import segment_sums
+from surogate_core.plugin import REFERENCE, bundles, compute, ops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,8 +76,8 @@ class Pairs:
         starts_N = (self.positions_N == 0) & (side_N >= 0)
         zero = torch.zeros_like(values_N)
         return Answers(
-            chosen_N=segment_sums(torch.where(side_N > 0, values_N, zero), starts_N),
-            rejected_N=segment_sums(torch.where(side_N < 0, values_N, zero), starts_N),
+            chosen_N=compute.segment_sums(torch.where(side_N > 0, values_N, zero), starts_N),
+            rejected_N=compute.segment_sums(torch.where(side_N < 0, values_N, zero), starts_N),
         )
 
     def logprobs(self) -> Answers:
@@ -107,14 +104,14 @@ PairLoss = Callable[[Pairs], "Tensor"]
 Rewards = Callable[[Pairs], Answers]
 
 
-def objective(name: str, loss: PairLoss, rewards: Rewards, columns: tuple[str, ...]) -> Objective:
+def objective(name: str, loss: PairLoss, rewards: Rewards, columns: tuple[str, ...]) -> bundles.Objective:
     """The objective that sums a loss over the pairs of a micro-batch."""
 
     def sequence_loss(losses_N: Tensor, positions_N: Tensor, columns: Columns) -> Tensor:
         pairs = Pairs(losses_N=losses_N, positions_N=positions_N, columns=columns)
         return pairs.total(loss(pairs))
 
-    return Objective(
+    return bundles.Objective(
         name=name,
         token_loss=_token_loss,
         columns=(PREFERRED, *columns),
@@ -160,7 +157,7 @@ def _mean_loss(pairs: Pairs) -> Tensor:
 # ----------------------------------------------------------------------------------------- DPO
 
 
-def dpo(options: DPOOptions) -> Objective:
+def dpo(options: DPOOptions) -> bundles.Objective:
     """Rafailov et al., 2305.18290, and the losses that TRL offers beside it."""
 
     def loss(pairs: Pairs) -> Tensor:
@@ -247,7 +244,7 @@ _DPO: Mapping[str, Callable[[Pairs, DPOOptions], Tensor]] = {
 # -------------------------------------------------------------------------------------- others
 
 
-def ipo(options: IPOOptions) -> Objective:
+def ipo(options: IPOOptions) -> bundles.Objective:
     """Identity preference optimization: the margin of the mean log-ratios has a target."""
     return objective(
         "ipo",
@@ -257,7 +254,7 @@ def ipo(options: IPOOptions) -> Objective:
     )
 
 
-def orpo(options: ORPOOptions) -> Objective:
+def orpo(options: ORPOOptions) -> bundles.Objective:
     """Hong et al., 2403.07691: cross-entropy of the chosen answer, and the ratio of the answers' odds."""
 
     def means(pairs: Pairs) -> Answers:
@@ -280,7 +277,7 @@ def _log_odds(logprob_N: Tensor) -> Tensor:
     return logprob_N - torch.where(logprob_N > -math.log(2), near_N, far_N)
 
 
-def simpo(options: SimPOOptions) -> Objective:
+def simpo(options: SimPOOptions) -> bundles.Objective:
     """Meng et al., 2405.14734: the margin of mean log-probabilities, with a target and without a reference."""
 
     def means(pairs: Pairs) -> Answers:

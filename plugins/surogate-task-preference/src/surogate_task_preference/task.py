@@ -6,22 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import TaskSpec
-from surogate_core.data.referenced import ReferencedTask
-from surogate_core.data.sampler import PackedTask
+from surogate_core.plugin import IGNORE_LABEL, MicroBatch, PackedTask, ReferencedTask, bundles
 from surogate_task_preference.options import DPOOptions, IPOOptions, ORPOOptions, SimPOOptions
 
 if TYPE_CHECKING:
-    from surogate_core.bundles import Objective, RunKeys
-    from surogate_core.data.pipeline import PreparedData
-    from surogate_core.data.shards import PackedRows
+    from surogate_core.plugin import PackedRows, PreparedData
 
 
 class PairTask(PackedTask):
     """Pairs for a loss without a reference."""
 
-    def __init__(self, config: RunKeys, data: PreparedData, *, lengths: bool):
+    def __init__(self, config: bundles.RunKeys, data: PreparedData, *, lengths: bool):
         """`lengths`: whether the loss reads the number of trained tokens."""
         super().__init__(config, data)
         self._lengths = lengths
@@ -34,7 +29,7 @@ class PairTask(PackedTask):
 class ReferencedPairTask(ReferencedTask):
     """Pairs for a loss that compares with the model of step 0."""
 
-    def __init__(self, config: RunKeys, data: PreparedData, *, lengths: bool):
+    def __init__(self, config: bundles.RunKeys, data: PreparedData, *, lengths: bool):
         """`lengths`: whether the loss reads the number of trained tokens."""
         super().__init__(config, data)
         self._lengths = lengths
@@ -60,33 +55,35 @@ def of_pairs(batch: MicroBatch, sequence_len: int, *, lengths: bool) -> MicroBat
     return replace(batch, columns=columns, divisor=int(documents_R.sum()) / 2)
 
 
-def _dpo(config: RunKeys, data: PreparedData, options: DPOOptions) -> PackedTask:
+def _dpo(config: bundles.RunKeys, data: PreparedData, options: DPOOptions) -> PackedTask:
     lengths = options.loss_type == "ipo" or options.sft_weight > 0
     kind = PairTask if options.reference_free else ReferencedPairTask
     return kind(config, data, lengths=lengths)
 
 
-def _ipo(config: RunKeys, data: PreparedData, options: IPOOptions) -> PackedTask:
+def _ipo(config: bundles.RunKeys, data: PreparedData, options: IPOOptions) -> PackedTask:
     return ReferencedPairTask(config, data, lengths=True)
 
 
-def _without_reference(config: RunKeys, data: PreparedData, options: Any) -> PackedTask:
+def _without_reference(config: bundles.RunKeys, data: PreparedData, options: Any) -> PackedTask:
     return PairTask(config, data, lengths=True)
 
 
 def _objective(name: str) -> Any:
-    def build(options: Any) -> Objective:
+    def build(options: Any) -> bundles.Objective:
         from surogate_task_preference import objectives
 
-        found: Objective = getattr(objectives, name)(options)
+        found: bundles.Objective = getattr(objectives, name)(options)
         return found
 
     return build
 
 
 TASKS = (
-    TaskSpec(name="dpo", build=_dpo, options=DPOOptions, objective=_objective("dpo"), group=2),
-    TaskSpec(name="ipo", build=_ipo, options=IPOOptions, objective=_objective("ipo"), group=2),
-    TaskSpec(name="orpo", build=_without_reference, options=ORPOOptions, objective=_objective("orpo"), group=2),
-    TaskSpec(name="simpo", build=_without_reference, options=SimPOOptions, objective=_objective("simpo"), group=2),
+    bundles.TaskSpec(name="dpo", build=_dpo, options=DPOOptions, objective=_objective("dpo"), group=2),
+    bundles.TaskSpec(name="ipo", build=_ipo, options=IPOOptions, objective=_objective("ipo"), group=2),
+    bundles.TaskSpec(name="orpo", build=_without_reference, options=ORPOOptions, objective=_objective("orpo"), group=2),
+    bundles.TaskSpec(
+        name="simpo", build=_without_reference, options=SimPOOptions, objective=_objective("simpo"), group=2
+    ),
 )

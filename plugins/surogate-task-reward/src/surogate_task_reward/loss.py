@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Objective
-from surogate_core.kernels.documents import segment_sums
+from surogate_core.plugin import IGNORE_LABEL, bundles, compute
 from surogate_task_reward.options import RewardOptions
 
 PREFERRED = "preferred"
@@ -34,8 +32,8 @@ def pair_sums(scores_N: Tensor, positions_N: Tensor, columns: Mapping[str, Tenso
     side_N = columns[PREFERRED]
     # The rejected document continues the pair; padding is a segment of its own.
     starts_N = (positions_N == 0) & (side_N >= 0)
-    chosen_N = segment_sums(torch.where(side_N > 0, scores_N, 0), starts_N)
-    rejected_N = segment_sums(torch.where(side_N < 0, scores_N, 0), starts_N)
+    chosen_N = compute.segment_sums(torch.where(side_N > 0, scores_N, 0), starts_N)
+    rejected_N = compute.segment_sums(torch.where(side_N < 0, scores_N, 0), starts_N)
     return chosen_N, rejected_N, (positions_N == 0) & (side_N > 0)
 
 
@@ -60,9 +58,9 @@ def sequence_figures(scores_N: Tensor, positions_N: Tensor, columns: Mapping[str
     return tuple(torch.where(first_N, value_N.float(), 0).sum() for value_N in values)
 
 
-def objective(options: RewardOptions) -> Objective:
+def objective(options: RewardOptions) -> bundles.Objective:
     """The objective of a run."""
-    return Objective(
+    return bundles.Objective(
         name="reward",
         token_loss=token_loss,
         sequence_loss=partial(sequence_loss, options),

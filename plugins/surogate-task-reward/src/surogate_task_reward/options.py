@@ -7,15 +7,15 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from surogate_core.bundles import Flat
+from surogate_core.plugin import bundles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOptions:
     """Keys of `task=reward`."""
 
-    margin: Annotated[float, Ge(0), Flat("reward_margin")] = 0.0
+    margin: Annotated[float, Ge(0), bundles.Flat("reward_margin")] = 0.0
     """By how much the score of the chosen answer is to exceed that of the rejected one."""
-    centre: Annotated[float, Ge(0), Flat("reward_centre")] = 0.0
+    centre: Annotated[float, Ge(0), bundles.Flat("reward_centre")] = 0.0
     """Weight of the squared sum of the two scores, which keeps the scores around 0 (arXiv 2312.09244); 0.01 is usual.
     TRL calls it `center_rewards_coefficient`."""

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from surogate_core.batch import IGNORE_LABEL, WEIGHTS
-from surogate_core.data.sampler import PackedTask
+from surogate_core.plugin import IGNORE_LABEL, WEIGHTS, PackedTask
 from surogate_task_reward.loss import PREFERRED
 
 if TYPE_CHECKING:
-    from surogate_core.batch import MicroBatch
-    from surogate_core.data.shards import PackedRows
+    from surogate_core.plugin import MicroBatch, PackedRows
 
 
 class RewardTask(PackedTask):

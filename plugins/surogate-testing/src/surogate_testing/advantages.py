@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_core.bundles import AdvantageSpec, part_of
-from surogate_core.bundles.reinforcement.advantages import advantages
+from surogate_core.plugin import advantages, bundles
 from surogate_testing.check import ensure
 
 Values = NDArray[np.float64]
@@ -19,12 +18,12 @@ REWARDS_PG = np.array([[0.0, 1.0, 1.0, 0.0], [1.0, 0.5, 0.25, 0.75], [0.0, 0.0, 
 LENGTHS_PG = np.array([[3, 5, 2, 8], [1, 1, 4, 9], [7, 6, 5, 4]])
 
 
-def _advantages(spec: AdvantageSpec, rewards_PG: Values, lengths_PG: Lengths) -> Values:
+def _advantages(spec: bundles.AdvantageSpec, rewards_PG: Values, lengths_PG: Lengths) -> Values:
     """Those with default options."""
-    return advantages(part_of("advantage", spec), rewards_PG, lengths_PG)
+    return advantages(bundles.part_of("advantage", spec), rewards_PG, lengths_PG)
 
 
-def gives_a_number_for_each_completion(spec: AdvantageSpec) -> None:
+def gives_a_number_for_each_completion(spec: bundles.AdvantageSpec) -> None:
     """[P, G] float64, finite; also for groups with equal rewards, and where rewards are missing."""
     equal_PG = np.array([[1.0] * 4, [0.0] * 4, [-2.0] * 4])
     missing_PG = REWARDS_PG.copy()
@@ -33,13 +32,13 @@ def gives_a_number_for_each_completion(spec: AdvantageSpec) -> None:
         _advantages(spec, rewards_PG, LENGTHS_PG[: len(rewards_PG)])
 
 
-def depends_on_rewards_and_lengths_alone(spec: AdvantageSpec) -> None:
+def depends_on_rewards_and_lengths_alone(spec: bundles.AdvantageSpec) -> None:
     """Equal rewards and lengths give equal bits: a run that was killed and resumed repeats them."""
     first, second = (_advantages(spec, REWARDS_PG, LENGTHS_PG).tobytes() for _ in range(2))
     ensure(first == second, "equal rewards give other advantages the second time")
 
 
-def prefers_the_higher_reward(spec: AdvantageSpec) -> None:
+def prefers_the_higher_reward(spec: bundles.AdvantageSpec) -> None:
     """Within a prompt's completions the highest reward has the largest advantage."""
     found_PG = _advantages(spec, REWARDS_PG, np.full_like(LENGTHS_PG, 4))
     for rewards_G, found_G in zip(REWARDS_PG, found_PG, strict=True):

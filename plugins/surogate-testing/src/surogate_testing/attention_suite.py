@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels import ops
+from surogate_core.plugin import bundles, ops
 from surogate_testing import op_cases
 from surogate_testing.op_cases import Compared, compare, random
 
@@ -166,9 +165,9 @@ class PackedAttention:
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
     pytestmark = pytest.mark.gpu
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> bundles.Kernel:
         """The pack's kernel of `attention`."""
-        found: Kernel = next(k for k in self.pack.kernels() if k.op == "attention")
+        found: bundles.Kernel = next(k for k in self.pack.kernels() if k.op == "attention")
         return found
 
     @pytest.fixture

@@ -9,7 +9,7 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from surogate_core.data.templates import TURN_ENDS, template_text
+from surogate_core.service.data import TURN_ENDS, template_text
 
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"

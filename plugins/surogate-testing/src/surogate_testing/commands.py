@@ -6,12 +6,12 @@ import io
 from contextlib import redirect_stdout
 from importlib import import_module
 
-from surogate_core.bundles import CommandSpec
-from surogate_core.plugins.commands import RESERVED, offered_commands
+from surogate_core.plugin import bundles
+from surogate_core.service.plugins import RESERVED, offered_commands
 from surogate_testing.check import ensure
 
 
-def has_one_or_two_words(spec: CommandSpec) -> None:
+def has_one_or_two_words(spec: bundles.CommandSpec) -> None:
     """The name is one word or two, in lower case, and not the name of a task of the core."""
     words = spec.name.split(" ")
     ensure(len(words) <= 2, f"the name {spec.name!r} has {len(words)} words")
@@ -21,7 +21,7 @@ def has_one_or_two_words(spec: CommandSpec) -> None:
     ensure(words[0] not in RESERVED, f"the name is {spec.name!r}, and {words[0]} is the core's")
 
 
-def is_listed_without_import(spec: CommandSpec) -> None:
+def is_listed_without_import(spec: bundles.CommandSpec) -> None:
     """`surogate --help` has it: its fields are literals in the module that the entry point names."""
     fields = ("name", "usage", "help", "main", "python", "rank", "example", "configured")
     wanted = [getattr(spec, field) for field in fields]
@@ -31,7 +31,7 @@ def is_listed_without_import(spec: CommandSpec) -> None:
     ensure(wanted in found, f"its source has {found}, not {wanted}")
 
 
-def has_help_for_each_form(spec: CommandSpec) -> None:
+def has_help_for_each_form(spec: bundles.CommandSpec) -> None:
     """Each line of `usage` begins with the first word of the name, and has a line of `help`."""
     forms, texts = spec.usage.split("\n"), spec.help.split("\n")
     ensure(len(forms) == len(texts), f"{len(forms)} lines of usage, {len(texts)} of help")
@@ -40,7 +40,7 @@ def has_help_for_each_form(spec: CommandSpec) -> None:
     ensure(all(form.split(" ")[0] == word for form in forms), f"a line of usage does not begin with {word}")
 
 
-def prints_its_usage(spec: CommandSpec) -> None:
+def prints_its_usage(spec: bundles.CommandSpec) -> None:
     """With `--help` it prints its usage and ends with 0."""
     module, _, function = spec.main.partition(":")
     printed = io.StringIO()
@@ -53,7 +53,7 @@ def prints_its_usage(spec: CommandSpec) -> None:
     ensure("usage" in printed.getvalue().lower(), "with --help it prints no usage")
 
 
-def has_a_function_for_python(spec: CommandSpec) -> None:
+def has_a_function_for_python(spec: bundles.CommandSpec) -> None:
     """What `python` names is a function with a docstring; most commands have none."""
     if not spec.python:
         return

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from surogate_core.bundles import DatasetFormat, FormatChoice
-from surogate_core.data.contract import fault_of
-from surogate_core.data.encoded import EncodeContext, Encoded, Group, RowError, members
-from surogate_core.errors import UserError
+from surogate_core.plugin import EncodeContext, Encoded, Group, RowError, UserError, bundles
+from surogate_core.service.data import fault_of, members
 from surogate_testing.chat_templates import byte_tokenizer
 from surogate_testing.check import NotApplicable, ensure
 
@@ -23,20 +21,22 @@ def context(*, template: bool = True) -> EncodeContext:
     return EncodeContext(tokenizer=tokenizer, sequence_len=4096)
 
 
-def _examples(spec: DatasetFormat) -> list[tuple[Mapping[str, Any], Any]]:
+def _examples(spec: bundles.DatasetFormat) -> list[tuple[Mapping[str, Any], Any]]:
     if not spec.examples:
         raise NotApplicable("the format has no `examples` to try it with")
     return [(row, spec.options(**fields)) for row, fields in spec.examples]
 
 
-def _encode(spec: DatasetFormat, row: Mapping[str, Any], options: Any, around: EncodeContext) -> tuple[Encoded, ...]:
+def _encode(
+    spec: bundles.DatasetFormat, row: Mapping[str, Any], options: Any, around: EncodeContext
+) -> tuple[Encoded, ...]:
     assert spec.encode is not None
     found = spec.encode(row, options, around)
     ensure(isinstance(found, Encoded | Group), f"encode returned {type(found).__name__}, not Encoded or Group")
     return members(found)
 
 
-def labels_are_inputs(spec: DatasetFormat) -> None:
+def labels_are_inputs(spec: bundles.DatasetFormat) -> None:
     """Labels are the token itself or -100, something is trained, and the same row gives the same document."""
     if spec.encode is None:
         raise NotApplicable("the format chooses another")
@@ -58,7 +58,7 @@ def labels_are_inputs(spec: DatasetFormat) -> None:
                 ensure(np.array_equal(same.labels, document.labels), "the same row gives other labels")
 
 
-def refuses_bad_rows(spec: DatasetFormat) -> None:
+def refuses_bad_rows(spec: bundles.DatasetFormat) -> None:
     """A row without its fields is a `RowError` with a reason; a row with odd values is a `RowError` or a document."""
     for row, options in _examples(spec):
         variants: list[dict[str, Any]] = [{}] if spec.encode is not None else []
@@ -77,13 +77,13 @@ def refuses_bad_rows(spec: DatasetFormat) -> None:
             ensure(bool(number) or spec.encode is None, "a row without fields is not refused")
 
 
-def chooses(spec: DatasetFormat) -> None:
+def chooses(spec: bundles.DatasetFormat) -> None:
     """A format that chooses names a type and why, and refuses rows that show none."""
     if spec.choose is None:
         raise NotApplicable("the format encodes by itself")
     for row, options in _examples(spec):
         choice = spec.choose([row] * 4, options)
-        ensure(isinstance(choice, FormatChoice), f"choose returned {type(choice).__name__}, not FormatChoice")
+        ensure(isinstance(choice, bundles.FormatChoice), f"choose returned {type(choice).__name__}, not FormatChoice")
         ensure(bool(choice.type and choice.reason), "a choice without a type or a reason")
         try:
             spec.choose([{}], options)

@@ -6,8 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from surogate_core.bundles.reinforcement.environments import Environment, EnvironmentProblem, EnvironmentSpec, Turn
-from surogate_core.errors import SurogateError
+from surogate_core.plugin import SurogateError, bundles
 from surogate_testing.check import NotApplicable, ensure
 
 PROBLEMS = 5
@@ -16,29 +15,29 @@ SEED = 7
 REPLY = "The answer is 7."
 
 
-def _built(spec: EnvironmentSpec) -> Environment:
+def _built(spec: bundles.EnvironmentSpec) -> bundles.Environment:
     try:
         return spec.build(spec.options())
     except SurogateError as error:
         raise NotApplicable(f"it needs options or a package: {error}") from error
 
 
-def _plain(problem: EnvironmentProblem) -> str:
+def _plain(problem: bundles.EnvironmentProblem) -> str:
     return json.dumps([list(problem.messages), dict(problem.data), list(problem.tools)], sort_keys=True)
 
 
-def _played(environment: Environment, problem: EnvironmentProblem) -> Mapping[str, float | None]:
+def _played(environment: bundles.Environment, problem: bundles.EnvironmentProblem) -> Mapping[str, float | None]:
     episode = environment.start(problem)
     for _ in range(TURNS):
         turn = episode.reply(REPLY)
-        ensure(isinstance(turn, Turn), f"reply returned {turn!r:.80}, not a Turn")
+        ensure(isinstance(turn, bundles.Turn), f"reply returned {turn!r:.80}, not a Turn")
         ensure(turn.done != bool(turn.messages), "a turn has messages if and only if the episode goes on")
         if turn.done:
             break
     return episode.rewards()
 
 
-def has_tasks_that_repeat(spec: EnvironmentSpec) -> None:
+def has_tasks_that_repeat(spec: bundles.EnvironmentSpec) -> None:
     """The same number and seed give the same problem, of JSON values, in another environment of the same options."""
     first, second = _built(spec), _built(spec)
     for number in range(min(PROBLEMS, first.size or PROBLEMS)):
@@ -48,7 +47,7 @@ def has_tasks_that_repeat(spec: EnvironmentSpec) -> None:
         ensure(_plain(problem) == _plain(second.problem(number, SEED)), f"problem {number} differs the second time")
 
 
-def gives_finite_rewards_of_equal_names(spec: EnvironmentSpec) -> None:
+def gives_finite_rewards_of_equal_names(spec: bundles.EnvironmentSpec) -> None:
     """Every reward is a finite number or None; every episode has the same names, with those of `weights` among them."""
     environment = _built(spec)
     problems = [environment.problem(number, SEED) for number in range(min(PROBLEMS, environment.size or PROBLEMS))]
@@ -63,23 +62,23 @@ def gives_finite_rewards_of_equal_names(spec: EnvironmentSpec) -> None:
             ensure(value is None or is_number, f"reward {name} is {value!r}")
 
 
-def judges_an_episode_without_a_reply(spec: EnvironmentSpec) -> None:
+def judges_an_episode_without_a_reply(spec: bundles.EnvironmentSpec) -> None:
     """A model may have no room for a reply."""
     environment = _built(spec)
     environment.start(environment.problem(0, SEED)).rewards()
 
 
-def plays_an_episode_again(spec: EnvironmentSpec) -> None:
+def plays_an_episode_again(spec: bundles.EnvironmentSpec) -> None:
     """A problem that went through JSON, in another environment of the same options, gives the same rewards."""
     first, second = _built(spec), _built(spec)
     problem = first.problem(0, SEED)
     messages, data, tools = json.loads(_plain(problem))
-    moved = EnvironmentProblem(messages=tuple(messages), data=data, tools=tuple(tools))
+    moved = bundles.EnvironmentProblem(messages=tuple(messages), data=data, tools=tuple(tools))
     if spec.deterministic:
         ensure(_played(first, problem) == _played(second, moved), "the rewards differ")
 
 
-def compares_attempts_at_one_task(spec: EnvironmentSpec) -> None:
+def compares_attempts_at_one_task(spec: bundles.EnvironmentSpec) -> None:
     """`group_rewards`, if there is one, returns finite rewards of equal names for each attempt."""
     environment = _built(spec)
     compare = getattr(environment, "group_rewards", None)

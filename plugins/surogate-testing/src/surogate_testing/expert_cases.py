@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.kernels import experts as experts_ops
+from surogate_core.service.kernels import experts as experts_ops
 from surogate_testing.kernel_inputs import Inputs, normal
 
 

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily
-from surogate_core.dsl import Model
-from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine.engine import Engine
-from surogate_core.engine.planning.pieces import RandomSource, Source
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles, dsl
+from surogate_core.service.engine import Engine, RandomSource, Source
+from surogate_core.service.model import TensorSpec
 from surogate_testing import tiny
 from surogate_testing.check import ensure
 from surogate_testing.models import balances_as_transformers
@@ -25,16 +22,16 @@ TOLERANCE = 1e-5
 """Relative error of gradients and logits in fp32."""
 
 
-def checks_of(family: ModelFamily) -> Sequence[Callable[[ModelFamily], None]]:
+def checks_of(family: bundles.ModelFamily) -> Sequence[Callable[[bundles.ModelFamily], None]]:
     """The checks below and that of the load-balancing loss, if the family's preset `tiny` has experts."""
     try:
         model = family.build(dict(family.presets["tiny"]))
     except (KeyError, UserError):
         return ()
-    return (balances_as_transformers, *CHECKS) if isinstance(model, Model) and model.expert_slots() else ()
+    return (balances_as_transformers, *CHECKS) if isinstance(model, dsl.Model) and model.expert_slots() else ()
 
 
-def routes_every_token(family: ModelFamily) -> None:
+def routes_every_token(family: bundles.ModelFamily) -> None:
     """Experts compute K times the tokens, and no padding counts; of equal probabilities the lowest number wins."""
     model, config = _tiny(family)
     drawn = tiny.random_source()
@@ -60,7 +57,7 @@ def routes_every_token(family: ModelFamily) -> None:
             )
 
 
-def trains_its_routers(family: ModelFamily) -> None:
+def trains_its_routers(family: bundles.ModelFamily) -> None:
     """`train_router` trains a `Param` of role router in each layer with experts, with the gradient of a full training.
 
     Recomputing changes no bit of any gradient.
@@ -81,7 +78,7 @@ def trains_its_routers(family: ModelFamily) -> None:
         ensure(error <= TOLERANCE, f"gradient of {name} beside adapters: relative error {error:.1e}")
 
 
-def merges_its_experts(family: ModelFamily) -> None:
+def merges_its_experts(family: bundles.ModelFamily) -> None:
     """Each expert has an A and a B of its own, of rank `lora_expert_rank`, which add scale · B A to its weight."""
     _, config = _tiny(family)
     made = _engine(family, config, tiny.random_source(), lora=tiny.lora(rank=4, expert_rank=2, scale=2.0))
@@ -102,12 +99,12 @@ def merges_its_experts(family: ModelFamily) -> None:
     ensure(error <= TOLERANCE, f"logits of the merged model: relative error {error:.1e}")
 
 
-def _tiny(family: ModelFamily) -> tuple[Model, dict[str, Any]]:
+def _tiny(family: bundles.ModelFamily) -> tuple[dsl.Model, dict[str, Any]]:
     config = dict(family.presets["tiny"])
     return family.build(config), config
 
 
-def _engine(family: ModelFamily, config: Mapping[str, Any], source: Source, **changes: Any) -> Engine:
+def _engine(family: bundles.ModelFamily, config: Mapping[str, Any], source: Source, **changes: Any) -> Engine:
     return tiny.engine(config, build=family.build, source=source, **changes)
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from surogate_core.bundles import ExportFormat, ExportJob, Sampling
-from surogate_core.bundles.options import field_types
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
+from surogate_core.service.plugins import field_types
 from surogate_testing.check import ensure
 
 
-def has_options_with_defaults(spec: ExportFormat) -> None:
+def has_options_with_defaults(spec: bundles.ExportFormat) -> None:
     """Every option has a default and is text, a choice of texts or a switch, since it is a flag of the command."""
     without = [f.name for f in fields(spec.options) if f.default is MISSING and f.default_factory is MISSING]
     ensure(not without, f"no default: {', '.join(without)}")
@@ -22,11 +21,11 @@ def has_options_with_defaults(spec: ExportFormat) -> None:
     ensure(spec.suffix.startswith(".") and len(spec.suffix) > 1, f"the suffix is {spec.suffix!r}, not such as '.bin'")
 
 
-def refuses_an_unknown_model(spec: ExportFormat) -> None:
+def refuses_an_unknown_model(spec: bundles.ExportFormat) -> None:
     """A model of a type that it does not know is an error of the user's before a tensor is read."""
     with TemporaryDirectory() as directory:
         read: list[str] = []
-        job = ExportJob(
+        job = bundles.ExportJob(
             name="unknown",
             config={"model_type": "no_such_family"},
             shapes={"model.embed_tokens.weight": (8, 4)},
@@ -34,7 +33,7 @@ def refuses_an_unknown_model(spec: ExportFormat) -> None:
             get=lambda name: read.append(name),  # type: ignore[arg-type,return-value]
             tokenizer=cast("Any", None),
             stop_ids=frozenset(),
-            sampling=Sampling(),
+            sampling=bundles.Sampling(),
             file=Path(directory) / "file",
             place=Path(directory) / "place",
         )

@@ -25,10 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Fabric, FabricSpec
-from surogate_core.launch.gpus import visible
-from surogate_core.launch.local import environment
-from surogate_core.mesh.mesh import Mesh
+from surogate_core.plugin import bundles, launching
+from surogate_core.service.engine import Mesh
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.virtual import in_threads
 
@@ -59,7 +57,7 @@ def _length(size: int, sender: int, receiver: int) -> int:
 class Buffers:
     """Tensors of one size for every collective, which a CUDA graph reads and writes in place."""
 
-    def __init__(self, size: int, fabric: Fabric, device: torch.device, zeros: Zeros, *, unequal: bool):
+    def __init__(self, size: int, fabric: bundles.Fabric, device: torch.device, zeros: Zeros, *, unequal: bool):
         """`zeros`: allocates what other ranks write to. `unequal`: whether `exchange_unequal` runs too."""
         rank, world = fabric.rank, fabric.world
 
@@ -111,7 +109,7 @@ class Buffers:
         if rank == turn % len(self.sent):
             self.most[1, :1].fill_(float("nan"))
 
-    def run(self, fabric: Fabric) -> None:
+    def run(self, fabric: bundles.Fabric) -> None:
         """Every collective once."""
         fabric.exchange(self.sent, self.received_NK)
         fabric.exchange(self.sent_bytes, self.received_bytes_NK)
@@ -141,16 +139,16 @@ def _checksum(tensor: Tensor) -> int:
     return int((values * (torch.arange(values.numel()) % 1009 + 1)).sum())
 
 
-def _largest(fabric: Fabric, drawn_by: int) -> list[float]:
+def _largest(fabric: bundles.Fabric, drawn_by: int) -> list[float]:
     numbers = [drawn_by, -drawn_by, 1e300 * (drawn_by - 0.5), -torch.inf if drawn_by else 0.25]
     return [float(value) for value in fabric.largest(numbers)]
 
 
 def _of_turns(
-    size: int, fabric: Fabric, device: torch.device, zeros: Zeros, *, drawn_by: int, unequal: bool
+    size: int, fabric: bundles.Fabric, device: torch.device, zeros: Zeros, *, drawn_by: int, unequal: bool
 ) -> dict[str, Any]:
     """Collective → its checksums, one for each turn; and whether the buffers were zeros at first."""
-    lacks = unequal and type(fabric).exchange_unequal is Fabric.exchange_unequal
+    lacks = unequal and type(fabric).exchange_unequal is bundles.Fabric.exchange_unequal
     ensure(not lacks, "it has no `exchange_unequal`, and its spec says unequal=True")
     buffers = Buffers(size, fabric, device, zeros, unequal=unequal)
     found: dict[str, Any] = {"zeros": buffers.are_zeros()}
@@ -170,7 +168,7 @@ def _of_turns(
     return found
 
 
-def _of_all(fabric: Fabric, device: torch.device, zeros: Zeros, *, unequal: bool = True) -> dict[str, Any]:
+def _of_all(fabric: bundles.Fabric, device: torch.device, zeros: Zeros, *, unequal: bool = True) -> dict[str, Any]:
     """What the collectives among all ranks give."""
     of: dict[str, Any] = {"drawn_by": fabric.rank, "unequal": unequal}
     sizes = {str(size): _of_turns(size, fabric, device, zeros, **of) for size in SIZES}
@@ -185,7 +183,7 @@ def _of_groups(mesh: Mesh, device: torch.device, *, across: bool = True, unequal
     """
     fabric, rank, zeros = mesh.fabric, mesh.rank, partial(_plain_zeros, device=device)
     assert fabric is not None
-    ensure(type(fabric).within is not Fabric.within, "it has no `within`, and its spec says groups=True")
+    ensure(type(fabric).within is not bundles.Fabric.within, "it has no `within`, and its spec says groups=True")
     places: dict[str, str] = {}
     results: dict[str, Any] = {}
     for name, group, members in _groups_of(mesh, fabric, across=across):
@@ -207,7 +205,7 @@ Members = Callable[[int], Sequence[int]]
 """A rank → the ranks of its group, in order."""
 
 
-def _groups_of(mesh: Mesh, fabric: Fabric, *, across: bool) -> Iterator[tuple[str, Fabric, Members]]:
+def _groups_of(mesh: Mesh, fabric: bundles.Fabric, *, across: bool) -> Iterator[tuple[str, bundles.Fabric, Members]]:
     """(name, this rank's group, the groups of all ranks), one after the other. `across`: also of distant ranks."""
 
     def neighbours(rank: int, ranks: int) -> range:
@@ -216,7 +214,7 @@ def _groups_of(mesh: Mesh, fabric: Fabric, *, across: bool) -> Iterator[tuple[st
     for ranks in (n for n in GROUPS if n <= mesh.world):
         yield f"its group of {ranks}", fabric.within(ranks), partial(neighbours, ranks=ranks)
     if across:
-        ensure(type(fabric).across is not Fabric.across, "it has no `across`, and its spec says across=True")
+        ensure(type(fabric).across is not bundles.Fabric.across, "it has no `across`, and its spec says across=True")
         half, everyone = mesh.world // 2, range(mesh.world)
         yield f"its group across {half}", fabric.across(half), lambda rank: everyone[rank % half :: half]
 
@@ -256,7 +254,7 @@ def _rank(given: Mapping[str, Any], rank: int) -> dict[str, Any]:
     world = given["world"]
     device = torch.device(given["device"], *([0] if given["device"] == "cuda" else []))
     mesh = Mesh(rank=rank, world=world, store=FileStore(given["store"], world), local_world=world)
-    from surogate_core.mesh.offers import FABRICS
+    from surogate_core.service.engine import FABRICS
 
     mesh.choose(partial(_object(given["build"]), _object(given["options"])()), device, FABRICS)
     early = mesh.zeros(SIZES[0], torch.float32, device)
@@ -289,16 +287,16 @@ def _path_of(value: Any, what: str) -> str:
     raise AssertionError(f"`{what}` must be a function or class of a module, so that other processes find it")
 
 
-def _device(spec: FabricSpec, world: int = WORLD) -> str:
+def _device(spec: bundles.FabricSpec, world: int = WORLD) -> str:
     """The device of the processes; raises `NotApplicable` if the fabric has none here."""
-    if spec.supports("cuda", world, world) and len(visible(os.environ)) >= world:
+    if spec.supports("cuda", world, world) and len(launching.visible(os.environ)) >= world:
         return "cuda"
     if not spec.supports("cpu", world, world):
         raise NotApplicable(f"it needs {world} GPUs")
     return "cpu"
 
 
-def _of(spec: FabricSpec, world: int = WORLD, *, groups: bool = False) -> Sequence[Mapping[str, Any]]:
+def _of(spec: bundles.FabricSpec, world: int = WORLD, *, groups: bool = False) -> Sequence[Mapping[str, Any]]:
     """What ranks in processes of their own write, by rank."""
     device = _device(spec, world)
     build, options = _path_of(spec.build, "build"), _path_of(spec.options, "options")
@@ -310,7 +308,7 @@ def _of(spec: FabricSpec, world: int = WORLD, *, groups: bool = False) -> Sequen
 @cache
 def _processes(build: str, options: str, device: str, world: int, groups: bool, across: bool, unequal: bool) -> _Found:
     """One pair of processes serves all checks of a fabric but that of its groups."""
-    gpus = visible(os.environ) if device == "cuda" else []
+    gpus = launching.visible(os.environ) if device == "cuda" else []
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         given = {
@@ -330,7 +328,7 @@ def _processes(build: str, options: str, device: str, world: int, groups: bool, 
         try:
             for rank in range(world):
                 with (place / f"said {rank}").open("wb") as said:
-                    own = environment(os.environ, rank, world, gpus)
+                    own = launching.environment(os.environ, rank, world, gpus)
                     started.append(subprocess.Popen([*command, str(rank)], env=own, stdout=said, stderr=said))
             failure = _wait(started, place)
         finally:
@@ -374,20 +372,20 @@ def _main(file: str, rank: int) -> None:
 # -------------------------------------------------------------------------------- the checks
 
 
-def opens_between_processes(fabric: FabricSpec) -> None:
+def opens_between_processes(fabric: bundles.FabricSpec) -> None:
     """It is built, connects two processes, knows their number and its own, and closes."""
     for found, expected in zip(_of(fabric), _expected(WORLD), strict=True):
         ensure(found["place"] == expected["place"], f"rank and world are {found['place']}, not {expected['place']}")
 
 
-def allocates_zeros(fabric: FabricSpec) -> None:
+def allocates_zeros(fabric: bundles.FabricSpec) -> None:
     """Memory of `zeros`, if it has such, is of zeros, before and after `connect`."""
     for rank, found in enumerate(_of(fabric)):
         for size, results in found["sizes"].items():
             ensure(results["zeros"], f"on rank {rank}, {size} elements of its memory are not zeros")
 
 
-def _agrees(fabric: FabricSpec, name: str) -> None:
+def _agrees(fabric: bundles.FabricSpec, name: str) -> None:
     for rank, (found, expected) in enumerate(zip(_of(fabric), _expected(WORLD), strict=True)):
         _same(found, expected, name, f"rank {rank} has wrong values")
 
@@ -400,47 +398,47 @@ def _same(found: Mapping[str, Any], expected: Mapping[str, Any], name: str, said
             ensure(ours == right, f"{said} for {size} elements{how}")
 
 
-def exchanges_parts(fabric: FabricSpec) -> None:
+def exchanges_parts(fabric: bundles.FabricSpec) -> None:
     """`exchange` sends part r to rank r, for one element and for many, again and again."""
     _agrees(fabric, "exchange")
 
 
-def exchanges_parts_of_unequal_lengths(fabric: FabricSpec) -> None:
+def exchanges_parts_of_unequal_lengths(fabric: bundles.FabricSpec) -> None:
     """`exchange_unequal`, which a spec with `unequal` has: part r goes to rank r, any lengths, 0 too."""
     if not fabric.unequal:
         raise NotApplicable("its spec does not say unequal=True")
     _agrees(fabric, "exchange_unequal")
 
 
-def gathers_parts_of_any_length(fabric: FabricSpec) -> None:
+def gathers_parts_of_any_length(fabric: bundles.FabricSpec) -> None:
     """`gather` fills parts of equal, unequal and no length, of several dtypes, adjacent and apart."""
     _agrees(fabric, "gather")
 
 
-def adds_values_of_one_rank_each(fabric: FabricSpec) -> None:
+def adds_values_of_one_rank_each(fabric: bundles.FabricSpec) -> None:
     """`add` gives every rank the one value of each element that is not zero."""
     _agrees(fabric, "add")
 
 
-def keeps_nan_in_the_maximum(fabric: FabricSpec) -> None:
+def keeps_nan_in_the_maximum(fabric: bundles.FabricSpec) -> None:
     """`maximum` compares int32, so the pattern of a NaN is above all numbers."""
     _agrees(fabric, "maximum")
 
 
-def finds_the_largest_on_the_host(fabric: FabricSpec) -> None:
+def finds_the_largest_on_the_host(fabric: bundles.FabricSpec) -> None:
     """`largest` takes the maximum of each float64, infinities too."""
     for rank, (found, expected) in enumerate(zip(_of(fabric), _expected(WORLD), strict=True)):
         right = expected["largest"]
         ensure(found["largest"] == right, f"rank {rank} has {found['largest']}, not {right}")
 
 
-def connects_groups_of_neighbouring_ranks(fabric: FabricSpec) -> None:
+def connects_groups_of_neighbouring_ranks(fabric: bundles.FabricSpec) -> None:
     """`within`, which a spec with `groups` has: its fabrics are of neighbouring ranks, each group works by itself, and
     all ranks work on. A spec with `across` has groups of distant ranks too.
     """
     if not fabric.groups:
         raise NotApplicable("its spec does not say groups=True, so ranks cannot share rows through it")
-    enough = fabric.supports("cpu", GROUPED, GROUPED) or len(visible(os.environ)) >= GROUPED
+    enough = fabric.supports("cpu", GROUPED, GROUPED) or len(launching.visible(os.environ)) >= GROUPED
     world = GROUPED if enough else WORLD
     by_rank = list(enumerate(zip(_of(fabric, world, groups=True), _expected(world, True), strict=True)))
     for rank, (found, expected) in by_rank:

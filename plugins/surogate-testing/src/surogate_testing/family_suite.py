@@ -19,9 +19,8 @@ import pytest
 import torch
 import yaml
 
-from surogate_core.bundles import ModelFamily
-from surogate_core.engine.planning.pieces import distinct, pieces
-from surogate_core.errors import UserError
+from surogate_core.plugin import UserError, bundles
+from surogate_core.service.engine import distinct, pieces
 from surogate_testing.parity import LENGTHS, TINY, TOLERANCE, ModelPair, Record
 
 SHAPE = (
@@ -110,9 +109,9 @@ class FamilyFacts:
     """Changes of the preset ``tiny`` that `build` refuses, and a part of the message."""
 
     @property
-    def family(self) -> ModelFamily:
+    def family(self) -> bundles.ModelFamily:
         """What the plugin offers."""
-        found: ModelFamily = self.plugin.surogate_model_family()
+        found: bundles.ModelFamily = self.plugin.surogate_model_family()
         return found
 
     def tiny(self, **changes: Any) -> dict[str, Any]:

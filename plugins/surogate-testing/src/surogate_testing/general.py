@@ -6,11 +6,8 @@ import dataclasses
 import subprocess
 import sys
 
-from surogate_core.bundles import KINDS
-from surogate_core.plugins import Registry
-from surogate_core.plugins.discovery import InstalledPlugin, unmet_requirements
-from surogate_core.plugins.isolation import HEAVY
-from surogate_core.plugins.static import static_view
+from surogate_core.plugin import bundles
+from surogate_core.service.plugins import HEAVY, InstalledPlugin, Registry, static_view, unmet_requirements
 from surogate_testing.check import ensure
 
 
@@ -34,7 +31,7 @@ def imports_quietly(plugin: InstalledPlugin, registry: Registry) -> None:
 
 def answers_quietly(plugin: InstalledPlugin, registry: Registry) -> None:
     """Its hooks print nothing and leave no thread."""
-    for kind in KINDS:
+    for kind in bundles.KINDS:
         registry.bundles(kind)
     registry.flat_keys()
     clashes = [str(clash) for clash in registry.clashes.values() if f"plugin {plugin.name} " in clash.message]
@@ -46,7 +43,7 @@ def answers_quietly(plugin: InstalledPlugin, registry: Registry) -> None:
 def is_seen_without_import(plugin: InstalledPlugin, registry: Registry) -> None:
     """What it offers is what `surogate plugins list` reads from its source: names are literals."""
     view = static_view(plugin.module)
-    for kind in KINDS:
+    for kind in bundles.KINDS:
         offered = {name for name, o in registry.bundles(kind).items() if o.plugin.name == plugin.name}
         unseen = offered - {name for k, name in view.bundles if k == kind}
         ensure(not unseen, f"{kind} {', '.join(sorted(unseen))}: the name is not a literal in the source")
@@ -55,7 +52,7 @@ def is_seen_without_import(plugin: InstalledPlugin, registry: Registry) -> None:
 
 def has_options_with_defaults(plugin: InstalledPlugin, registry: Registry) -> None:
     """Options are frozen dataclasses; those of every kind but data sets have defaults."""
-    for kind in KINDS:
+    for kind in bundles.KINDS:
         for name, offered in registry.bundles(kind).items():
             options = getattr(offered.bundle, "options", None)
             if offered.plugin.name != plugin.name or options is None:

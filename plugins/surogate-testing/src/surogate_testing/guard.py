@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import surogate_core
-from surogate_core.train.signals import TimeUp, time_limit
+from surogate_core.service.training import TimeUp, time_limit
 
 SECONDS = 600.0
 """Time limit of a check in seconds: many times that of the slowest built-in plugin."""

@@ -21,10 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import WeightFormat
-from surogate_core.kernels.building import unpacking
-from surogate_core.kernels.building.native import Sources, source_of
-from surogate_core.kernels.building.unpacking import Unpacker
+from surogate_core.plugin import bundles, compute
+from surogate_core.service.kernels import source_of, unpacking
 from surogate_testing.check import ensure
 
 COMPILER = shutil.which("g++")
@@ -42,7 +40,7 @@ _BF16X2 = re.compile(r'asm\("cvt\.rn\.bf16x2\.f32 [^"]*" : "=r"\((\w+)\) : "f"\(
 
 
 @cache
-def _library(sources: Sources, name: str) -> ctypes.CDLL:
+def _library(sources: compute.Sources, name: str) -> ctypes.CDLL:
     assert COMPILER is not None
     # The toolkit's headers are excluded, because the host has its own.
     text, changed = re.subn(
@@ -62,7 +60,7 @@ def _library(sources: Sources, name: str) -> ctypes.CDLL:
 class HostModule:
     """Replaces a `surogate_core.kernels.building.native.Module`: kernels run on the CPU, on CPU tensors."""
 
-    def __init__(self, sources: Sources, name: str):
+    def __init__(self, sources: compute.Sources, name: str):
         self.sources = sources
         self.name = name
 
@@ -103,7 +101,7 @@ def device_for(
     return torch.device("cpu")
 
 
-def unpacks_on_host(unpacker: Unpacker, monkeypatch: pytest.MonkeyPatch) -> None:
+def unpacks_on_host(unpacker: compute.Unpacker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernels of a weight format run on CPU tensors. Skips the test if a compiler is missing."""
     if COMPILER is None:
         pytest.skip("g++ is not installed")
@@ -113,7 +111,7 @@ def unpacks_on_host(unpacker: Unpacker, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def ensure_kernel_unpacks(
-    weight_format: WeightFormat, shape: tuple[int, int], reference: Callable[[Tensor, Tensor], None]
+    weight_format: bundles.WeightFormat, shape: tuple[int, int], reference: Callable[[Tensor, Tensor], None]
 ) -> None:
     """Compare the kernels of a weight format with its reference: for a matrix in a wider one, and for experts."""
     draw = torch.Generator().manual_seed(0)

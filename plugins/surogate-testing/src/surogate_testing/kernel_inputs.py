@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.kernels.registry import owner_of, references
+from surogate_core.plugin import compute
+from surogate_core.service.kernels import owner_of
 from surogate_testing.check import ensure
 from surogate_testing.guard import explained
 
@@ -39,7 +40,7 @@ def inputs_of(op: str) -> list[Inputs]:
     """The inputs that the module of a plugin's op offers, in float64: `INPUTS`, op → function without arguments →
     inputs. Raises `AssertionError` with op, module and plugin if they cannot be read.
     """
-    module = references[op].function.__module__
+    module = compute.references[op].function.__module__
     offered: Any = getattr(sys.modules[module], "INPUTS", {})
     what = f'{owner_of(op)}: INPUTS["{op}"] of the module {module}'
     fix = "Fix: a function without arguments that yields Inputs(...)"

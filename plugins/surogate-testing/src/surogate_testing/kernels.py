@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Kernel, KernelPack, ModelFamily
-from surogate_core.kernels.panels import PanelShape
-from surogate_core.kernels.registry import REFERENCE_PRIORITY, define_ops, extensions, fault_of, references
+from surogate_core.plugin import IGNORE_LABEL, bundles, compute
+from surogate_core.service.kernels import REFERENCE_PRIORITY, define_ops, extensions, fault_of
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.expert_cases import EXPERT_CASES
 from surogate_testing.guard import explained
@@ -142,7 +140,7 @@ def _dropout() -> Iterator[Inputs]:
 
 def _adapted_linears() -> Iterator[Inputs]:
     def made(n: int, what: str = "", apart: bool = False) -> Inputs:
-        shape = PanelShape(inputs=64, outputs=(64, 128), rank=16, scale=0.75, dropout=0.0, salts=(0, 1))
+        shape = compute.PanelShape(inputs=64, outputs=(64, 128), rank=16, scale=0.75, dropout=0.0, salts=(0, 1))
         weights = [normal(o, 64, seed=o) for o in shape.outputs]
         leaves = {"x": normal(n, 64, seed=20)}
         for s, o in enumerate(shape.outputs):
@@ -254,7 +252,7 @@ def _ensure_untouched(names: Iterable[str], tensors: list[Tensor], before: list[
         ensure(torch.equal(tensor, old), f"it writes to its {what} {name}")
 
 
-def _takes(kernel: Kernel, inputs: Inputs, leaves: list[Tensor]) -> bool:
+def _takes(kernel: bundles.Kernel, inputs: Inputs, leaves: list[Tensor]) -> bool:
     answers: list[bool] = []
 
     def ask(*args: Any, **kwargs: Any) -> None:
@@ -265,7 +263,7 @@ def _takes(kernel: Kernel, inputs: Inputs, leaves: list[Tensor]) -> bool:
     return all(answers)
 
 
-def _devices(pack: KernelPack) -> list[torch.device]:
+def _devices(pack: bundles.KernelPack) -> list[torch.device]:
     known = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     reasons = {device: pack.unavailable(device) for device in known}
     usable = [device for device, reason in reasons.items() if reason is None]
@@ -278,7 +276,7 @@ def _devices(pack: KernelPack) -> list[torch.device]:
 class _Case:
     """A kernel and inputs that it supports."""
 
-    kernel: Kernel
+    kernel: bundles.Kernel
     device: torch.device
     dtype: torch.dtype
     inputs: Inputs
@@ -304,10 +302,10 @@ class _Case:
 def _inputs(op: str) -> Iterable[Inputs]:
     if op in CASES:
         return CASES[op]()
-    return inputs_of(op) if op in references and op not in WITHOUT_CASES else ()
+    return inputs_of(op) if op in compute.references and op not in WITHOUT_CASES else ()
 
 
-def _cases(pack: KernelPack) -> Iterator[_Case]:
+def _cases(pack: bundles.KernelPack) -> Iterator[_Case]:
     """Every kernel with all supported inputs of its op, in each supported dtype and on each supported device."""
     for device in _devices(pack):
         for kernel in pack.kernels():
@@ -322,7 +320,7 @@ def _cases(pack: KernelPack) -> Iterator[_Case]:
                         yield case
 
 
-def names_ops(pack: KernelPack) -> None:
+def names_ops(pack: bundles.KernelPack) -> None:
     """Every kernel belongs to an op of the core, of the pack or of those that it serves, has a unique name, and a
     higher priority than the reference.
     """
@@ -330,7 +328,7 @@ def names_ops(pack: KernelPack) -> None:
     define_ops([pack])
     kernels = list(pack.kernels())
     for kernel in kernels:
-        if kernel.op in pack.serves and kernel.op not in references:
+        if kernel.op in pack.serves and kernel.op not in compute.references:
             continue
         fault = fault_of(kernel)
         ensure(not fault, f"kernel {kernel.name}: {fault}")
@@ -341,7 +339,7 @@ def names_ops(pack: KernelPack) -> None:
     ensure(len(set(names)) == len(names), "two kernels of an op have one name")
 
 
-def computes_what_it_knows(pack: KernelPack) -> None:
+def computes_what_it_knows(pack: bundles.KernelPack) -> None:
     """A kernel takes some of the kit's inputs with each extension that it knows, and has no other one as parameter."""
     devices = _devices(pack)
     define_ops([pack])
@@ -369,7 +367,7 @@ def _extensions(inputs: Inputs, leaves: list[Tensor]) -> set[str]:
     return found
 
 
-def fills_slots(pack: KernelPack) -> None:
+def fills_slots(pack: bundles.KernelPack) -> None:
     """Kernels of `slot_attention` give what the reference gives in float64, with every extension that they know."""
     tried = 0
     for device in _devices(pack):
@@ -383,12 +381,12 @@ def fills_slots(pack: KernelPack) -> None:
         raise NotApplicable("no kernel of slot_attention supports a device of this machine")
 
 
-def equals_references(pack: KernelPack) -> None:
+def equals_references(pack: bundles.KernelPack) -> None:
     """Values and gradients are those of the reference in float64, in each dtype and shape that it takes."""
     _try(pack, _ensure_equal)
 
 
-def _try(pack: KernelPack, check: Callable[[_Case], None]) -> None:
+def _try(pack: bundles.KernelPack, check: Callable[[_Case], None]) -> None:
     """Raises `NotApplicable` if there was nothing to check, or if nobody defines the op of some kernels."""
     tried = 0
     for case in _cases(pack):
@@ -400,14 +398,14 @@ def _try(pack: KernelPack, check: Callable[[_Case], None]) -> None:
         raise NotApplicable("no kernel supports a device of this machine and takes the kit's inputs")
 
 
-def _ensure_defined(pack: KernelPack) -> None:
-    missing = sorted({k.op for k in pack.kernels() if k.op in pack.serves and k.op not in references})
+def _ensure_defined(pack: bundles.KernelPack) -> None:
+    missing = sorted({k.op for k in pack.kernels() if k.op in pack.serves and k.op not in compute.references})
     if missing:
         raise NotApplicable(f"no installed plugin defines {', '.join(missing)}; install it to compare")
 
 
 def _ensure_equal(case: _Case) -> None:
-    reference, leaves, dtype = references[case.kernel.op].function, case.leaves, case.dtype
+    reference, leaves, dtype = compute.references[case.kernel.op].function, case.leaves, case.dtype
     found = _run(case.kernel.function, case.inputs, leaves)
     expected = _run(reference, case.inputs, [t.double() for t in leaves])
     ensure(found.keys() == expected.keys(), f"it returns {len(found)} tensors, not {len(expected)}")
@@ -434,7 +432,7 @@ def _row_scale(found: Tensor, exact: Tensor) -> float:
     return float((scale - 1).square().mean().sqrt())
 
 
-def is_traced_as_it_runs(pack: KernelPack) -> None:
+def is_traced_as_it_runs(pack: bundles.KernelPack) -> None:
     """On fake tensors, as blocks are traced with, it gives the shapes, dtypes and layouts of a real run."""
     _try(pack, _ensure_traced)
 
@@ -472,7 +470,7 @@ def _layouts_traced(case: _Case) -> dict[str, str]:
         return {n: _layout(t) for n, t in (*values.items(), *zip(names, gradients, strict=True))}
 
 
-def repeats_its_bits(pack: KernelPack) -> None:
+def repeats_its_bits(pack: bundles.KernelPack) -> None:
     """A kernel that is `deterministic` gives equal bits for equal inputs."""
     for case in _cases(pack):
         if case.kernel.deterministic:
@@ -489,6 +487,6 @@ CHECKS = (
 )
 
 
-def checks_beside(families: Iterable[ModelFamily]) -> list[Callable[[KernelPack], None]]:
+def checks_beside(families: Iterable[bundles.ModelFamily]) -> list[Callable[[bundles.KernelPack], None]]:
     """The checks, with the ops of these families."""
     return [beside(families, check) for check in CHECKS]

@@ -8,9 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from surogate_core.bundles import Launcher, Plugins
-from surogate_core.errors import ConfigError, MachineError, Problem, SurogateError, UserError
-from surogate_core.plugins import import_policy, load_plugins
+from surogate_core.plugin import (
+    ConfigError,
+    MachineError,
+    Problem,
+    SurogateError,
+    UserError,
+    bundles,
+    import_policy,
+    load_plugins,
+)
 from surogate_testing.check import NotApplicable, ensure
 
 
@@ -40,7 +47,9 @@ class Probe:
         """The probe from what `to_json` returned."""
         return cls(**values)
 
-    def run(self, *, rank: int = 0, world: int = 1, registry: Plugins | None = None, mesh: object = None) -> int:
+    def run(
+        self, *, rank: int = 0, world: int = 1, registry: bundles.Plugins | None = None, mesh: object = None
+    ) -> int:
         """Write the file ``RANK of WORLD``; returns the code or raises `RuntimeError`."""
         if world < self.gpus:
             raise ConfigError([Problem(key="gpus", message=f"{world} processes for {self.gpus} GPUs.")])
@@ -50,13 +59,13 @@ class Probe:
         return self.code
 
 
-def returns_the_exit_code(launcher: Launcher) -> None:
+def returns_the_exit_code(launcher: bundles.Launcher) -> None:
     """With the options' defaults every rank of the job runs, here or in other processes, and 0 and 3 are returned."""
     for code in (0, 3):
         _runs_every_rank(launcher, gpus=1, code=code)
 
 
-def starts_every_rank(launcher: Launcher) -> None:
+def starts_every_rank(launcher: bundles.Launcher) -> None:
     """A job for two GPUs runs as ranks 0 and 1; a launcher of one process refuses it or lets `job.run` refuse it."""
     try:
         _runs_every_rank(launcher, gpus=2, code=0)
@@ -64,7 +73,7 @@ def starts_every_rank(launcher: Launcher) -> None:
         raise NotApplicable(str(error)) from None
 
 
-def _runs_every_rank(launcher: Launcher, *, gpus: int, code: int) -> None:
+def _runs_every_rank(launcher: bundles.Launcher, *, gpus: int, code: int) -> None:
     plugins = load_plugins(import_policy())
     with tempfile.TemporaryDirectory() as directory:
         probe = Probe(directory=directory, gpus=gpus, code=code)
@@ -79,7 +88,7 @@ def _runs_every_rank(launcher: Launcher, *, gpus: int, code: int) -> None:
         ensure(found == code, f"the job ended with {code}, and launch returned {found!r}")
 
 
-def lets_errors_through(launcher: Launcher) -> None:
+def lets_errors_through(launcher: bundles.Launcher) -> None:
     """An exception of a job ends the launch with an error or an exit code that is not 0; never with 0."""
     plugins = load_plugins(import_policy())
     with tempfile.TemporaryDirectory() as directory:
@@ -93,7 +102,7 @@ def lets_errors_through(launcher: Launcher) -> None:
         ensure(found != 0, "the job raised, and launch returned 0")
 
 
-def ends_with_a_failed_rank(launcher: Launcher) -> None:
+def ends_with_a_failed_rank(launcher: bundles.Launcher) -> None:
     """If rank 1 of two raises, the launch ends with an error or an exit code that is not 0; one process may refuse."""
     plugins = load_plugins(import_policy())
     with tempfile.TemporaryDirectory() as directory:

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
 
-from surogate_core.config.resolve import load_run_config
-from surogate_core.errors import SurogateError
-from surogate_core.plugins import Registry
-from surogate_core.setup.assemble import resolve_device, resolve_lora, resolve_model, resolve_recipe
-from surogate_core.setup.build import build_engine
+from surogate_core.plugin import SurogateError, load_run_config
+from surogate_core.service.plugins import Registry
+from surogate_core.service.setup import build_engine, resolve_device, resolve_lora, resolve_model, resolve_recipe
 from surogate_testing import tiny
 
 Combination = Mapping[str, str]

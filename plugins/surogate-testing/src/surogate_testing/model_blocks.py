@@ -14,14 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily
-from surogate_core.dsl import Block, Model, Setting
-from surogate_core.dsl.declare import Multiply, TensorSpec
-from surogate_core.dsl.known_keys import KNOWN, Known
-from surogate_core.dsl.mixers import BORDERS, KeyValues, States, mixing
-from surogate_core.dsl.sides import REAL
-from surogate_core.errors import UserError
-from surogate_core.kernels.scans import CHUNK
+from surogate_core.plugin import UserError, bundles, dsl
+from surogate_core.service.kernels import CHUNK
+from surogate_core.service.model import BORDERS, KNOWN, REAL, KeyValues, Known, Multiply, States, TensorSpec, mixing
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.models import tiny_preset
@@ -33,15 +28,15 @@ MOST_WINDOW = 256
 MOVES = "Fix: what a row needs of others is an Attention, a Recurrence or a Convolution that the class declares"
 
 
-def blocks_of(model: Model) -> list[tuple[str, Block]]:
+def blocks_of(model: dsl.Model) -> list[tuple[str, dsl.Block]]:
     """(prefix of the first layer, block) of the blocks that differ."""
-    found: dict[Any, tuple[str, Block]] = {}
+    found: dict[Any, tuple[str, dsl.Block]] = {}
     for prefix, block in model.blocks(longest_of(model)):
         found.setdefault(block.identity, (prefix, block))
     return list(found.values())
 
 
-def longest_of(model: Model) -> int:
+def longest_of(model: dsl.Model) -> int:
     """Tokens of a document that is longer than every window and than a chunk of a scan; a multiple of 16."""
     specs = [spec for _, block in model.blocks(0) for spec in block.mixer_specs()]
     window = max((spec.window for spec in specs if isinstance(spec, KeyValues)), default=0)
@@ -50,19 +45,19 @@ def longest_of(model: Model) -> int:
     return -(-length // 16) * 16
 
 
-def _name(block: Block) -> str:
+def _name(block: dsl.Block) -> str:
     kind = type(block)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _where(prefix: str, block: Block) -> str:
+def _where(prefix: str, block: dsl.Block) -> str:
     """The block for a message, with the place of its `forward`."""
     function = type(block).forward
     file, line = inspect.getsourcefile(function), function.__code__.co_firstlineno
     return f"{_name(block)} ({prefix.rstrip('.')}, {file}:{line})"
 
 
-def _bound(block: Block, source: Callable[[TensorSpec], Any], prefix: str = "") -> Block:
+def _bound(block: dsl.Block, source: Callable[[TensorSpec], Any], prefix: str = "") -> dsl.Block:
     """The block with random weights, which multiply plainly."""
     slots, experts = block.linear_slots(None), block.expert_slots(None)
     specs = block.tensor_specs(prefix, slots, train_base=True, experts=experts)
@@ -70,12 +65,12 @@ def _bound(block: Block, source: Callable[[TensorSpec], Any], prefix: str = "") 
     return block.bind({spec.name: source(spec) for spec in specs}, slots, plain)
 
 
-def _shapes(block: Block) -> Sequence[tuple[str, tuple[int, ...]]]:
+def _shapes(block: dsl.Block) -> Sequence[tuple[str, tuple[int, ...]]]:
     specs = block.tensor_specs("", block.linear_slots(None), train_base=True, experts=block.expert_slots(None))
     return [(spec.name, spec.shape) for spec in specs]
 
 
-def _tables(model: Model, lengths: Sequence[int]) -> dict[str, Tensor]:
+def _tables(model: dsl.Model, lengths: Sequence[int]) -> dict[str, Tensor]:
     """The tables of packed documents."""
     positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths])
     return {**model.tables(positions, torch.float32), **_borders(lengths)}
@@ -87,11 +82,11 @@ def _borders(lengths: Sequence[int]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _rows(bound: Block, x_ND: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+def _rows(bound: dsl.Block, x_ND: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
     return bound.outputs(x_ND, tables)[0]
 
 
-def _drawn(model: Model, rows: int, seed: int = 0) -> Tensor:
+def _drawn(model: dsl.Model, rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, model.width, generator=torch.Generator().manual_seed(seed))
 
 
@@ -128,7 +123,7 @@ class _EachAlone:
         return y
 
 
-def sees_other_rows_by_mixers_alone(family: ModelFamily) -> None:
+def sees_other_rows_by_mixers_alone(family: bundles.ModelFamily) -> None:
     """Beside its mixers a block computes each row by itself: with other neighbours, and in another order."""
     model, own = family.build(tiny_preset(family)), []
     rows = 24
@@ -136,7 +131,7 @@ def sees_other_rows_by_mixers_alone(family: ModelFamily) -> None:
     for prefix, block in blocks_of(model):
         bound, x_ND = _bound(block, tiny.random_source()), _drawn(model, rows)
 
-        def result(x_ND: Tensor, order_N: Tensor, bound: Block = bound) -> Tensor:
+        def result(x_ND: Tensor, order_N: Tensor, bound: dsl.Block = bound) -> Tensor:
             tables = {name: t[order_N] if t.ndim and len(t) == rows else t for name, t in table.items()}
             with mixing(_EachAlone(order_N)):
                 return _rows(bound, x_ND[order_N], tables | _borders([rows]))
@@ -160,7 +155,7 @@ def sees_other_rows_by_mixers_alone(family: ModelFamily) -> None:
         raise NotApplicable(f"no generation, and no rows that GPUs share: {' '.join(own)}")
 
 
-def _looks(prefix: str, block: Block, how: str) -> str:
+def _looks(prefix: str, block: dsl.Block, how: str) -> str:
     declared = ", ".join(mixer.name for mixer in block._mixers) or "none"
     return (
         f"{_where(prefix, block)} looks at other rows beside its mixers ({declared}): a row {how}. In training "
@@ -168,7 +163,7 @@ def _looks(prefix: str, block: Block, how: str) -> str:
     )
 
 
-def keeps_documents_apart(family: ModelFamily) -> None:
+def keeps_documents_apart(family: bundles.ModelFamily) -> None:
     """Packed documents have the logits that each has alone, whatever its neighbours are; in each block, then in all."""
     config = tiny_preset(family)
     model = family.build(config)
@@ -199,7 +194,7 @@ def keeps_documents_apart(family: ModelFamily) -> None:
     _ensure_apart(family, config, lengths)
 
 
-def _ensure_apart(family: ModelFamily, config: Mapping[str, Any], lengths: Sequence[int]) -> None:
+def _ensure_apart(family: bundles.ModelFamily, config: Mapping[str, Any], lengths: Sequence[int]) -> None:
     """The logits of the whole model in an engine."""
     tokens = -(-sum(lengths) // 16) * 16
     made = tiny.engine(config, build=family.build, tokens=tokens, max_seqlen=tokens)
@@ -223,7 +218,7 @@ def _ensure_apart(family: ModelFamily, config: Mapping[str, Any], lengths: Seque
 # ------------------------------------------------------------------------- settings
 
 
-def gives_each_setting_its_result(family: ModelFamily) -> None:
+def gives_each_setting_its_result(family: bundles.ModelFamily) -> None:
     """Two settings of one block give two results: of its layers, of each setting that it declares, of known keys."""
     config = tiny_preset(family)
     model = family.build(config)
@@ -244,9 +239,9 @@ def gives_each_setting_its_result(family: ModelFamily) -> None:
     ensure(not ignored, "; ".join(ignored))
 
 
-def _ensure_layers_differ(model: Model) -> None:
+def _ensure_layers_differ(model: dsl.Model) -> None:
     """Layers of one class that are built from other mappings compute something else."""
-    by_class: dict[type, list[tuple[str, Block]]] = {}
+    by_class: dict[type, list[tuple[str, dsl.Block]]] = {}
     for prefix, block in blocks_of(model):
         by_class.setdefault(type(block), []).append((prefix, block))
     for found in by_class.values():
@@ -266,21 +261,21 @@ def _ensure_layers_differ(model: Model) -> None:
                 )
 
 
-def _result(model: Model, prefix: str, block: Block) -> Tensor:
+def _result(model: dsl.Model, prefix: str, block: dsl.Block) -> Tensor:
     """The block's output for one long document, with weights that depend on their names within the layer."""
     longest = longest_of(model)
     return _rows(_bound(block, tiny.random_source()), _drawn(model, longest), _tables(model, [longest]))
 
 
-def _settings(kind: type) -> dict[str, Setting]:
+def _settings(kind: type) -> dict[str, dsl.Setting]:
     """Attribute → the settings that a block reads by it, and those of its mixers."""
-    found: dict[str, Setting] = {}
+    found: dict[str, dsl.Setting] = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
             parts = {name: value}
             if name in {mixer.name for mixer in getattr(kind, "_mixers", ())}:
                 parts = {f"{name}.{part}": one for part, one in vars(value).items()}
-            found |= {f"{kind.__qualname__}.{n}": one for n, one in parts.items() if isinstance(one, Setting)}
+            found |= {f"{kind.__qualname__}.{n}": one for n, one in parts.items() if isinstance(one, dsl.Setting)}
     return found
 
 
@@ -293,7 +288,7 @@ def _other(value: Any) -> Any:
     return 3 * value + 0.5 if isinstance(value, float) else None
 
 
-def _acts(model: Model, prefix: str, block: Block, setting: Setting) -> bool | None:
+def _acts(model: dsl.Model, prefix: str, block: dsl.Block, setting: dsl.Setting) -> bool | None:
     """Whether a block computes something else with another value of a setting; None where that cannot be tried."""
     try:
         value = setting.value(block.config)
@@ -308,7 +303,7 @@ def _acts(model: Model, prefix: str, block: Block, setting: Setting) -> bool | N
         return None
 
 
-def _ignored(family: ModelFamily, model: Model, key: str, value: Any) -> str:
+def _ignored(family: bundles.ModelFamily, model: dsl.Model, key: str, value: Any) -> str:
     """What is wrong with a known key of the preset: it acts, and the model without it is the same; or nothing."""
     known, config = KNOWN.get(key), model.config
     neutral = _without(known, key, value, model) if known is not None else None
@@ -326,7 +321,7 @@ def _ignored(family: ModelFamily, model: Model, key: str, value: Any) -> str:
     )
 
 
-def _without(known: Known, key: str, value: Any, model: Model) -> Any:
+def _without(known: Known, key: str, value: Any, model: dsl.Model) -> Any:
     """Another value for a known key that acts in this configuration; None where it does not act."""
     neutral = known.neutral
     if value is None or isinstance(value, dict):
@@ -340,7 +335,7 @@ def _without(known: Known, key: str, value: Any, model: Model) -> Any:
     return [neutral[0]] * len(parts) if isinstance(value, list | tuple) else neutral[0]
 
 
-def _logits(model: Model) -> tuple[Any, ...]:
+def _logits(model: dsl.Model) -> tuple[Any, ...]:
     """The names and shapes of a model's tensors, and its logits for one long document."""
     source, longest = tiny.random_source(), longest_of(model)
     generator = torch.Generator().manual_seed(0)

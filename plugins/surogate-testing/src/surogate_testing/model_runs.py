@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily, Request, RolloutSettings, Sampling
-from surogate_core.errors import PluginError, UserError
+from surogate_core.plugin import PluginError, UserError, bundles
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.model_blocks import longest_of
 from surogate_testing.models import load_in_transformers, reference, tiny_preset
 
 if TYPE_CHECKING:
-    from surogate_core.inference.generation import PreparedModel
-    from surogate_core.plugins import Registry
+    from surogate_core.plugin import inference
+    from surogate_core.service.plugins import Registry
 
 CLOSE = 1e-4
 """Largest difference of log-probabilities in fp32."""
@@ -36,13 +35,13 @@ RING = 128
 # ------------------------------------------------------------------------- generation
 
 
-def generates_as_it_computes(family: ModelFamily) -> None:
+def generates_as_it_computes(family: bundles.ModelFamily) -> None:
     """Sampled tokens and prompts have the log-probabilities of the forward, beyond each window and chunk of a scan.
 
     With few slots, in caches of two sizes, in fixed and in growing passes.
     """
-    from surogate_core.generate.native import NativeEngine
-    from surogate_core.generate.weights import Weights
+    from surogate_core.plugin import inference
+    from surogate_core.service.inference import Weights
 
     config = tiny_preset(family)
     longest = longest_of(family.build(config))
@@ -52,7 +51,7 @@ def generates_as_it_computes(family: ModelFamily) -> None:
     prompts = tiny.documents((5, longest, 16, 1, 33), vocabulary=vocabulary)
     asked = [*prompts, prompts[1], prompts[4]]
     requests = [
-        Request(prompt=tuple(ids), max_new_tokens=NEW, number=number, sampling=Sampling(temperature=0))
+        bundles.Request(prompt=tuple(ids), max_new_tokens=NEW, number=number, sampling=bundles.Sampling(temperature=0))
         for number, ids in enumerate(asked)
     ]
 
@@ -62,7 +61,7 @@ def generates_as_it_computes(family: ModelFamily) -> None:
     for stepped, context in ((False, tokens), (True, max(RING, tokens)), (False, max(RING, tokens))):
         how = f"{'growing' if stepped else 'fixed'} passes, slots of {context} positions"
         try:
-            engine = NativeEngine(weights, RolloutSettings(slots=2, context=context), stepped=stepped)
+            engine = inference.NativeEngine(weights, bundles.RolloutSettings(slots=2, context=context), stepped=stepped)
             found = engine.generate(requests)
         except UserError as refusal:
             raise NotApplicable(str(refusal)) from None
@@ -91,12 +90,12 @@ def _ensure_of_forward(logprobs_TV: Tensor, prompt: Sequence[int], completion: A
 # ------------------------------------------------------------------------- a run
 
 
-def runs_with(registry: Registry | None) -> Callable[[ModelFamily], None]:
+def runs_with(registry: Registry | None) -> Callable[[bundles.ModelFamily], None]:
     """The check of a run with these plugins; None: those that are installed."""
 
-    def runs_from_a_checkpoint(family: ModelFamily) -> None:
+    def runs_from_a_checkpoint(family: bundles.ModelFamily) -> None:
         """A model directory is fine-tuned, evaluated, merged, continued and exported, as the commands do it."""
-        from surogate_core.logs import contained
+        from surogate_core.service.config import contained
 
         config, found = tiny_preset(family), _with(registry, family)
         with tempfile.TemporaryDirectory() as parent, contained():
@@ -110,10 +109,10 @@ def runs_with(registry: Registry | None) -> Callable[[ModelFamily], None]:
     return runs_from_a_checkpoint
 
 
-def _with(registry: Registry | None, family: ModelFamily) -> Registry:
+def _with(registry: Registry | None, family: bundles.ModelFamily) -> Registry:
     """The plugins, this family among them."""
-    from surogate_core.plugins import InstalledPlugin, import_policy, load_plugins
-    from surogate_core.plugins.registry import Offered
+    from surogate_core.plugin import import_policy, load_plugins
+    from surogate_core.service.plugins import InstalledPlugin, Offered
 
     registry = load_plugins(import_policy()) if registry is None else registry
     known = registry.bundles("model")
@@ -130,7 +129,7 @@ def _with(registry: Registry | None, family: ModelFamily) -> Registry:
 class _Run:
     """A short run of a family in a directory."""
 
-    def __init__(self, family: ModelFamily, registry: Registry, parent: Path):
+    def __init__(self, family: bundles.ModelFamily, registry: Registry, parent: Path):
         self.family, self.registry, self.parent = family, registry, parent
         self.base, self.run, self.merged = parent / "base", parent / "run", parent / "merged"
         self.rows = parent / "rows.jsonl"
@@ -166,8 +165,8 @@ class _Run:
         return found
 
     def _fine_tune(self) -> None:
-        from surogate_core.config.resolve import load_run_config
-        from surogate_core.run.job import launch
+        from surogate_core.plugin import load_run_config
+        from surogate_core.service.setup import launch
 
         settings = (
             "lora=true", "lora_rank=4", "lora_target_modules=[all]", f"max_steps={STEPS}", "warmup_steps=0",
@@ -179,7 +178,7 @@ class _Run:
 
     def _ensure_adapter(self) -> None:
         """The exported adapter has the bits of the checkpoint, which are the engine's."""
-        from surogate_core.setup.trained import open_trained
+        from surogate_core.service.setup import open_trained
 
         exported, saved = (
             {name.removeprefix(top.prefix): tensor for name, tensor in top.tensors.items()}
@@ -189,8 +188,8 @@ class _Run:
 
     def _ensure_merged(self) -> None:
         """The merged directory has the tensors of the base, and those that have an adapter are changed."""
-        from surogate_core.hf import lora_files
-        from surogate_core.hf.weights import ModelDir
+        from surogate_core.plugin import ModelDir
+        from surogate_core.service.files import lora_files
 
         base, merged = ModelDir.open(self.base), ModelDir.open(self.merged)
         (adapter,) = lora_files.open_stack(self.run / "adapter", key="RUN")
@@ -200,9 +199,9 @@ class _Run:
         wanted = {f"{module}.weight" for module in adapter.modules}
         ensure(set(changed) == wanted, f"merged: {sorted(set(changed) ^ wanted)[:5]} are changed and have no adapter")
 
-    def _prepared(self, word: Path) -> PreparedModel:
-        from surogate_core.config.resolve import load_run_config
-        from surogate_core.inference.generation import named, prepare
+    def _prepared(self, word: Path) -> inference.PreparedModel:
+        from surogate_core.plugin import load_run_config
+        from surogate_core.service.inference import named, prepare
 
         found = named(str(word))
         config = load_run_config([*found.overrides, *self.overrides], registry=self.registry)
@@ -210,9 +209,8 @@ class _Run:
 
     def _loss(self, word: Path) -> float:
         """The mean loss of a label token on the held-out rows."""
-        from surogate_core.data import pipeline
-        from surogate_core.data.sampler import EvalBatches
-        from surogate_core.generate.losses import documents_of
+        from surogate_core.service.data import EvalBatches, pipeline
+        from surogate_core.service.inference import documents_of
 
         prepared = self._prepared(word)
         data = pipeline.prepare(prepared.config, prepared.tokenizer, self.registry.all("dataset"), trains_prompts=False)
@@ -223,13 +221,13 @@ class _Run:
 
     def _ensure_generates(self) -> None:
         """The merged model continues as the run does."""
-        from surogate_core.inference import texts
+        from surogate_core.service.inference import texts
 
         found = []
         for word in (self.run, self.merged):
             prepared = self._prepared(word)
             given = [texts.prompt_of_text(prepared.tokenizer, text, name="prompt") for text in ("oil", "the chain is")]
-            wanted = texts.PromptOptions(max_new_tokens=8, sampling=Sampling(temperature=0), ignore_eos=True)
+            wanted = texts.PromptOptions(max_new_tokens=8, sampling=bundles.Sampling(temperature=0), ignore_eos=True)
             requests, _ = texts.requests_of(prepared, given, wanted)
             weights = prepared.load(self.registry)
             engine = self.registry.get("rollout", "native").open(weights, texts.settings_of(weights, requests))
@@ -262,9 +260,10 @@ def _from_plugin(module: str, name: str) -> Any:
         raise NotApplicable(f"a run needs another plugin: {error.name.replace('_', '-')} is not installed") from None
 
 
-def _write_model(family: ModelFamily, config: Mapping[str, Any], directory: Path) -> None:
+def _write_model(family: bundles.ModelFamily, config: Mapping[str, Any], directory: Path) -> None:
     """A random model as transformers writes it, or as an export has it where transformers has no such model."""
-    from surogate_core.hf.export import CardFacts, export_full
+    from surogate_core.plugin import CardFacts
+    from surogate_core.service.files import export_full
     from surogate_testing.chat_templates import byte_tokenizer
 
     tokenizer = byte_tokenizer()

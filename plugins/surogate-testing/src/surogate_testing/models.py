@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import ModelFamily, Objective, Recipe, RecipeSpec, Request, RolloutSettings, Sampling
-from surogate_core.dsl.sides import RouterLosses
-from surogate_core.engine.planning.pieces import distinct, pieces
-from surogate_core.errors import MachineError, UserError
+from surogate_core.plugin import MachineError, UserError, bundles
+from surogate_core.service.engine import distinct, pieces
+from surogate_core.service.model import RouterLosses
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.recipes import built as built_recipe
@@ -25,7 +24,7 @@ TOLERANCE = 1e-5
 MOST_PARAMETERS = 5_000_000
 
 
-def tiny_preset(family: ModelFamily) -> dict[str, Any]:
+def tiny_preset(family: bundles.ModelFamily) -> dict[str, Any]:
     """The preset that the checks compute with."""
     if "tiny" not in family.presets:
         raise NotApplicable("the family has no preset `tiny`, a shape for a CPU")
@@ -36,7 +35,7 @@ def tiny_preset(family: ModelFamily) -> dict[str, Any]:
     return config
 
 
-def reference(family: ModelFamily, config: Mapping[str, Any] | None = None) -> Any:
+def reference(family: bundles.ModelFamily, config: Mapping[str, Any] | None = None) -> Any:
     """The class of transformers with random weights, in which every tensor affects the result.
 
     `config`: by default that of the preset `tiny`.
@@ -63,7 +62,7 @@ def _state(model: Any) -> dict[str, Tensor]:
     return {k: v.detach().clone() for k, v in model.state_dict().items() if not (tied and "lm_head" in k)}
 
 
-def reads_its_presets(family: ModelFamily) -> None:
+def reads_its_presets(family: bundles.ModelFamily) -> None:
     """Every preset builds; its tensors have names of their own and sizes; without sizes it names the missing key."""
     ensure(bool(family.hf_model_types), "`hf_model_types` is empty")
     for name, preset in family.presets.items():
@@ -78,7 +77,7 @@ def reads_its_presets(family: ModelFamily) -> None:
     raise AssertionError("a config.json without sizes is not refused with a UserError")
 
 
-def says_what_it_is(family: ModelFamily) -> None:
+def says_what_it_is(family: bundles.ModelFamily) -> None:
     """`hf_model_types` has the `model_type` of each preset, and `architecture` is the class that transformers loads."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -101,7 +100,7 @@ def says_what_it_is(family: ModelFamily) -> None:
         )
 
 
-def describes_itself_to_formats(family: ModelFamily) -> None:
+def describes_itself_to_formats(family: bundles.ModelFamily) -> None:
     """What `exports` says of each preset is a mapping with names as keys, or refuses the preset with a UserError."""
     for name, describe in family.exports.items():
         for preset, config in family.presets.items():
@@ -113,7 +112,7 @@ def describes_itself_to_formats(family: ModelFamily) -> None:
             ensure(keys and bool(found), f"exports[{name!r}] of preset {preset}: {found!r} is not a mapping with names")
 
 
-def equals_transformers(family: ModelFamily) -> None:
+def equals_transformers(family: bundles.ModelFamily) -> None:
     """Logits and every gradient agree with transformers' class to 1e-5 in fp32, on packed documents."""
     model = reference(family)
     config = model.config.to_dict()
@@ -144,7 +143,7 @@ def _ensure_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
         ensure(error <= TOLERANCE, f"gradient of {name}: relative error {error:.1e} is above {TOLERANCE}")
 
 
-def balances_as_transformers(family: ModelFamily) -> None:
+def balances_as_transformers(family: bundles.ModelFamily) -> None:
     """The load-balancing loss of routers and the gradients with it agree with transformers' class to 1e-5 in fp32."""
     built = family.build(tiny_preset(family))
     if not any(spec.role == "router_probability" for _, block in built.blocks(0) for spec in block.side_specs()):
@@ -168,10 +167,10 @@ def balances_as_transformers(family: ModelFamily) -> None:
     ensure(abs(own - wanted) <= TOLERANCE * wanted, f"the load-balancing loss is {own}, transformers' is {wanted}")
 
 
-def generates_as_transformers(family: ModelFamily) -> None:
+def generates_as_transformers(family: bundles.ModelFamily) -> None:
     """Greedy completions equal transformers' token for token, log-probabilities to 1e-5 in fp32, in any company."""
-    from surogate_core.generate.native import NativeEngine
-    from surogate_core.generate.weights import Weights
+    from surogate_core.plugin import inference
+    from surogate_core.service.inference import Weights
 
     model = reference(family)
     config = model.config.to_dict()
@@ -181,10 +180,10 @@ def generates_as_transformers(family: ModelFamily) -> None:
     prompts = tiny.documents((5, 33, 16), vocabulary=min(config["vocab_size"], 1000))
     new = 12
     requests = [
-        Request(prompt=tuple(ids), max_new_tokens=new, number=number, sampling=Sampling(temperature=0))
+        bundles.Request(prompt=tuple(ids), max_new_tokens=new, number=number, sampling=bundles.Sampling(temperature=0))
         for number, ids in enumerate(prompts)
     ]
-    found = NativeEngine(weights, RolloutSettings(slots=2, context=64)).generate(requests)
+    found = inference.NativeEngine(weights, bundles.RolloutSettings(slots=2, context=64)).generate(requests)
     for ids, completion in zip(prompts, found, strict=True):
         given = torch.tensor([ids])
         theirs = model.generate(
@@ -204,15 +203,15 @@ def generates_as_transformers(family: ModelFamily) -> None:
         ]
         error = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(completion.logprobs, logprobs, strict=True))
         ensure(error <= TOLERANCE, f"log-probabilities: error {error:.1e} is above {TOLERANCE}")
-    alone = NativeEngine(weights, RolloutSettings(slots=1, context=64))
+    alone = inference.NativeEngine(weights, bundles.RolloutSettings(slots=1, context=64))
     for request, completion in zip(requests, found, strict=True):
         ensure(alone.generate([request]) == [completion], "a completion alone has other bits than in a batch")
 
 
-def comes_back_from_an_export(family: ModelFamily) -> None:
+def comes_back_from_an_export(family: bundles.ModelFamily) -> None:
     """After a step the exported directory has the engine's tensors, and loads in transformers with nothing missing."""
-    from surogate_core.files.tensorfile import TensorFile
-    from surogate_core.hf.export import CardFacts, export_full
+    from surogate_core.plugin import CardFacts, TensorFile
+    from surogate_core.service.files import export_full
 
     config = tiny_preset(family)
     ensure(bool(config.get("model_type") and config.get("architectures")), "preset `tiny` lacks `architectures`")
@@ -239,7 +238,7 @@ def comes_back_from_an_export(family: ModelFamily) -> None:
     ensure(torch.equal(again.logits(packed), made.logits(packed)), "logits of the export are not those of the run")
 
 
-def trains_its_other_heads(family: ModelFamily) -> None:
+def trains_its_other_heads(family: bundles.ModelFamily) -> None:
     """Each of `heads`: its configuration is read as it, and its own tensors are trained beside adapters."""
     plain = family.build(tiny_preset(family))
     for cls in plain.heads:
@@ -263,7 +262,7 @@ def _square(outputs_NO: Tensor, labels_N: Tensor, columns: Mapping[str, Tensor])
     return torch.where(labels_N >= 0, outputs_NO.float().square().mean(-1), 0.0)
 
 
-_SMALL_OUTPUTS = Objective(name="small_outputs", token_loss=_square)
+_SMALL_OUTPUTS = bundles.Objective(name="small_outputs", token_loss=_square)
 """A loss for the outputs of any head."""
 
 
@@ -280,7 +279,7 @@ def load_in_transformers(directory: Path, model_type: str) -> None:
     ensure(not info["unexpected_keys"], f"transformers does not expect {sorted(info['unexpected_keys'])[:5]}")
 
 
-def _built_on_a_cpu(spec: RecipeSpec) -> Recipe | None:
+def _built_on_a_cpu(spec: bundles.RecipeSpec) -> bundles.Recipe | None:
     """The recipe with the defaults of its options; None if a CPU cannot run it."""
     try:
         return built_recipe(spec, tiny.CPU)
@@ -288,10 +287,10 @@ def _built_on_a_cpu(spec: RecipeSpec) -> Recipe | None:
         return None
 
 
-def trains_with(recipes: Mapping[str, RecipeSpec]) -> Callable[[ModelFamily], None]:
+def trains_with(recipes: Mapping[str, bundles.RecipeSpec]) -> Callable[[bundles.ModelFamily], None]:
     """The check of a step under each recipe that this machine's CPU can run, natively or emulated."""
 
-    def trains_under_every_recipe(family: ModelFamily) -> None:
+    def trains_under_every_recipe(family: bundles.ModelFamily) -> None:
         """Blocks are traced, full in fp32, and in bf16 with adapters that are computed again; losses and gradients are
         finite.
         """

@@ -11,36 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from surogate_core.bundles import Monitor, MonitorSpec
-from surogate_core.errors import MachineError
-from surogate_core.events import (
-    Advice,
-    BlockFigures,
-    CheckpointSaved,
-    Control,
-    EvalEnd,
-    Event,
-    ExpertLoads,
-    GpuStats,
-    Notice,
-    PhaseChange,
-    PrecisionStats,
-    Progress,
-    RankStats,
-    ReportWritten,
-    RolloutEval,
-    Rollouts,
-    RolloutSample,
-    RolloutSamples,
-    RoutingStats,
-    RunEnd,
-    RunInfo,
-    RunStart,
-    Samples,
-    Spread,
-    StepEnd,
-)
-from surogate_core.train.bus import EventBus, fault_of
+from surogate_core.plugin import MachineError, bundles, events
+from surogate_core.service.training import EventBus, fault_of
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.guard import explained
 
@@ -50,64 +22,64 @@ _STEP: dict[str, Any] = {
 }  # fmt: skip
 
 
-def events_of_run() -> list[Event]:
+def events_of_run() -> list[events.Event]:
     """The events of one run in order, including a loss and a norm that are not finite."""
-    steps = [StepEnd(step=n, loss=3.0 / n, figures={"rewards/margins": 0.1 * n}, **_STEP) for n in (1, 2)]
-    bad = StepEnd(step=3, loss=float("nan"), **(_STEP | {"grad_norm": float("inf")}))
+    steps = [events.StepEnd(step=n, loss=3.0 / n, figures={"rewards/margins": 0.1 * n}, **_STEP) for n in (1, 2)]
+    bad = events.StepEnd(step=3, loss=float("nan"), **(_STEP | {"grad_norm": float("inf")}))
     return [
-        Progress(task="loading weights", done=1, total=2),
-        RunStart(
+        events.Progress(task="loading weights", done=1, total=2),
+        events.RunStart(
             model="tiny", parameters=100, trainable_parameters=10, train_tokens=1000, steps=3, start_step=0,
             tokens_per_step=64, epochs=1.0, device="cpu", notes=("a note",),
         ),
-        EvalEnd(step=0, loss=4.0, label_tokens=32, seconds=0.1, gap=None),
+        events.EvalEnd(step=0, loss=4.0, label_tokens=32, seconds=0.1, gap=None),
         *steps,
-        PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
-        Advice(step=2, rule="plateau", message="a plateau", key="learning_rate", suggestion="lower it"),
-        GpuStats(
+        events.PhaseChange(step=2, phase="plateau", previous="warmup", improvement=0.0),
+        events.Advice(step=2, rule="plateau", message="a plateau", key="learning_rate", suggestion="lower it"),
+        events.GpuStats(
             step=2, utilization=0.9, memory_used_bytes=1 << 30, memory_total_bytes=1 << 36, power_watts=400.0,
             temperature_celsius=50.0, sm_clock_mhz=1800.0,
         ),
-        RankStats(step=2, peak_memory_bytes=(1 << 30, 1 << 31), work_seconds=(0.01, 0.02)),
-        BlockFigures(step=2, figures={"router.entropy": 1.2}),
-        RoutingStats(
+        events.RankStats(step=2, peak_memory_bytes=(1 << 30, 1 << 31), work_seconds=(0.01, 0.02)),
+        events.BlockFigures(step=2, figures={"router.entropy": 1.2}),
+        events.RoutingStats(
             step=2, moe_load_imbalance=1.5, moe_expert_utilization=0.9, moe_worst_imbalance=2.0, moe_worst_layer=3,
             moe_entropy=0.97, moe_cv=0.3, moe_dead_experts=1, moe_aux_loss=0.008, moe_aux_loss_raw=8.0,
         ),
-        ExpertLoads(step=2, steps=2, layers=(1, 3), tokens=((4, 0), (2, 2))),
-        PrecisionStats(
+        events.ExpertLoads(step=2, steps=2, layers=(1, 3), tokens=((4, 0), (2, 2))),
+        events.PrecisionStats(
             step=2, steps=2, saturated={"activation": 0.1, "gradient": 0.0}, underflowed={"activation": 0.0},
             worst="layer 0 mlp.up_proj activation", worst_excess=1.5,
         ),
-        Notice(level="warning", message="something", data={"key": 1}),
+        events.Notice(level="warning", message="something", data={"key": 1}),
         *_rollouts(),
         bad,
-        EvalEnd(step=3, loss=2.0, label_tokens=32, seconds=0.1, gap=0.5, figures={"rewards/margins": 0.2}),
-        Samples(step=3, prompts=("Once upon",), texts=(" a time",)),
-        CheckpointSaved(step=3, path="checkpoint-3", seconds=0.1, reason="end"),
-        RunEnd(
+        events.EvalEnd(step=3, loss=2.0, label_tokens=32, seconds=0.1, gap=0.5, figures={"rewards/margins": 0.2}),
+        events.Samples(step=3, prompts=("Once upon",), texts=(" a time",)),
+        events.CheckpointSaved(step=3, path="checkpoint-3", seconds=0.1, reason="end"),
+        events.RunEnd(
             reason="finished", step=3, seconds=1.0, first_eval_loss=4.0, last_eval_loss=2.0, export_path=None
         ),
-        ReportWritten(path="report.html"),
+        events.ReportWritten(path="report.html"),
     ]  # fmt: skip
 
 
-def _rollouts() -> list[Event]:
+def _rollouts() -> list[events.Event]:
     """Those of a step of reinforcement learning in which a reward is not finite and one is missing."""
-    sample = RolloutSample(
+    sample = events.RolloutSample(
         prompt="2 + 2", completion=" 4", reward=1.0, rewards={"correct": 1.0, "format": None}, advantage=0.7,
         reason="stop", length=2,
     )  # fmt: skip
-    missing = RolloutSample(prompt="2 + 2", completion=" [", reward=None, reason="timeout", length=8)
-    lengths, rewards = Spread(5.0, 3.0, 2.0, 8.0), {"correct": Spread(0.5, 0.5, 0.0, 1.0)}
+    missing = events.RolloutSample(prompt="2 + 2", completion=" [", reward=None, reason="timeout", length=8)
+    lengths, rewards = events.Spread(5.0, 3.0, 2.0, 8.0), {"correct": events.Spread(0.5, 0.5, 0.0, 1.0)}
     return [
-        Rollouts(
-            step=3, prompts=2, completions=4, reward=Spread(0.5, float("nan"), 0.0, 1.0), rewards=rewards,
+        events.Rollouts(
+            step=3, prompts=2, completions=4, reward=events.Spread(0.5, float("nan"), 0.0, 1.0), rewards=rewards,
             without_signal=0.5, refills=1, kept=0.5, faults={"timeout": 1}, length=lengths, terminated_length=None,
             truncated=0.25, tokens=20, turns=1.5, seconds={"generate": 0.2, "score": 0.01},
         ),
-        RolloutSamples(step=3, samples=(sample, missing)),
-        RolloutEval(step=3, tasks=4, reward=None, faults={"timeout": 4}, length=lengths, tokens=20, seconds=0.1),
+        events.RolloutSamples(step=3, samples=(sample, missing)),
+        events.RolloutEval(step=3, tasks=4, reward=None, faults={"timeout": 4}, length=lengths, tokens=20, seconds=0.1),
     ]  # fmt: skip
 
 
@@ -115,9 +87,9 @@ class _Recorder:
     """Receives the events that the monitor under test lets pass."""
 
     def __init__(self) -> None:
-        self.seen: list[Event] = []
+        self.seen: list[events.Event] = []
 
-    def on_event(self, event: Event) -> Control | None:
+    def on_event(self, event: events.Event) -> events.Control | None:
         self.seen.append(event)
         return None
 
@@ -134,13 +106,13 @@ class _Recorder:
 class _Failing(_Recorder):
     """The monitor under test until its second step, where it raises."""
 
-    def __init__(self, inner: Monitor):
+    def __init__(self, inner: bundles.Monitor):
         super().__init__()
         self.inner = inner
         self.closing: Exception | None = None
 
-    def on_event(self, event: Event) -> Control | None:
-        if isinstance(event, StepEnd) and event.step == 2:
+    def on_event(self, event: events.Event) -> events.Control | None:
+        if isinstance(event, events.StepEnd) and event.step == 2:
             raise RuntimeError("raised by the conformance kit")
         return self.inner.on_event(event)
 
@@ -158,9 +130,9 @@ SLOW_EVENTS = 3
 
 
 @contextmanager
-def _built(spec: MonitorSpec) -> Iterator[Monitor]:
+def _built(spec: bundles.MonitorSpec) -> Iterator[bundles.Monitor]:
     with tempfile.TemporaryDirectory() as directory:
-        info = RunInfo(run_name="check", output_dir=directory, task="sft", config={}, interactive=False)
+        info = events.RunInfo(run_name="check", output_dir=directory, task="sft", config={}, interactive=False)
         try:
             with explained("build fails"):
                 monitor = spec.build(spec.options(), info)
@@ -171,7 +143,7 @@ def _built(spec: MonitorSpec) -> Iterator[Monitor]:
         yield monitor
 
 
-def _shown(monitor: Monitor) -> None:
+def _shown(monitor: bundles.Monitor) -> None:
     """Send it the events of a run, and check its answers and its time."""
     slow = 0
     for event in events_of_run():
@@ -189,12 +161,12 @@ def _shown(monitor: Monitor) -> None:
         ensure(slow < SLOW_EVENTS, f"on_event holds up the run: {slow} events took {seconds:.1f} s or so each")
 
 
-def _closed(monitor: Monitor) -> None:
+def _closed(monitor: bundles.Monitor) -> None:
     with explained("close fails"):
         monitor.close()
 
 
-def sees_a_run(spec: MonitorSpec) -> None:
+def sees_a_run(spec: bundles.MonitorSpec) -> None:
     """It accepts every event of a run, non-finite figures too, in time, answers with controls or nothing, and
     closes.
     """
@@ -206,7 +178,7 @@ def sees_a_run(spec: MonitorSpec) -> None:
         ensure(not text, f"it prints to standard output: {text[:60]!r}; a monitor that is meant to has `prints=True`")
 
 
-def keeps_json(spec: MonitorSpec) -> None:
+def keeps_json(spec: bundles.MonitorSpec) -> None:
     """Its state is strict JSON, and a monitor that loads it returns the same state."""
     with _built(spec) as monitor, _built(spec) as other:
         _shown(monitor)
@@ -225,7 +197,7 @@ def keeps_json(spec: MonitorSpec) -> None:
         _closed(other)
 
 
-def is_isolated(spec: MonitorSpec) -> None:
+def is_isolated(spec: bundles.MonitorSpec) -> None:
     """If it raises, the run continues: it is closed and disabled with a notice, and the others receive every event."""
     with redirect_stdout(io.StringIO()), _built(spec) as monitor:
         recorder = _Recorder()
@@ -234,7 +206,9 @@ def is_isolated(spec: MonitorSpec) -> None:
         for event in events_of_run():
             bus.emit(event)
         ensure(bus.names == ("recorder",), f"after the failure these listen: {bus.names}")
-        notices = [e.message for e in recorder.seen if isinstance(e, Notice) and "monitor it failed" in e.message]
+        notices = [
+            e.message for e in recorder.seen if isinstance(e, events.Notice) and "monitor it failed" in e.message
+        ]
         ensure(len(notices) == 1, f"{len(notices)} notices of the failure: {notices}")
         ensure(len(recorder.seen) == len(events_of_run()) + 1, "another monitor has missed events")
         ensure(failing.closing is None, f"close fails: {failing.closing!r}")

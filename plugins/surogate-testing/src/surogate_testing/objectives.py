@@ -13,13 +13,12 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL
-from surogate_core.bundles import Objective, ObjectiveSpec
+from surogate_core.plugin import IGNORE_LABEL, bundles
 from surogate_testing import tiny
 from surogate_testing.check import ensure
 
 
-def _case(objective: Objective, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _case(objective: bundles.Objective, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(logits, labels, the columns that it declares) of 12 tokens."""
     generator = torch.Generator().manual_seed(0)
     labels_N = torch.randint(0, 32, (12,), generator=generator)
@@ -28,7 +27,7 @@ def _case(objective: Objective, dtype: torch.dtype) -> tuple[Tensor, Tensor, dic
     return logits_NV, labels_N, {name: torch.rand(12, generator=generator) + 0.5 for name in objective.columns}
 
 
-def gives_a_loss_for_each_token(objective: Objective) -> None:
+def gives_a_loss_for_each_token(objective: bundles.Objective) -> None:
     """[N, V] and [N] to [N] fp32, finite, and 0 where the label is -100."""
     for dtype in (torch.float32, torch.bfloat16):
         logits_NV, labels_N, columns = _case(objective, dtype)
@@ -39,7 +38,7 @@ def gives_a_loss_for_each_token(objective: Objective) -> None:
         ensure(not loss_N[labels_N == IGNORE_LABEL].any(), f"the loss in {dtype} is not 0 where the label is -100")
 
 
-def is_differentiable(objective: Objective) -> None:
+def is_differentiable(objective: bundles.Objective) -> None:
     """The gradient of the summed loss is finite, 0 where the label is -100, and not 0 elsewhere."""
     for dtype in (torch.float32, torch.bfloat16):
         logits_NV, labels_N, columns = _case(objective, dtype)
@@ -51,7 +50,7 @@ def is_differentiable(objective: Objective) -> None:
         ensure(bool(gradient[~ignored_N].any(1).all()), f"the gradient in {dtype} of a trained token is 0")
 
 
-def does_not_look_at_other_tokens(objective: Objective) -> None:
+def does_not_look_at_other_tokens(objective: bundles.Objective) -> None:
     """The engine calls it once for each chunk of tokens, so a token's loss is the same in any chunk."""
     logits_NV, labels_N, columns = _case(objective, torch.float32)
     whole_N = objective.token_loss(logits_NV, labels_N, columns)
@@ -62,7 +61,7 @@ def does_not_look_at_other_tokens(objective: Objective) -> None:
         ensure(error <= 1e-6, f"tokens {chunk.start} to {chunk.stop} alone: relative error {error:.1e}")
 
 
-def has_a_differentiable_loss_of_sequences(objective: Objective) -> None:
+def has_a_differentiable_loss_of_sequences(objective: bundles.Objective) -> None:
     """`sequence_loss`, where there is one: 0-d, finite, and its gradient reaches trained tokens only."""
     if objective.sequence_loss is None:
         return
@@ -78,7 +77,7 @@ def has_a_differentiable_loss_of_sequences(objective: Objective) -> None:
     ensure(bool(gradient_N[labels_N != IGNORE_LABEL].any()), "no trained token has a gradient")
 
 
-def reports_its_figures(objective: Objective) -> None:
+def reports_its_figures(objective: bundles.Objective) -> None:
     """Each of `figures`, where there are any: finite, one value a token or 0-d, and a count that is not negative."""
     logits_NV, labels_N, columns = _case(objective, torch.float32)
     positions_N = torch.arange(6, dtype=torch.int32).repeat(2)
@@ -96,7 +95,7 @@ def reports_its_figures(objective: Objective) -> None:
     ensure(not sums or float(sums[0]) >= 0, "the count of the sequence figures is negative")
 
 
-def trains(objective: Objective) -> None:
+def trains(objective: bundles.Objective) -> None:
     """It is traced with the head, whole and in chunks, and on a tiny model the loss falls."""
     batch = tiny.batches(0)[0]
     columns = {name: torch.full((tiny.TOKENS,), 1.0) for name in objective.columns}
@@ -108,7 +107,7 @@ def trains(objective: Objective) -> None:
         ensure(losses[-1] < losses[0], f"the loss does not fall: {losses}")
 
 
-def is_built_from_its_options(spec: ObjectiveSpec) -> None:
+def is_built_from_its_options(spec: bundles.ObjectiveSpec) -> None:
     """The objective has the spec's name, and the same loss to the bit when it is built again: resumed runs do so."""
     first, second = spec.build(spec.options()), spec.build(spec.options())
     ensure(first.name == spec.name, f"the objective that it builds is named {first.name}, not {spec.name}")
@@ -118,9 +117,9 @@ def is_built_from_its_options(spec: ObjectiveSpec) -> None:
     ensure(torch.equal(one_N, other_N), "built again it gives another loss")
 
 
-def _of_default_options(check: Callable[[Objective], None]) -> Callable[[ObjectiveSpec], None]:
+def _of_default_options(check: Callable[[bundles.Objective], None]) -> Callable[[bundles.ObjectiveSpec], None]:
     @wraps(check)
-    def of_spec(spec: ObjectiveSpec) -> None:
+    def of_spec(spec: bundles.ObjectiveSpec) -> None:
         check(spec.build(spec.options()))
 
     return of_spec

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import OffloaderSpec, Store, TensorKind
-from surogate_core.engine.engine import Engine
+from surogate_core.plugin import bundles
+from surogate_core.service.engine import Engine
 from surogate_testing import tiny
 from surogate_testing.check import ensure
 
@@ -59,7 +59,7 @@ def _plain(*, lora: bool, recompute: bool) -> _Training:
     return _trained(tiny.engine(lora=tiny.lora() if lora else None, recompute=recompute))
 
 
-def _same(offloader: OffloaderSpec, *, lora: bool, recompute: bool) -> None:
+def _same(offloader: bundles.OffloaderSpec, *, lora: bool, recompute: bool) -> None:
     with _offload_dir() as directory:
         settings: dict[str, Any] = {"lora": tiny.lora() if lora else None, "recompute": recompute}
         made = tiny.engine(offloader=offloader, offload_dir=directory, **settings)
@@ -72,7 +72,7 @@ def _same(offloader: OffloaderSpec, *, lora: bool, recompute: bool) -> None:
         right_losses = expected.losses
         ensure(found.losses == right_losses, f"losses are {found.losses}, without offloading {right_losses}")
         tiny.ensure_same_bits(found.state, expected.state, "with offloading")
-        stores: Mapping[TensorKind, Store] = {
+        stores: Mapping[bundles.TensorKind, bundles.Store] = {
             "weights": made.stores.weights,
             "residuals": made.stores.residuals,
             "gradients": made.stores.gradients,
@@ -81,7 +81,7 @@ def _same(offloader: OffloaderSpec, *, lora: bool, recompute: bool) -> None:
             _states_its_bytes(kind, store, moved=offloader.moves(kind))
 
 
-def _states_its_bytes(kind: TensorKind, store: Store, *, moved: bool) -> None:
+def _states_its_bytes(kind: bundles.TensorKind, store: bundles.Store, *, moved: bool) -> None:
     places = store.nbytes()
     ensure(places.keys() == PLACES, f"{kind}: nbytes() has the places {sorted(places)}, not {sorted(PLACES)}")
     for place, count in places.items():
@@ -90,18 +90,18 @@ def _states_its_bytes(kind: TensorKind, store: Store, *, moved: bool) -> None:
     ensure(not moved or on_device == 0, f"{kind}: after a step {on_device} bytes are on the device still")
 
 
-def keeps_frozen_weights(offloader: OffloaderSpec) -> None:
+def keeps_frozen_weights(offloader: bundles.OffloaderSpec) -> None:
     """Adapters over frozen weights: the same sums of gradients, losses and weights, bit for bit."""
     _same(offloader, lora=True, recompute=False)
 
 
-def keeps_residuals(offloader: OffloaderSpec) -> None:
+def keeps_residuals(offloader: bundles.OffloaderSpec) -> None:
     """Full training, with residuals kept and with blocks computed again: the same sums, losses and weights."""
     for recompute in (False, True):
         _same(offloader, lora=False, recompute=recompute)
 
 
-def allocates(offloader: OffloaderSpec) -> None:
+def allocates(offloader: bundles.OffloaderSpec) -> None:
     """If it allocates: the memory is zero, and a value written to either tensor is read from the other."""
     if not offloader.allocates:
         return

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import FLAT_ALIGNMENT, Optimizer, OptimizerSpec, ParamGroup
+from surogate_core.plugin import bundles
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.hostreads import no_host_reads
@@ -22,16 +22,16 @@ CLIP_TOLERANCE = 1e-3
 """Relative error of masters and state; some values of 8-bit state may round differently."""
 
 
-def _groups(seed: int = 0, dtype: torch.dtype = torch.float32, *, decays: bool = True) -> list[ParamGroup]:
+def _groups(seed: int = 0, dtype: torch.dtype = torch.float32, *, decays: bool = True) -> list[bundles.ParamGroup]:
     generator = torch.Generator().manual_seed(seed)
     rounding = None if dtype == torch.float32 else torch.zeros((), dtype=torch.int32)
-    found: list[ParamGroup] = []
+    found: list[bundles.ParamGroup] = []
     for name, members in SHAPES.items():
         shapes, offset = {}, 0
         for number, shape in enumerate(members):
             shapes[f"{name}.{number}"] = (offset, shape)
-            offset += -(-math.prod(shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
-        group = ParamGroup(
+            offset += -(-math.prod(shape) // bundles.FLAT_ALIGNMENT) * bundles.FLAT_ALIGNMENT
+        group = bundles.ParamGroup(
             name=name,
             master=torch.zeros(offset, dtype=dtype),
             grad=torch.zeros(offset),
@@ -46,29 +46,33 @@ def _groups(seed: int = 0, dtype: torch.dtype = torch.float32, *, decays: bool =
     return found
 
 
-def _fill(group: ParamGroup, flat: Tensor, generator: torch.Generator) -> None:
+def _fill(group: bundles.ParamGroup, flat: Tensor, generator: torch.Generator) -> None:
     """Random parameters; the padding between them does not change."""
     for offset, shape in group.shapes.values():
         flat[offset : offset + math.prod(shape)] = torch.randn(math.prod(shape), generator=generator)
 
 
-def _parameters(group: ParamGroup, flat: Tensor) -> Tensor:
+def _parameters(group: bundles.ParamGroup, flat: Tensor) -> Tensor:
     """Without the padding."""
     return torch.cat([flat[offset : offset + math.prod(shape)] for offset, shape in group.shapes.values()])
 
 
-def _made(spec: OptimizerSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Optimizer, list[ParamGroup]]:
+def _made(
+    spec: bundles.OptimizerSpec, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[bundles.Optimizer, list[bundles.ParamGroup]]:
     groups = _groups(seed, dtype)
     return spec.build(groups, spec.options()), groups
 
 
-def _gradients(groups: list[ParamGroup], number: int) -> None:
+def _gradients(groups: list[bundles.ParamGroup], number: int) -> None:
     generator = torch.Generator().manual_seed(100 + number)
     for group in groups:
         _fill(group, group.grad, generator)
 
 
-def _step(made: Optimizer, groups: list[ParamGroup], number: int, lr: float = 1e-2, skip: bool = False) -> None:
+def _step(
+    made: bundles.Optimizer, groups: list[bundles.ParamGroup], number: int, lr: float = 1e-2, skip: bool = False
+) -> None:
     _gradients(groups, number)
     if skip:
         for group in groups:
@@ -78,7 +82,7 @@ def _step(made: Optimizer, groups: list[ParamGroup], number: int, lr: float = 1e
         _ensure_padding(groups)
 
 
-def _ensure_padding(groups: list[ParamGroup]) -> None:
+def _ensure_padding(groups: list[bundles.ParamGroup]) -> None:
     """The padding between parameters is still zero."""
     for group in groups:
         between = torch.ones(len(group.master), dtype=torch.bool)
@@ -93,12 +97,12 @@ def _ensure_padding(groups: list[ParamGroup]) -> None:
             )
 
 
-def _bits(made: Optimizer, groups: list[ParamGroup]) -> dict[str, Tensor]:
+def _bits(made: bundles.Optimizer, groups: list[bundles.ParamGroup]) -> dict[str, Tensor]:
     masters = {f"master {g.name}": g.master.clone() for g in groups}
     return masters | {f"state {n}": t.clone() for n, t in made.state().items()}
 
 
-def steps(spec: OptimizerSpec) -> None:
+def steps(spec: bundles.OptimizerSpec) -> None:
     """Every master moves and stays finite; with a learning rate of 0 none does."""
     made, groups = _made(spec)
     before = [g.master.clone() for g in groups]
@@ -112,7 +116,7 @@ def steps(spec: OptimizerSpec) -> None:
         ensure(moved > 0.9, f"a step moved {moved:.0%} of group {group.name}")
 
 
-def multiplies_gradients_by_clip(spec: OptimizerSpec) -> None:
+def multiplies_gradients_by_clip(spec: bundles.OptimizerSpec) -> None:
     """A step with `clip` equals a step with gradients multiplied by it; a power of two, so that both are exact."""
     (made, groups), (twin, twins) = _made(spec), _made(spec)
     for number, clip in enumerate((0.5, 1.0, 0.125)):
@@ -133,7 +137,7 @@ def multiplies_gradients_by_clip(spec: OptimizerSpec) -> None:
             )
 
 
-def decays_weights(spec: OptimizerSpec) -> None:
+def decays_weights(spec: bundles.OptimizerSpec) -> None:
     """`weight_decay` of a group pulls its weights towards 0; the weights of a group without it do not decay."""
     found = []
     for decays in (True, False):
@@ -151,7 +155,7 @@ def decays_weights(spec: OptimizerSpec) -> None:
             ensure(not drawn.any(), f"group {name} has weight_decay 0 and moves with the decay of another group")
 
 
-def reads_nothing_back(spec: OptimizerSpec) -> None:
+def reads_nothing_back(spec: bundles.OptimizerSpec) -> None:
     """A step reads no tensor's value on the host, neither in Python nor by an op whose result's shape depends on it."""
     made, groups = _made(spec)
     _gradients(groups, 0)
@@ -160,7 +164,7 @@ def reads_nothing_back(spec: OptimizerSpec) -> None:
             made.step(lr=torch.tensor(1e-2), clip=torch.tensor(0.5), skip=torch.tensor(skip))
 
 
-def skips(spec: OptimizerSpec) -> None:
+def skips(spec: bundles.OptimizerSpec) -> None:
     """A step whose gradients are not finite changes neither masters nor state, at first and later."""
     made, groups = _made(spec)
     for number in range(3):
@@ -174,7 +178,7 @@ def skips(spec: OptimizerSpec) -> None:
     tiny.ensure_same_bits(_bits(made, groups), _bits(twin, twins), "steps with skipped ones between")
 
 
-def keeps_state(spec: OptimizerSpec) -> None:
+def keeps_state(spec: bundles.OptimizerSpec) -> None:
     """An optimizer with copied state continues bit for bit."""
     made, groups = _made(spec)
     for number in range(3):
@@ -190,7 +194,7 @@ def keeps_state(spec: OptimizerSpec) -> None:
     tiny.ensure_same_bits(_bits(other, others), _bits(made, groups), "with copied state")
 
 
-def rounds_masters(spec: OptimizerSpec) -> None:
+def rounds_masters(spec: bundles.OptimizerSpec) -> None:
     """If it supports bf16 masters: their mean over many seeds equals fp32 masters, and a seed reproduces its bits."""
     if "bf16" not in spec.master_dtypes:
         return
@@ -227,7 +231,7 @@ def rounds_masters(spec: OptimizerSpec) -> None:
     tiny.ensure_same_bits(_bits(again, others), _bits(made, groups), "with the seed of another step")
 
 
-def states_its_size(spec: OptimizerSpec) -> None:
+def states_its_size(spec: bundles.OptimizerSpec) -> None:
     """The state has the bytes that `state_bytes_per_parameter` predicts, to a tenth and 4 KiB."""
     made, groups = _made(spec)
     _step(made, groups, 0)
@@ -236,14 +240,14 @@ def states_its_size(spec: OptimizerSpec) -> None:
     ensure(abs(found - expected) <= 0.1 * expected + 4096, f"{found} bytes of state, predicted are {expected:.0f}")
 
 
-def trains_and_resumes(spec: OptimizerSpec) -> None:
+def trains_and_resumes(spec: bundles.OptimizerSpec) -> None:
     """On a tiny model the loss falls, and a resumed run has the bits of an uninterrupted one."""
     losses = tiny.train(tiny.engine(optimizer=spec), 5, lr=1e-3, same=True)
     ensure(all(map(math.isfinite, losses)) and losses[-1] < losses[0], f"the loss does not fall: {losses}")
     tiny.ensure_resumes(lambda: tiny.engine(optimizer=spec))
 
 
-def _cut(group: ParamGroup, cuts: list[int]) -> list[ParamGroup]:
+def _cut(group: bundles.ParamGroup, cuts: list[int]) -> list[bundles.ParamGroup]:
     """Copies of the parts of a group between the cuts, as several ranks have them."""
     found = []
     for number, (start, stop) in enumerate(pairwise([0, *cuts, group.master.numel()])):
@@ -268,7 +272,7 @@ def _cut(group: ParamGroup, cuts: list[int]) -> list[ParamGroup]:
     return found
 
 
-def takes_parts_of_parameters(spec: OptimizerSpec) -> None:
+def takes_parts_of_parameters(spec: bundles.OptimizerSpec) -> None:
     """Without `whole_matrices`, groups cut anywhere are updated to the same bits, and their state adds up to the whole
     group's.
     """

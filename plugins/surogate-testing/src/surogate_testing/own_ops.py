@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from surogate_core.bundles import Kernel, KernelPack, ModelFamily
-from surogate_core.kernels.registry import OP_MODULES, define_ops, extensions, references
+from surogate_core.plugin import bundles, compute
+from surogate_core.service.kernels import OP_MODULES, define_ops, extensions
 from surogate_testing.check import ensure
 from surogate_testing.guard import explained
 from surogate_testing.kernel_inputs import inputs_of
@@ -30,14 +30,14 @@ def within(module: str, modules: Iterable[str]) -> bool:
 
 def defined_by(modules: Iterable[str]) -> Iterator[str]:
     """The ops that these modules define."""
-    return (name for name, reference in references.items() if within(reference.function.__module__, modules))
+    return (name for name, reference in compute.references.items() if within(reference.function.__module__, modules))
 
 
 def defines_its_ops(bundle: Definer) -> None:
     """Each module of its `ops` defines an op, whose reference is differentiable and right in float64."""
-    if isinstance(bundle, KernelPack):
+    if isinstance(bundle, bundles.KernelPack):
         define_ops(packs=[bundle])
-    elif isinstance(bundle, ModelFamily):
+    elif isinstance(bundle, bundles.ModelFamily):
         define_ops(families=[bundle])
     for module in bundle.ops:
         found = list(defined_by([module]))
@@ -47,7 +47,7 @@ def defines_its_ops(bundle: Definer) -> None:
 
 
 def _ensure_differentiable(op: str) -> None:
-    function = references[op].function
+    function = compute.references[op].function
     for inputs in inputs_of(op):
         leaves = [t.clone().requires_grad_() for t in inputs.leaves.values()]
 
@@ -65,9 +65,9 @@ def _ensure_differentiable(op: str) -> None:
         ensure(right, f"{what}: its gradients are not those of its values (finite differences in float64). {fix}")
 
 
-def ensure_declared(pack: KernelPack, kernel: Kernel) -> None:
+def ensure_declared(pack: bundles.KernelPack, kernel: bundles.Kernel) -> None:
     """Raise `AssertionError` for a kernel whose op belongs to another plugin, and which the pack does not serve."""
-    module = references[kernel.op].function.__module__
+    module = compute.references[kernel.op].function.__module__
     if not within(module, (*OP_MODULES, *pack.ops)):
         ensure(
             kernel.op in pack.serves,
@@ -76,7 +76,7 @@ def ensure_declared(pack: KernelPack, kernel: Kernel) -> None:
         )
 
 
-def ensure_known(kernel: Kernel) -> None:
+def ensure_known(kernel: bundles.Kernel) -> None:
     """Raise `AssertionError` for a kernel that has an extension among its parameters and does not say so."""
     code = getattr(kernel.function, "__code__", None)
     if code is None:
@@ -90,11 +90,13 @@ def ensure_known(kernel: Kernel) -> None:
     )
 
 
-def beside(families: Iterable[ModelFamily], check: Callable[[KernelPack], None]) -> Callable[[KernelPack], None]:
+def beside(
+    families: Iterable[bundles.ModelFamily], check: Callable[[bundles.KernelPack], None]
+) -> Callable[[bundles.KernelPack], None]:
     """A check of a kernel pack with the ops of these families, which it may serve."""
 
     @wraps(check)
-    def call(pack: KernelPack) -> None:
+    def call(pack: bundles.KernelPack) -> None:
         define_ops([pack], families)
         check(pack)
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from surogate_core.dsl import Model
-from surogate_core.engine.engine import Engine
-from surogate_core.hf.export import CardFacts, export_adapter, export_full
+from surogate_core.plugin import CardFacts, dsl, export_adapter
+from surogate_core.service.engine import Engine
+from surogate_core.service.files import export_full
 from surogate_testing import tiny
 from surogate_testing.check import ensure
 
@@ -47,7 +47,7 @@ class ModelPair:
     """One random model, in transformers and in an engine."""
 
     reference: Any
-    build: Callable[[Mapping[str, Any]], Model]
+    build: Callable[[Mapping[str, Any]], dsl.Model]
     documents: Sequence[Sequence[int]]
 
     @classmethod
@@ -55,7 +55,7 @@ class ModelPair:
         cls,
         architecture: type[Any],
         config: Any,
-        build: Callable[[Mapping[str, Any]], Model],
+        build: Callable[[Mapping[str, Any]], dsl.Model],
         *,
         lengths: Sequence[int] = LENGTHS,
     ) -> ModelPair:
@@ -80,7 +80,7 @@ class ModelPair:
         state = {k: v.clone() for k, v in self.reference.state_dict().items() if not (tied and "lm_head" in k)}
         return tiny.in_files(state, self._built())
 
-    def _built(self) -> Model:
+    def _built(self) -> dsl.Model:
         return self.build(self.reference.config.to_dict())
 
     def engine(self, extra: Mapping[str, Tensor] | None = None, **settings: Any) -> Engine:
@@ -140,18 +140,19 @@ class ModelPair:
 
     def greedy(self, count: int) -> tuple[list[list[int]], list[list[int]]]:
         """`count` tokens after each document, by `NativeEngine` and by transformers' forward over the whole text."""
-        from surogate_core.bundles import Request, RolloutSettings, Sampling
-        from surogate_core.generate.native import NativeEngine
-        from surogate_core.generate.weights import Weights
+        from surogate_core.plugin import bundles, inference
+        from surogate_core.service.inference import Weights
 
         assembly = tiny.assembly(self.reference.config.to_dict(), build=self.build, lora=tiny.lora(targets=()))
         weights = Weights.load(assembly, tiny.tensor_source(self.state()))
         requests = [
-            Request(prompt=tuple(ids), max_new_tokens=count, number=number, sampling=Sampling(temperature=0))
+            bundles.Request(
+                prompt=tuple(ids), max_new_tokens=count, number=number, sampling=bundles.Sampling(temperature=0)
+            )
             for number, ids in enumerate(self.documents)
         ]
         longest = max(map(len, self.documents)) + count
-        made = NativeEngine(weights, RolloutSettings(slots=2, context=longest)).generate(requests)
+        made = inference.NativeEngine(weights, bundles.RolloutSettings(slots=2, context=longest)).generate(requests)
         theirs = []
         for document in self.documents:
             text = list(document)

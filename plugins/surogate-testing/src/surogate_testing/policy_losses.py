@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL, WEIGHTS
-from surogate_core.bundles import PolicyLossSpec, PolicyTerms, part_of
+from surogate_core.plugin import IGNORE_LABEL, WEIGHTS, bundles
 from surogate_reinforcement.policy import Policy
 from surogate_reinforcement.policy_terms import ADVANTAGES, BEHAVIOUR, OLD, CompletionSums, terms
 from surogate_testing import tiny
@@ -43,7 +42,7 @@ class LossSettings:
 
 def terms_of(
     *, ratio_N: Tensor, advantages_N: Tensor, logp_N: Tensor | None = None, low: float = 0.2, high: float = 0.2
-) -> PolicyTerms:
+) -> bundles.PolicyTerms:
     """The terms of one completion's tokens with these ratios, sampled by the old policy, for a test by hand.
 
     `logp_N`: log π of each token, whose gradient the ratio then has; -1 with the gradient of the ratio if left out.
@@ -54,7 +53,7 @@ def terms_of(
     if logp_N is None:
         logp_N = torch.full_like(ratio_N, -1.0) + (log_ratio_N - log_ratio_N.detach())
     old_N = logp_N.detach() - log_ratio_N.detach()
-    return PolicyTerms(
+    return bundles.PolicyTerms(
         logp_N=logp_N,
         old_N=old_N,
         behaviour_N=old_N,
@@ -67,10 +66,10 @@ def terms_of(
     )
 
 
-def _policies(spec: PolicyLossSpec) -> Iterator[Policy]:
+def _policies(spec: bundles.PolicyLossSpec) -> Iterator[Policy]:
     """With default options, with one iteration and with two."""
     for iterations in (1, 2):
-        yield Policy(part_of("policy_loss", spec), LossSettings(num_iterations=iterations))
+        yield Policy(bundles.part_of("policy_loss", spec), LossSettings(num_iterations=iterations))
 
 
 def _case(policy: Policy, *, number: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -118,14 +117,14 @@ def _gradient(policy: Policy, case: tuple[Tensor, Tensor, Tensor, dict[str, Tens
     return loss.detach(), torch.autograd.grad(loss, [leaf_NV])[0]
 
 
-def gives_a_loss_for_each_token(spec: PolicyLossSpec) -> None:
+def gives_a_loss_for_each_token(spec: bundles.PolicyLossSpec) -> None:
     """[N] of the dtype of the terms, finite, also where the model has moved far; its gradient is finite too."""
     for policy in _policies(spec):
         for moved, advantage in itertools.product((-40.0, -1.0, 0.0, 1.0, 40.0), (-2.0, 0.0, 2.0)):
             policy.trial(moved, advantage)
 
 
-def makes_rewarded_completions_more_probable(spec: PolicyLossSpec) -> None:
+def makes_rewarded_completions_more_probable(spec: bundles.PolicyLossSpec) -> None:
     """While the model has not moved, the loss falls with the probability of a token whose advantage is positive, and
     rises with that of a token whose advantage is negative.
     """
@@ -136,7 +135,7 @@ def makes_rewarded_completions_more_probable(spec: PolicyLossSpec) -> None:
             ensure(bool((gradient_N * advantage < 0).all()), found)
 
 
-def trains_the_sampled_tokens_alone(spec: PolicyLossSpec) -> None:
+def trains_the_sampled_tokens_alone(spec: bundles.PolicyLossSpec) -> None:
     """A token that the model did not sample has no gradient, and some that it did have one."""
     for policy in _policies(spec):
         case = _case(policy)
@@ -147,7 +146,7 @@ def trains_the_sampled_tokens_alone(spec: PolicyLossSpec) -> None:
         ensure(bool(gradient_NV[~ignored_N].any()), "no sampled token has a gradient")
 
 
-def does_not_look_at_other_completions(spec: PolicyLossSpec) -> None:
+def does_not_look_at_other_completions(spec: bundles.PolicyLossSpec) -> None:
     """The gradient of a completion is the same beside other logits of another completion in its row."""
     for policy in _policies(spec):
         case, first = _case(policy), LENGTHS[0][0] + 2
@@ -157,7 +156,7 @@ def does_not_look_at_other_completions(spec: PolicyLossSpec) -> None:
         ensure(error <= 1e-5, f"beside another completion: relative error {error:.1e}")
 
 
-def is_pure(spec: PolicyLossSpec) -> None:
+def is_pure(spec: bundles.PolicyLossSpec) -> None:
     """Equal terms give equal bits, and the loss writes into none of them: a run that was killed repeats its steps."""
     for policy in _policies(spec):
         logits_NV, labels_N, positions_N, columns = _case(policy)
@@ -171,12 +170,12 @@ def is_pure(spec: PolicyLossSpec) -> None:
         ensure(torch.equal(policy.loss.loss(seen), first_N), "equal terms give another loss the second time")
 
 
-def _tensors(seen: PolicyTerms) -> dict[str, Tensor]:
+def _tensors(seen: bundles.PolicyTerms) -> dict[str, Tensor]:
     found = {field.name: getattr(seen, field.name) for field in fields(seen)}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
-def weighs_every_completion(spec: PolicyLossSpec) -> None:
+def weighs_every_completion(spec: bundles.PolicyLossSpec) -> None:
     """The aggregation gives a weight above 0 for each document, and divisors that add up to more than 0, also with
     micro-batches of padding and with completions that are left out.
     """
@@ -189,7 +188,7 @@ def weighs_every_completion(spec: PolicyLossSpec) -> None:
         ensure(first == second, "equal completions have other weights the second time")
 
 
-def reports_its_figures(spec: PolicyLossSpec) -> None:
+def reports_its_figures(spec: bundles.PolicyLossSpec) -> None:
     """Each figure: finite, one value a token or 0-d."""
     for policy in _policies(spec):
         logits_NV, labels_N, positions_N, columns = _case(policy)
@@ -206,7 +205,7 @@ def reports_its_figures(spec: PolicyLossSpec) -> None:
             ensure(bool(values.isfinite().all()), f"{name} is not finite")
 
 
-def trains(spec: PolicyLossSpec) -> None:
+def trains(spec: bundles.PolicyLossSpec) -> None:
     """It is traced with the head, whole or in chunks, and the loss is the one that plain torch computes."""
     batch = tiny.batches(0)[0]
     trained_N = batch.labels != IGNORE_LABEL

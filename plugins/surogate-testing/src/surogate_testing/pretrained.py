@@ -16,9 +16,8 @@ def write_model(directory: Path, *, seed: int = 0, **config: Any) -> Path:
     """
     import transformers
 
-    from surogate_core.config.resolve import load_run_config
-    from surogate_core.files.paths import resolve_package_path
-    from surogate_core.plugins.registry import load_plugins
+    from surogate_core.plugin import load_plugins, load_run_config
+    from surogate_core.service.files import resolve_package_path
 
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {

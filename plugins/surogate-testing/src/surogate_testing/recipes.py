@@ -10,11 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Recipe, RecipeContext, RecipeSpec
-from surogate_core.dsl.experts import TracedExperts
-from surogate_core.dsl.slots import TracedSlot
-from surogate_core.errors import MachineError
-from surogate_core.kernels.grouped import grouped_product
+from surogate_core.plugin import MachineError, bundles, compute, dsl
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.hostreads import no_host_reads
@@ -28,20 +24,20 @@ MOST_BIAS = 0.85
 truncated.
 """
 
-SLOT = TracedSlot(
+SLOT = dsl.TracedSlot(
     name="q", module="self_attn.q_proj", inputs=64, outputs=32, bias=False, region="qkv", adapter=None, index=0
 )
 
 
-def built(spec: RecipeSpec, device: torch.device, options: Any = None) -> Recipe:
+def built(spec: bundles.RecipeSpec, device: torch.device, options: Any = None) -> bundles.Recipe:
     """The recipe with these options or their defaults; `MachineError` if the device cannot run it."""
     dtype: Literal["fp32", "bf16"] = "bf16" if device.type == "cuda" else "fp32"
-    recipe = spec.build(options or spec.options(), RecipeContext(device=device, dtype=dtype))
-    ensure(isinstance(recipe, Recipe), f"build returns {type(recipe).__name__}, which is no Recipe")
+    recipe = spec.build(options or spec.options(), bundles.RecipeContext(device=device, dtype=dtype))
+    ensure(isinstance(recipe, bundles.Recipe), f"build returns {type(recipe).__name__}, which is no Recipe")
     return recipe
 
 
-def _on_devices(spec: RecipeSpec) -> list[tuple[torch.device, Recipe]]:
+def _on_devices(spec: bundles.RecipeSpec) -> list[tuple[torch.device, bundles.Recipe]]:
     """The devices of this machine that run the recipe, natively or emulated, each with its built recipe."""
     found, reason = [], ""
     for device in (tiny.CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])):
@@ -54,14 +50,14 @@ def _on_devices(spec: RecipeSpec) -> list[tuple[torch.device, Recipe]]:
     return found
 
 
-def _on_cpu(spec: RecipeSpec) -> Recipe:
+def _on_cpu(spec: bundles.RecipeSpec) -> bundles.Recipe:
     device, recipe = _on_devices(spec)[0]
     if device != tiny.CPU:
         raise NotApplicable("the kit's model trains on a CPU")
     return recipe
 
 
-def says_what_it_is(spec: RecipeSpec) -> None:
+def says_what_it_is(spec: bundles.RecipeSpec) -> None:
     """The built recipe has the spec's name, and packs weights if the spec says so."""
     for _, recipe in _on_devices(spec):
         name = getattr(recipe, "name", None)
@@ -70,14 +66,14 @@ def says_what_it_is(spec: RecipeSpec) -> None:
         ensure((has == "a") == spec.packs, f"`packs` of the spec is {spec.packs}, and what is built has {has} `pack`")
 
 
-def _slot(recipe: Recipe, device: torch.device, *, packed: bool = False) -> TracedSlot:
+def _slot(recipe: bundles.Recipe, device: torch.device, *, packed: bool = False) -> dsl.TracedSlot:
     """The slot in a micro-step, with its row if the recipe has state."""
     state = recipe.state(1, device)
     row = state.rows[0].clone().requires_grad_() if state is not None else None
     return replace(SLOT, seed=torch.tensor(5, dtype=torch.int32, device=device), row=row, packed=packed)
 
 
-def _products(recipe: Recipe, x: Tensor, weight: Tensor, upstream: Tensor | None = None) -> dict[str, Tensor]:
+def _products(recipe: bundles.Recipe, x: Tensor, weight: Tensor, upstream: Tensor | None = None) -> dict[str, Tensor]:
     """y, dx and dW, detached."""
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     y = recipe.linear(leaves[0], leaves[1], _slot(recipe, x.device))
@@ -109,7 +105,7 @@ def _exact(x: Tensor, weight: Tensor, upstream: Tensor | None = None) -> dict[st
     return _products(tiny.PLAIN, x.double(), weight.double(), upstream)
 
 
-def multiplies(spec: RecipeSpec) -> None:
+def multiplies(spec: bundles.RecipeSpec) -> None:
     """x Wᵀ and its gradients have the right shapes and dtypes, small errors, and the same bits each time."""
     for device, recipe in _on_devices(spec):
         x_NI, weight_OI = _operands()
@@ -141,7 +137,7 @@ def _size(found: Tensor, exact: Tensor) -> float:
     return float((a * b).sum() / (b * b).sum())
 
 
-def rounds_without_bias(spec: RecipeSpec) -> None:
+def rounds_without_bias(spec: bundles.RecipeSpec) -> None:
     """Errors of products of positive operands have both signs; if values are always rounded down, all are negative."""
     generator = torch.Generator().manual_seed(1)
     sizes = ((96, 64), (32, 64), (96, 32))
@@ -162,7 +158,7 @@ def rounds_without_bias(spec: RecipeSpec) -> None:
             )
 
 
-def takes_zeros(spec: RecipeSpec) -> None:
+def takes_zeros(spec: bundles.RecipeSpec) -> None:
     """Rows of zeros and tensors of zeros give zeros; all results are finite."""
     for device, recipe in _on_devices(spec):
         for what in ("a row of x", "all of x", "a row of the weight", "all of dy"):
@@ -177,7 +173,7 @@ def takes_zeros(spec: RecipeSpec) -> None:
                 ensure(not found["y"].any(), "y is not zeros where all of x is zeros")
 
 
-def reads_nothing_back(spec: RecipeSpec) -> None:
+def reads_nothing_back(spec: bundles.RecipeSpec) -> None:
     """`linear` and its backward read no tensor's value on the host: they are traced, and run in CUDA graphs."""
     for device, recipe in _on_devices(spec):
         x, weight = (t.to(device) for t in _operands())
@@ -185,7 +181,7 @@ def reads_nothing_back(spec: RecipeSpec) -> None:
             _products(recipe, x, weight)
 
 
-def multiplies_packed_weights(spec: RecipeSpec) -> None:
+def multiplies_packed_weights(spec: bundles.RecipeSpec) -> None:
     """A packed frozen weight gives the same product and dx as the weight, in fp32 to 1e-5."""
     if not spec.packs:
         raise NotApplicable("the recipe packs no weights")
@@ -204,11 +200,11 @@ def multiplies_packed_weights(spec: RecipeSpec) -> None:
 
 
 EXPERTS = (
-    TracedExperts(
+    dsl.TracedExperts(
         name="gate", module="experts.{e}.gate_proj", count=4, choices=2, inputs=64, outputs=32, region="ffn",
         fused=None, adapter=None, index=4,
     ),
-    TracedExperts(
+    dsl.TracedExperts(
         name="up", module="experts.{e}.up_proj", count=4, choices=2, inputs=64, outputs=48, region="ffn",
         fused=None, adapter=None, index=5,
     ),
@@ -219,7 +215,7 @@ LOADS = {"uneven loads": (5, 0, 42, 1), "all rows on one expert": (0, 48, 0, 0)}
 
 
 def _of_experts(
-    recipe: Recipe, x_RI: Tensor, weights: list[Tensor], ends_E: Tensor, *, packed: bool = False
+    recipe: bundles.Recipe, x_RI: Tensor, weights: list[Tensor], ends_E: Tensor, *, packed: bool = False
 ) -> dict[str, Tensor]:
     """y and dW of each projection, and dx, detached; of packed weights no dW."""
     assert recipe.grouped is not None
@@ -243,7 +239,7 @@ def _rows_of_experts(loads: tuple[int, ...], device: torch.device) -> tuple[Tens
     return x_RI.to(device), [w.to(device) for w in weights], ends_E.to(device)
 
 
-def multiplies_experts(spec: RecipeSpec) -> None:
+def multiplies_experts(spec: bundles.RecipeSpec) -> None:
     """The products of experts, and their gradients, have small errors and the same bits each time, for experts without
     rows too; packed weights give the same products.
     """
@@ -273,7 +269,9 @@ def multiplies_experts(spec: RecipeSpec) -> None:
                 ensure(error <= 1e-5, f"{name} of experts with packed weights: relative error {error:.1e}")
 
 
-def _rounds_experts_as_it_multiplies(recipe: Recipe, x_RI: Tensor, weights: list[Tensor], ends_E: Tensor) -> None:
+def _rounds_experts_as_it_multiplies(
+    recipe: bundles.Recipe, x_RI: Tensor, weights: list[Tensor], ends_E: Tensor
+) -> None:
     """`rounded_experts` gives the operands of the forward."""
     if recipe.rounded_experts is None:
         return
@@ -282,19 +280,19 @@ def _rounds_experts_as_it_multiplies(recipe: Recipe, x_RI: Tensor, weights: list
     is_mask = clipped.dtype == torch.bool and clipped.shape == x_RI.shape
     ensure(is_mask, "`rounded_experts` gives no mask of its operand")
     for slot, weights_EOI in zip(EXPERTS, weights, strict=True):
-        y_RO = grouped_product(rows, recipe.rounded_experts(weights_EOI, "weight")[0], ends_E)
+        y_RO = compute.grouped_product(rows, recipe.rounded_experts(weights_EOI, "weight")[0], ends_E)
         error = tiny.relative_error(found[f"y of {slot.name}"], y_RO)
         ensure(error <= 1e-4, f"y of {slot.name} is not that of `rounded_experts`: relative error {error:.1e}")
 
 
-class _Plain(Recipe):
+class _Plain(bundles.Recipe):
     def grouped(
-        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[TracedExperts]
+        self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[dsl.TracedExperts]
     ) -> Sequence[Tensor]:
-        return [grouped_product(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
+        return [compute.grouped_product(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
 
 
-def keeps_its_state(spec: RecipeSpec) -> None:
+def keeps_its_state(spec: bundles.RecipeSpec) -> None:
     """Its rows take in the observations of slots, in place; a skipped step changes no bit; another state can load
     it.
     """
@@ -319,7 +317,7 @@ def keeps_its_state(spec: RecipeSpec) -> None:
         tiny.ensure_same_bits(other.state(), state.state(), "with copied state")
 
 
-def trains(spec: RecipeSpec) -> None:
+def trains(spec: bundles.RecipeSpec) -> None:
     """On a tiny model, with and without adapters, the loss is finite and falls."""
     recipe = _on_cpu(spec)
     for lora in (None, tiny.lora()):
@@ -327,7 +325,7 @@ def trains(spec: RecipeSpec) -> None:
         ensure(all(map(math.isfinite, losses)) and losses[-1] < losses[0], f"the loss does not fall: {losses}")
 
 
-def resumes(spec: RecipeSpec) -> None:
+def resumes(spec: bundles.RecipeSpec) -> None:
     """A resumed run has the bits of an uninterrupted one."""
     recipe = _on_cpu(spec)
     tiny.ensure_resumes(lambda: tiny.engine(recipe=recipe))

@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from surogate_core.bundles import ReportSpec
-from surogate_core.errors import UserError
-from surogate_core.files.metrics import METRICS, json_line
+from surogate_core.plugin import METRICS, UserError, bundles
+from surogate_core.service.files import json_line
 from surogate_testing.check import ensure
 from surogate_testing.run_events import END, START, step
 
 LENGTHS = {"a run": 3, "a run that failed before its first step": 0}
 
 
-def writes_a_report_of_each_run(spec: ReportSpec) -> None:
+def writes_a_report_of_each_run(spec: bundles.ReportSpec) -> None:
     """It writes its files into the run's directory, and changes none that was there."""
     for name, steps in LENGTHS.items():
         with TemporaryDirectory() as place:
@@ -29,7 +28,7 @@ def writes_a_report_of_each_run(spec: ReportSpec) -> None:
             ensure((run / METRICS).read_bytes() == before, f"{name}: {METRICS} was changed")
 
 
-def refuses_a_directory_without_a_record(spec: ReportSpec) -> None:
+def refuses_a_directory_without_a_record(spec: bundles.ReportSpec) -> None:
     """A directory without a record is an error of the user's, and is left as it is."""
     with TemporaryDirectory() as place:
         try:

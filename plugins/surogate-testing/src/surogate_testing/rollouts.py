@@ -9,9 +9,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from surogate_core.bundles import Completion, Request, RolloutEngine, RolloutEngineSpec, RolloutSettings, Sampling
-from surogate_core.errors import MachineError
-from surogate_core.generate.weights import Weights
+from surogate_core.plugin import MachineError, bundles
+from surogate_core.service.inference import Weights
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure
 
@@ -26,28 +25,28 @@ def _weights() -> Weights:
     return Weights.load(assembly, tiny.random_source())
 
 
-def _requests(sampling: Sampling, **changes: object) -> list[Request]:
+def _requests(sampling: bundles.Sampling, **changes: object) -> list[bundles.Request]:
     return [
-        Request(prompt=tuple(ids), max_new_tokens=NEW, number=number, sampling=sampling, **changes)  # type: ignore[arg-type]
+        bundles.Request(prompt=tuple(ids), max_new_tokens=NEW, number=number, sampling=sampling, **changes)  # type: ignore[arg-type]
         for number, ids in enumerate(tiny.documents(LENGTHS))
     ]
 
 
-def _opened(spec: RolloutEngineSpec, slots: int = len(LENGTHS)) -> RolloutEngine:
+def _opened(spec: bundles.RolloutEngineSpec, slots: int = len(LENGTHS)) -> bundles.RolloutEngine:
     """An engine with default options; raises `NotApplicable` if it needs a server that is not there."""
     try:
-        return spec.open(_weights(), RolloutSettings(slots=slots, context=max(LENGTHS) + NEW))
+        return spec.open(_weights(), bundles.RolloutSettings(slots=slots, context=max(LENGTHS) + NEW))
     except MachineError as error:
         raise NotApplicable(str(error)) from None
 
 
-def _same(found: Sequence[Completion], other: Sequence[Completion]) -> bool:
+def _same(found: Sequence[bundles.Completion], other: Sequence[bundles.Completion]) -> bool:
     return [c.ids for c in found] == [c.ids for c in other]
 
 
-def continues_with_the_most_probable_token(spec: RolloutEngineSpec) -> None:
+def continues_with_the_most_probable_token(spec: bundles.RolloutEngineSpec) -> None:
     """At temperature 0 each token is the most probable one, and its log-probability is that of the training forward."""
-    requests = _requests(Sampling(temperature=0))
+    requests = _requests(bundles.Sampling(temperature=0))
     trained = tiny.engine(lora=tiny.lora())
     for request, completion in zip(requests, _opened(spec).generate(requests), strict=True):
         ensure(len(completion.ids) == len(completion.logprobs) == NEW, f"{len(completion.ids)} tokens, not {NEW}")
@@ -61,27 +60,27 @@ def continues_with_the_most_probable_token(spec: RolloutEngineSpec) -> None:
         ensure(error <= TOLERANCE, f"log-probabilities differ by {error:.1e}")
 
 
-def samples_by_its_key(spec: RolloutEngineSpec) -> None:
+def samples_by_its_key(spec: bundles.RolloutEngineSpec) -> None:
     """Equal requests give equal tokens in any company and any slot; another seed or sample gives others."""
-    requests = _requests(Sampling(temperature=2.0))
+    requests = _requests(bundles.Sampling(temperature=2.0))
     together = _opened(spec).generate(requests)
     ensure(_same(together, _opened(spec, slots=1).generate(requests)), "one slot gives other tokens")
     alone = [_opened(spec).generate([request])[0] for request in requests]
     ensure(_same(together, alone), "a request alone gives other tokens")
     ensure(
-        not _same(together, _opened(spec).generate(_requests(Sampling(temperature=2.0), sample=1))),
+        not _same(together, _opened(spec).generate(_requests(bundles.Sampling(temperature=2.0), sample=1))),
         "another sample is equal",
     )
     ensure(
-        not _same(together, _opened(spec).generate(_requests(Sampling(temperature=2.0, seed=1)))),
+        not _same(together, _opened(spec).generate(_requests(bundles.Sampling(temperature=2.0, seed=1)))),
         "another seed is equal",
     )
 
 
-def stops(spec: RolloutEngineSpec) -> None:
+def stops(spec: bundles.RolloutEngineSpec) -> None:
     """A stop token ends a completion and is part of it; so does the caller."""
-    first = _opened(spec).generate(_requests(Sampling(temperature=0)))[0].ids
-    request = _requests(Sampling(temperature=0), stop_ids=frozenset({first[0]}))[0]
+    first = _opened(spec).generate(_requests(bundles.Sampling(temperature=0)))[0].ids
+    request = _requests(bundles.Sampling(temperature=0), stop_ids=frozenset({first[0]}))[0]
     (stopped,) = _opened(spec).generate([request])
     ensure(stopped.ids == first[:1] and stopped.reason == "stop", f"{stopped.ids}, {stopped.reason!r}")
     seen: list[tuple[int, int]] = []
@@ -90,14 +89,14 @@ def stops(spec: RolloutEngineSpec) -> None:
         seen.append((index, token))
         return len(seen) == 3
 
-    (ended,) = _opened(spec).generate(_requests(Sampling(temperature=0))[:1], on_token=on_token)
+    (ended,) = _opened(spec).generate(_requests(bundles.Sampling(temperature=0))[:1], on_token=on_token)
     ensure(ended.ids == first[:3] and ended.reason == "stop", f"ended by the caller: {ended.ids}, {ended.reason!r}")
     ensure(seen == [(0, token) for token in first[:3]], f"the caller saw {seen}")
 
 
-def serves(spec: RolloutEngineSpec) -> None:
+def serves(spec: bundles.RolloutEngineSpec) -> None:
     """Requests that arrive while others run get the tokens that they get alone."""
-    requests = _requests(Sampling(temperature=2.0))
+    requests = _requests(bundles.Sampling(temperature=2.0))
     arrivals = [requests[:1], requests[1:3], requests[3:]]
     tokens: dict[int, list[int]] = {}
     logprobs: dict[int, list[float]] = {}
@@ -107,7 +106,7 @@ def serves(spec: RolloutEngineSpec) -> None:
         logprobs.setdefault(index, []).append(logprob)
         return False
 
-    def arriving() -> Sequence[Request]:
+    def arriving() -> Sequence[bundles.Request]:
         """The next ones when some of the last ones have begun."""
         come = len(requests) - sum(map(len, arrivals))
         return arrivals.pop(0) if arrivals and (not come or come - 1 in tokens) else ()
@@ -154,13 +153,16 @@ class _Steps:
         self._taken.append(token)
 
 
-def holds_completions_to_grammars(spec: RolloutEngineSpec) -> None:
+def holds_completions_to_grammars(spec: bundles.RolloutEngineSpec) -> None:
     """Every token of a request with a grammar is one that it allows; the log-probabilities are those of all tokens, and
     requests beside it have the tokens that they have alone.
     """
     if not spec.constrains:
         raise NotApplicable(f"{spec.name} takes no grammar")
-    for sampling in (Sampling(temperature=0), Sampling(temperature=2.0, top_k=20, repetition_penalty=1.2)):
+    for sampling in (
+        bundles.Sampling(temperature=0),
+        bundles.Sampling(temperature=2.0, top_k=20, repetition_penalty=1.2),
+    ):
         free = _requests(sampling)
         stop = tiny.VOCABULARY - 1
         grammars = [None, Stepwise(NEW - 2, stop), None, Stepwise(NEW + 1, stop)]
@@ -181,7 +183,7 @@ def holds_completions_to_grammars(spec: RolloutEngineSpec) -> None:
             ensure(error <= TOLERANCE, f"log-probabilities differ by {error:.1e}")
 
 
-def scores(spec: RolloutEngineSpec) -> None:
+def scores(spec: bundles.RolloutEngineSpec) -> None:
     """`logprobs` are those of the training forward, for documents of any length."""
     documents = tiny.documents(LENGTHS)
     trained = tiny.engine(lora=tiny.lora())

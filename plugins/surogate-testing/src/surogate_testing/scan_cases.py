@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.kernels import convolutions, scans
+from surogate_core.service.kernels import convolutions, scans
 from surogate_testing.kernel_inputs import Inputs, normal
 
 RUNS = (20, 1, 0, 69, 6)

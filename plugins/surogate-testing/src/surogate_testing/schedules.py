@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from surogate_core.bundles import ScheduleContext, ScheduleSpec
-from surogate_core.train.lr import Schedule
+from surogate_core.plugin import bundles
+from surogate_core.service.training import Schedule
 from surogate_testing.check import ensure
 
 RUNS = ((1, 0), (2, 1), (7, 0), (1000, 30), (1_000_000, 2000))
@@ -12,16 +12,16 @@ ALL, SOME = 1000, 97
 """Steps of a run up to which every one is asked for; of a longer run this many, spread over it, and the last."""
 
 
-def _contexts() -> list[tuple[ScheduleContext, list[int]]]:
+def _contexts() -> list[tuple[bundles.ScheduleContext, list[int]]]:
     """The runs, and the steps to ask for."""
     found = []
     for steps, warmup in RUNS:
         asked = [*range(0, steps, 1 if steps <= ALL else steps // SOME), steps - 1]
-        found.append((ScheduleContext(steps=steps, warmup=warmup), asked))
+        found.append((bundles.ScheduleContext(steps=steps, warmup=warmup), asked))
     return found
 
 
-def gives_a_rate_for_every_step(spec: ScheduleSpec) -> None:
+def gives_a_rate_for_every_step(spec: bundles.ScheduleSpec) -> None:
     """Finite and not negative, with and without warm-up, cool-down and a final rate."""
     for steps, warmup in RUNS:
         for cooldown, final in ((0, 0.0), (steps // 2, 0.1)):
@@ -37,7 +37,7 @@ def gives_a_rate_for_every_step(spec: ScheduleSpec) -> None:
             schedule.rates(steps + warmup)
 
 
-def does_not_exceed_the_peak(spec: ScheduleSpec) -> None:
+def does_not_exceed_the_peak(spec: bundles.ScheduleSpec) -> None:
     """A factor is at most 1: `learning_rate` is the largest rate of a run."""
     for context, asked in _contexts():
         factor = spec.build(spec.options(), context)
@@ -46,7 +46,7 @@ def does_not_exceed_the_peak(spec: ScheduleSpec) -> None:
             ensure(value <= 1 + 1e-9, f"the factor of step {step} of {context} is {value}, which is above 1")
 
 
-def depends_on_the_step_alone(spec: ScheduleSpec) -> None:
+def depends_on_the_step_alone(spec: bundles.ScheduleSpec) -> None:
     """Any order of steps, and a schedule that is built again, give equal factors: a run that resumes needs them."""
     for context, asked in _contexts():
         first, second = spec.build(spec.options(), context), spec.build(spec.options(), context)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.bundles import Kernel
-from surogate_core.kernels.decoding import slot_attention
-from surogate_core.kernels.registry import extensions
+from surogate_core.plugin import bundles
+from surogate_core.service.kernels import extensions, slot_attention
 from surogate_testing.check import ensure
 from surogate_testing.kernel_inputs import normal
 
@@ -36,7 +35,7 @@ def settings_of(known: frozenset[str]) -> Iterator[dict[str, Any]]:
             yield {name: SETTINGS[name] for name in some}
 
 
-def ensure_slots_are_filled(kernel: Kernel, device: torch.device, dtype: torch.dtype, bound: float) -> None:
+def ensure_slots_are_filled(kernel: bundles.Kernel, device: torch.device, dtype: torch.dtype, bound: float) -> None:
     """Raise `AssertionError` unless a kernel of `slot_attention` gives what the reference does, and fills the slots."""
     missing = extensions["slot_attention"].keys() & kernel.knows - SETTINGS.keys()
     ensure(not missing, f"the kit has no inputs for {', '.join(sorted(missing))}")

@@ -8,10 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from surogate_core.bundles import KINDS, ModelFamily
-from surogate_core.errors import PluginError
-from surogate_core.plugins import Registry, import_policy, load_plugins
-from surogate_core.plugins.static import locate
+from surogate_core.plugin import PluginError, bundles, import_policy, load_plugins
+from surogate_core.service.plugins import Registry, locate
 from surogate_testing import guard
 from surogate_testing.check import Check
 
@@ -67,7 +65,7 @@ def checks(plugin: str, registry: Registry | None = None) -> list[Check]:
         for function in general.CHECKS if one.entry_point is not None else ():
             run = partial(function, one, registry)
             listed.append(Check(subject=f"plugin {one.name}", title=_title(function), call=run, package=package))
-        for kind in KINDS:
+        for kind in bundles.KINDS:
             for offered in registry.bundles(kind).values():
                 if offered.plugin.name == one.name:
                     listed += bundle_checks(kind, offered.bundle, registry=registry, package=package)
@@ -79,7 +77,7 @@ def bundle_checks(
     bundle: Any,
     *,
     registry: Registry | None = None,
-    families: Mapping[str, ModelFamily] | None = None,
+    families: Mapping[str, bundles.ModelFamily] | None = None,
     package: Path | None = None,
 ) -> list[Check]:
     """Every check of one bundle.
@@ -105,7 +103,7 @@ def bundle_checks(
 
 
 def _suite(
-    kind: str, bundle: Any, registry: Registry | None, families: Mapping[str, ModelFamily]
+    kind: str, bundle: Any, registry: Registry | None, families: Mapping[str, bundles.ModelFamily]
 ) -> Sequence[Callable[[Any], None]]:
     defines: Sequence[Callable[[Any], None]] = ()
     if kind in ("model", "kernels") and bundle.ops:

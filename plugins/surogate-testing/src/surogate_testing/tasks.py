@@ -14,15 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from surogate_core.batch import MicroBatch
-from surogate_core.bundles import DatasetFormat, NoOptions, Task, TaskSpec
-from surogate_core.bundles.tasks import next_share
-from surogate_core.config.schema import RunConfig
-from surogate_core.data.encoded import EncodeContext, Encoded, Group
-from surogate_core.data.pipeline import prepare
-from surogate_core.data.referenced import ReferencedTask, References
-from surogate_core.data.shards import PackedRows
-from surogate_core.errors import UserError
+from surogate_core.plugin import (
+    EncodeContext,
+    Encoded,
+    Group,
+    MicroBatch,
+    PackedRows,
+    ReferencedTask,
+    UserError,
+    bundles,
+)
+from surogate_core.service.config import RunConfig
+from surogate_core.service.data import References, prepare
+from surogate_core.service.plugins import next_share
 from surogate_testing.chat_templates import byte_tokenizer
 from surogate_testing.check import NotApplicable, ensure
 
@@ -48,7 +52,7 @@ class _EncodeGroup:
 
 
 @contextmanager
-def small(spec: TaskSpec, *, documents: int = 40) -> Iterator[Task]:
+def small(spec: bundles.TaskSpec, *, documents: int = 40) -> Iterator[bundles.Task]:
     """The task on a few rows of 64 tokens, two a micro-batch and two micro-batches a step; an eighth is held out.
 
     Raises `NotApplicable` for a task that makes its steps with the model.
@@ -73,7 +77,7 @@ def small(spec: TaskSpec, *, documents: int = 40) -> Iterator[Task]:
         )
         encode = _encode if spec.group == 1 else _EncodeGroup(spec.group)
         tasks = None if spec.group == 1 else (spec.name,)
-        lines = DatasetFormat(name="lines", options=NoOptions, encode=encode, tasks=tasks)
+        lines = bundles.DatasetFormat(name="lines", options=bundles.NoOptions, encode=encode, tasks=tasks)
         data = prepare(config, byte_tokenizer(), {"lines": lines}, trains_prompts=spec.trains_prompts, group=spec.group)
         task = spec.task_of(config, data)
         if isinstance(task, ReferencedTask):
@@ -115,7 +119,7 @@ def _ensure_equal(found: list[list[MicroBatch]], expected: list[list[MicroBatch]
             ensure(not differing, f"{when}: micro-batch {number} of step {step} differs in {differing}")
 
 
-def gives_equal_steps(spec: TaskSpec) -> None:
+def gives_equal_steps(spec: bundles.TaskSpec) -> None:
     """Two streams over the same data with the same keys have the same micro-batches, and train something."""
     with small(spec) as task:
         first, second = task.steps(), task.steps()
@@ -128,7 +132,7 @@ def gives_equal_steps(spec: TaskSpec) -> None:
             ensure(sum(batch.label_tokens for batch in step) > 0, f"step {number} trains no token")
 
 
-def shares_its_steps(spec: TaskSpec) -> None:
+def shares_its_steps(spec: bundles.TaskSpec) -> None:
     """With `next_share` a rank gets its micro-batches as they are in the whole step, and the figures of the others."""
     with small(spec) as task:
         whole = task.steps()
@@ -149,7 +153,7 @@ def shares_its_steps(spec: TaskSpec) -> None:
             ensure(steps.state() == whole.state(), f"the state of a rank that runs {list(own)} differs")
 
 
-def resumes_where_it_was(spec: TaskSpec) -> None:
+def resumes_where_it_was(spec: bundles.TaskSpec) -> None:
     """The state is strict JSON, and a stream that loads it continues with the same micro-batches, after any step."""
     with small(spec) as task:
         for taken in range(STEPS):
@@ -164,7 +168,7 @@ def resumes_where_it_was(spec: TaskSpec) -> None:
             _ensure_equal([resumed.next_step()], [steps.next_step()], when)
 
 
-def refuses_the_state_of_other_data(spec: TaskSpec) -> None:
+def refuses_the_state_of_other_data(spec: bundles.TaskSpec) -> None:
     """A position in other data cannot be restored: `load_state` raises `UserError`."""
     with small(spec) as task:
         steps = task.steps()
@@ -178,7 +182,7 @@ def refuses_the_state_of_other_data(spec: TaskSpec) -> None:
     raise AssertionError("load_state takes the state of other data")
 
 
-def has_one_shape(spec: TaskSpec) -> None:
+def has_one_shape(spec: bundles.TaskSpec) -> None:
     """Every micro-batch, trained or held out, has the shapes and dtypes of the sample and is on the host."""
     with small(spec) as task:
         steps, evaluation = task.steps(), task.evaluation()
@@ -189,7 +193,7 @@ def has_one_shape(spec: TaskSpec) -> None:
             ensure(_shapes(batch) == expected, f"a micro-batch has {_shapes(batch)}, the sample {expected}")
 
 
-def evaluates_the_same(spec: TaskSpec) -> None:
+def evaluates_the_same(spec: bundles.TaskSpec) -> None:
     """Every pass over the held-out rows has the same micro-batches, in the stated number."""
     with small(spec) as task:
         evaluation = task.evaluation()

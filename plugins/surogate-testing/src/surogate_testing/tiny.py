@@ -14,30 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.batch import IGNORE_LABEL, MicroBatch
-from surogate_core.bundles import (
-    KernelPack,
-    Objective,
-    OffloaderSpec,
-    OptimizerSpec,
-    ParamGroup,
-    Recipe,
-    WeightFormat,
-)
-from surogate_core.dsl import Attention, Block, Dim, Embedding, Linear, LMHead, Model, Param, Setting, Stack
-from surogate_core.dsl.declare import LoRA, TensorSpec
-from surogate_core.dsl.decoder import even_share
-from surogate_core.dsl.experts import EXPERT, expanded, split
-from surogate_core.dsl.slots import Adapter, TracedSlot
-from surogate_core.dsl.trace import Recompute
-from surogate_core.engine.engine import Engine
-from surogate_core.engine.planning.assembly import Assembly, EngineSettings
-from surogate_core.engine.planning.pieces import RandomSource, Source
-from surogate_core.engine.stores import NO_OFFLOAD
-from surogate_core.kernels import ops
-from surogate_core.kernels.registry import KernelTable
-from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_core.mesh.axes import Axes
+from surogate_core.plugin import IGNORE_LABEL, MicroBatch, bundles, decoder, dsl, ops
+from surogate_core.service.engine import NO_OFFLOAD, Assembly, Axes, Engine, EngineSettings, RandomSource, Source
+from surogate_core.service.kernels import TORCH_PACK, KernelTable
+from surogate_core.service.model import EXPERT, Adapter, LoRA, Recompute, TensorSpec, expanded, split
 from surogate_testing.check import ensure
 
 CPU = torch.device("cpu")
@@ -69,24 +49,24 @@ SMALL_CONFIG: Mapping[str, Any] = {
 }
 """Configuration of a `SmallModel`."""
 
-D, H, F = Dim("hidden_size"), Dim("num_attention_heads"), Dim("intermediate_size")
-EPS = Setting("rms_norm_eps", default=1e-6)
-FEATURES = Dim("head_dim", default=even_share)
+D, H, F = dsl.Dim("hidden_size"), dsl.Dim("num_attention_heads"), dsl.Dim("intermediate_size")
+EPS = dsl.Setting("rms_norm_eps", default=1e-6)
+FEATURES = dsl.Dim("head_dim", default=decoder.even_share)
 
 
-class TinyBlock(Block):
+class TinyBlock(dsl.Block):
     """Attention without positions, and a gated feed-forward."""
 
     heads, eps = H, EPS
-    norm = Param("norm.weight", D)
-    q = Linear("q_proj", D, D, region="qkv")
-    k = Linear("k_proj", D, D, region="qkv")
-    v = Linear("v_proj", D, D, region="qkv")
-    o = Linear("o_proj", D, D, region="att")
-    attend = Attention(H, H, FEATURES, scale=0.35)
-    gate = Linear("gate_proj", D, F, region="ffn")
-    up = Linear("up_proj", D, F, region="ffn")
-    down = Linear("down_proj", F, D, region="ffn")
+    norm = dsl.Param("norm.weight", D)
+    q = dsl.Linear("q_proj", D, D, region="qkv")
+    k = dsl.Linear("k_proj", D, D, region="qkv")
+    v = dsl.Linear("v_proj", D, D, region="qkv")
+    o = dsl.Linear("o_proj", D, D, region="att")
+    attend = dsl.Attention(H, H, FEATURES, scale=0.35)
+    gate = dsl.Linear("gate_proj", D, F, region="ffn")
+    up = dsl.Linear("up_proj", D, F, region="ffn")
+    down = dsl.Linear("down_proj", F, D, region="ffn")
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""
@@ -98,22 +78,22 @@ class TinyBlock(Block):
         return x + self.down(ops.swiglu(self.gate(h), self.up(h)))
 
 
-class TinyModel(Model):
+class TinyModel(dsl.Model):
     """Two blocks."""
 
     architecture = "Conformance"
-    embed = Embedding("embed.weight", Dim("vocab_size"), D)
-    layers = Stack(TinyBlock, Dim("num_hidden_layers"), "layers.{i}.")
-    head = LMHead("head.weight", "final.weight", EPS, tied=Setting("tie_word_embeddings", default=False))
+    embed = dsl.Embedding("embed.weight", dsl.Dim("vocab_size"), D)
+    layers = dsl.Stack(TinyBlock, dsl.Dim("num_hidden_layers"), "layers.{i}.")
+    head = dsl.LMHead("head.weight", "final.weight", EPS, tied=dsl.Setting("tie_word_embeddings", default=False))
 
 
-class SmallBlock(Block):
+class SmallBlock(dsl.Block):
     """Two projections, which are traced quickly, for tests of linear slots."""
 
     eps = EPS
-    norm = Param("norm.weight", D)
-    up = Linear("up_proj", D, F, region="ffn")
-    down = Linear("down_proj", F, D, region="ffn")
+    norm = dsl.Param("norm.weight", D)
+    up = dsl.Linear("up_proj", D, F, region="ffn")
+    down = dsl.Linear("down_proj", F, D, region="ffn")
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]."""
@@ -123,13 +103,13 @@ class SmallBlock(Block):
 class SmallModel(TinyModel):
     """Two blocks of two projections each, without attention."""
 
-    layers = Stack(SmallBlock, Dim("num_hidden_layers"), "layers.{i}.")
+    layers = dsl.Stack(SmallBlock, dsl.Dim("num_hidden_layers"), "layers.{i}.")
 
 
 class PlainDescent:
     """Gradient descent without state, for checks of everything but optimizers."""
 
-    def __init__(self, groups: Sequence[ParamGroup], options: Any):
+    def __init__(self, groups: Sequence[bundles.ParamGroup], options: Any):
         self.groups = groups
 
     def step(self, *, lr: Tensor, clip: Tensor, skip: Tensor) -> None:
@@ -145,7 +125,7 @@ class PlainDescent:
 class TextbookAdamW:
     """AdamW (arXiv 1711.05101) like torch.optim.AdamW, for tests that compare with it or need state."""
 
-    def __init__(self, groups: Sequence[ParamGroup], options: Any):
+    def __init__(self, groups: Sequence[bundles.ParamGroup], options: Any):
         self.groups = groups
         self.moments = [(torch.zeros_like(g.grad), torch.zeros_like(g.grad)) for g in groups]
         self.steps = torch.zeros((), device=groups[0].master.device)
@@ -172,23 +152,25 @@ class TextbookAdamW:
         return named
 
 
-class PlainProduct(Recipe):
+class PlainProduct(bundles.Recipe):
     """x Wᵀ in the dtype of both."""
 
     name = "reference"
     plain = True
 
-    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: TracedSlot) -> Tensor:
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: dsl.TracedSlot) -> Tensor:
         """[N, O]."""
         return x_NI @ weight_OI.t()
 
 
 PLAIN = PlainProduct()
-CROSS_ENTROPY = Objective(
+CROSS_ENTROPY = bundles.Objective(
     name="cross_entropy", token_loss=lambda logits, labels, columns: ops.cross_entropy(logits, labels)
 )
-DESCENT = OptimizerSpec(name="reference", build=PlainDescent, state_bytes_per_parameter=0.0, whole_matrices=False)
-ADAMW = OptimizerSpec(name="textbook-adamw", build=TextbookAdamW, whole_matrices=False)
+DESCENT = bundles.OptimizerSpec(
+    name="reference", build=PlainDescent, state_bytes_per_parameter=0.0, whole_matrices=False
+)
+ADAMW = bundles.OptimizerSpec(name="textbook-adamw", build=TextbookAdamW, whole_matrices=False)
 
 
 def random_source(seed: int = 0, *, std: float = 0.2, device: str = "cpu") -> Source:
@@ -218,7 +200,7 @@ def tensor_source(tensors: Mapping[str, Tensor]) -> Source:
     return source
 
 
-def in_files(tensors: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
+def in_files(tensors: Mapping[str, Tensor], model: dsl.Model) -> dict[str, Tensor]:
     """Tensors of transformers' class by the names that files have, where each expert has its own."""
     fused, found = model.fused_tensors(), {}
     for name, value in tensors.items():
@@ -244,16 +226,16 @@ def lora(
 class AssemblyParts:
     """The parts of an `assembly`, in addition to its `EngineSettings`."""
 
-    build: Callable[[Mapping[str, Any]], Model] = TinyModel
-    recipe: Recipe = PLAIN
-    optimizer: OptimizerSpec = DESCENT
-    offloader: OffloaderSpec = NO_OFFLOAD
+    build: Callable[[Mapping[str, Any]], dsl.Model] = TinyModel
+    recipe: bundles.Recipe = PLAIN
+    optimizer: bundles.OptimizerSpec = DESCENT
+    offloader: bundles.OffloaderSpec = NO_OFFLOAD
     offload_dir: str | None = None
     """The offloader's directory of scratch files; None: the system's directory of temporary files."""
-    objective: Objective = CROSS_ENTROPY
-    packs: Sequence[KernelPack] = (TORCH_PACK,)
+    objective: bundles.Objective = CROSS_ENTROPY
+    packs: Sequence[bundles.KernelPack] = (TORCH_PACK,)
     lora: LoRA | None = None
-    weight_format: WeightFormat | None = None
+    weight_format: bundles.WeightFormat | None = None
     skips: Callable[[str], bool] = lambda name: False
     offload_experts: bool = False
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from surogate_core.bundles import ToolParserSpec, ToolPart
-from surogate_core.generate.constraints import Grammars
-from surogate_core.tools.reading import CallReader
+from surogate_core.plugin import bundles
+from surogate_core.service.inference import CallReader, Grammars
 from surogate_testing.chat_templates import byte_tokenizer
 from surogate_testing.check import ensure
 
@@ -38,15 +37,15 @@ TEXTS = (
 """Completions that are no calls."""
 
 
-def _parts(spec: ToolParserSpec, text: str, length: int) -> list[ToolPart]:
+def _parts(spec: bundles.ToolParserSpec, text: str, length: int) -> list[bundles.ToolPart]:
     parser = spec.open(FUNCTIONS)
-    found: list[ToolPart] = []
+    found: list[bundles.ToolPart] = []
     for start in range(0, len(text), length):
         found += parser.feed(text[start : start + length])
     return [*found, *parser.close()]
 
 
-def _read(spec: ToolParserSpec, text: str, length: int) -> CallReader:
+def _read(spec: bundles.ToolParserSpec, text: str, length: int) -> CallReader:
     reader = CallReader(spec, FUNCTIONS)
     for start in range(0, len(text), length):
         reader.feed(text[start : start + length])
@@ -54,7 +53,7 @@ def _read(spec: ToolParserSpec, text: str, length: int) -> CallReader:
     return reader
 
 
-def written(spec: ToolParserSpec, *, several: bool, seed: int) -> str:
+def written(spec: bundles.ToolParserSpec, *, several: bool, seed: int) -> str:
     """A random text that the grammar of the form allows."""
     tokenizer = byte_tokenizer()
     end = int(tokenizer.eos_token_id)
@@ -71,7 +70,7 @@ def written(spec: ToolParserSpec, *, several: bool, seed: int) -> str:
         constraint.take(token)
 
 
-def reads_what_its_grammar_allows(spec: ToolParserSpec) -> None:
+def reads_what_its_grammar_allows(spec: bundles.ToolParserSpec) -> None:
     """Every text of the grammar is calls of the functions and nothing else, however it is cut into pieces."""
     for seed in range(4):
         for several in (False, True):
@@ -89,7 +88,7 @@ def reads_what_its_grammar_allows(spec: ToolParserSpec) -> None:
                     ensure(arguments.get("kind") in ("a b", '"<'), f"{text!r} has the arguments {call.arguments}")
 
 
-def leaves_other_texts_as_they_are(spec: ToolParserSpec) -> None:
+def leaves_other_texts_as_they_are(spec: bundles.ToolParserSpec) -> None:
     """A completion without a call is content, to the last character; so is a call that is cut or of no function."""
     whole = written(spec, several=False, seed=0)
     cut = [whole[:end] for end in range(1, max(2, len(whole) - 20), 7)]
@@ -100,7 +99,7 @@ def leaves_other_texts_as_they_are(spec: ToolParserSpec) -> None:
             ensure(reader.content == text and not reader.calls, f"{text!r} is read as {reader.content!r}")
 
 
-def gives_every_character_once(spec: ToolParserSpec) -> None:
+def gives_every_character_once(spec: bundles.ToolParserSpec) -> None:
     """The texts of the parts are the completion."""
     whole = written(spec, several=True, seed=1)
     for text in (*TEXTS, whole, f"Well.\n{whole}", whole[: len(whole) // 2]):
@@ -109,11 +108,11 @@ def gives_every_character_once(spec: ToolParserSpec) -> None:
             ensure(found == text, f"the parts of {text!r} are {found!r}")
 
 
-def _order(parts: Sequence[ToolPart]) -> str:
+def _order(parts: Sequence[bundles.ToolPart]) -> str:
     return "".join({"content": "c", "name": "n", "arguments": "a", "end": "e", "broken": "b"}[p.kind] for p in parts)
 
 
-def begins_a_call_with_its_name(spec: ToolParserSpec) -> None:
+def begins_a_call_with_its_name(spec: bundles.ToolParserSpec) -> None:
     """Arguments follow a name, and an end follows them."""
     for length in LENGTHS:
         kinds = _order(_parts(spec, written(spec, several=True, seed=2), length)).replace("c", "")

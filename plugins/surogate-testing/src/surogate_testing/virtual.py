@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from surogate_core.bundles.fabrics import Fabric
-from surogate_core.mesh.mesh import Mesh
+from surogate_core.plugin import bundles
+from surogate_core.service.engine import Mesh
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class VirtualRanks:
             return self._groups.setdefault((which, size), [VirtualRanks(size) for _ in range(self.world // size)])
 
 
-class VirtualFabric(Fabric):
+class VirtualFabric(bundles.Fabric):
     """The fabric of one virtual rank."""
 
     def __init__(self, ranks: VirtualRanks, rank: int):
@@ -84,12 +84,12 @@ class VirtualFabric(Fabric):
         """As `Fabric.largest`."""
         return [max(column) for column in zip(*self._ranks.swap(self.rank, list(values)), strict=True)]
 
-    def within(self, size: int) -> Fabric:
+    def within(self, size: int) -> bundles.Fabric:
         """As `Fabric.within`."""
         group, rank = divmod(self.rank, size)
         return VirtualFabric(self._ranks.groups("within", size)[group], rank)
 
-    def across(self, size: int) -> Fabric:
+    def across(self, size: int) -> bundles.Fabric:
         """As `Fabric.across`."""
         rank, group = divmod(self.rank, size)
         return VirtualFabric(self._ranks.groups("across", self.world // size)[group], rank)

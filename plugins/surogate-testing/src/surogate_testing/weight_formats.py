@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.bundles import WeightFormat, WeightFormatSpec
-from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine.planning.pieces import Source
+from surogate_core.plugin import bundles
+from surogate_core.service.engine import Source
+from surogate_core.service.model import TensorSpec
 from surogate_testing import tiny
 from surogate_testing.check import ensure
 
@@ -22,10 +22,13 @@ SHAPES = ((96, 256), (256, 96), (40, 72), (3, 8), (1, 1))
 """Whole blocks of most formats, parts of blocks, and less than one."""
 
 
-def built(spec: WeightFormatSpec) -> WeightFormat:
+def built(spec: bundles.WeightFormatSpec) -> bundles.WeightFormat:
     """The format with the defaults of its options."""
     weight_format = spec.build(spec.options())
-    ensure(isinstance(weight_format, WeightFormat), f"build returns {type(weight_format).__name__}, no WeightFormat")
+    ensure(
+        isinstance(weight_format, bundles.WeightFormat),
+        f"build returns {type(weight_format).__name__}, no WeightFormat",
+    )
     name = getattr(weight_format, "name", None)
     ensure(name == spec.name, f"what is built has the name {name!r}, the spec {spec.name!r}")
     return weight_format
@@ -39,7 +42,7 @@ def _weight(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(device, dtype)
 
 
-def _unpacked(weight_format: WeightFormat, kept: Tensor, weight_OI: Tensor) -> Tensor:
+def _unpacked(weight_format: bundles.WeightFormat, kept: Tensor, weight_OI: Tensor) -> Tensor:
     """The unpacked weight, in a workspace with gaps between rows, which must not change."""
     outputs, inputs = weight_OI.shape
     panel = weight_OI.new_full((outputs + 2, inputs + 8), 7.0)
@@ -50,7 +53,7 @@ def _unpacked(weight_format: WeightFormat, kept: Tensor, weight_OI: Tensor) -> T
     return found
 
 
-def gives_back(spec: WeightFormatSpec) -> None:
+def gives_back(spec: bundles.WeightFormatSpec) -> None:
     """A weight is unpacked with small errors, in its dtype, from the stated number of bytes, with the same bits
     twice.
     """
@@ -76,7 +79,7 @@ def gives_back(spec: WeightFormatSpec) -> None:
                 ensure(error <= BOUND, f"{where}: relative error {error:.3f} is above {BOUND}")
 
 
-def unpacks_experts(spec: WeightFormatSpec) -> None:
+def unpacks_experts(spec: bundles.WeightFormatSpec) -> None:
     """All experts are unpacked at once as each is alone, bit for bit, in the workspace alone."""
     weight_format = built(spec)
     for device in _devices():
@@ -95,14 +98,14 @@ def unpacks_experts(spec: WeightFormatSpec) -> None:
             ensure(bool((room[3] == 7).all()), f"{where}: unpack_experts writes outside of the room")
 
 
-def is_smaller(spec: WeightFormatSpec) -> None:
+def is_smaller(spec: bundles.WeightFormatSpec) -> None:
     """A large weight takes less than in bf16."""
     weight_format = built(spec)
     size = weight_format.nbytes(1024, 1024)
     ensure(size < 2 * 1024 * 1024, f"a weight [1024, 1024] takes {size} bytes, in bf16 {2 * 1024 * 1024}")
 
 
-def keeps_extremes(spec: WeightFormatSpec) -> None:
+def keeps_extremes(spec: bundles.WeightFormatSpec) -> None:
     """Zeros stay zeros, tiny and huge weights stay finite, and values that are not finite do not become valid."""
     weight_format = built(spec)
     for device in _devices():
@@ -119,7 +122,7 @@ def keeps_extremes(spec: WeightFormatSpec) -> None:
             ensure(not bool(found.isfinite().all()), f"a weight with {bad} comes back finite")
 
 
-def rounded(weight_format: WeightFormat, source: Source) -> Source:
+def rounded(weight_format: bundles.WeightFormat, source: Source) -> Source:
     """The source with the projections' weights packed and unpacked; those of experts one by one."""
 
     def wrapped(spec: TensorSpec) -> Tensor:
@@ -137,7 +140,7 @@ def rounded(weight_format: WeightFormat, source: Source) -> Source:
     return wrapped
 
 
-def trains_as_on_rounded_weights(spec: WeightFormatSpec) -> None:
+def trains_as_on_rounded_weights(spec: bundles.WeightFormatSpec) -> None:
     """Adapters over packed weights: the losses of plain weights that were rounded before, bit for bit."""
     weight_format = built(spec)
     for recompute in (False, True):
@@ -149,7 +152,7 @@ def trains_as_on_rounded_weights(spec: WeightFormatSpec) -> None:
         tiny.ensure_same_bits(tiny.snapshot(made), tiny.snapshot(plain), "with packed weights")
 
 
-def resumes(spec: WeightFormatSpec) -> None:
+def resumes(spec: bundles.WeightFormatSpec) -> None:
     """A resumed run continues bit for bit."""
     weight_format = built(spec)
     tiny.ensure_resumes(lambda: tiny.engine(weight_format=weight_format, lora=tiny.lora()))
