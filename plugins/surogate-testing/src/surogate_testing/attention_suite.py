@@ -90,7 +90,7 @@ class Layer:
 
 
 def _layers() -> dict[str, Layer]:
-    every = {f"window {size}": Layer(window=size) for size in (1, 2, 5, 37, 64, 70, 128, 130, 200)}
+    every = {f"window {size}": Layer(window=size, heads=(2, 1)) for size in (1, 2, 5, 37, 64, 70, 128, 130, 200)}
     every |= {"soft cap": Layer(softcap=2.0), "sinks": Layer(sinks=True), "no groups": Layer(heads=(3, 3), window=17)}
     every |= {
         "window and sinks": Layer(window=70, sinks=True, heads=(8, 1)),
