@@ -56,12 +56,9 @@ CHECKED = 1024
 
 
 SWEPT = (
-    *(
-        f"forward={tile}"
-        for tile in ("128x64w8s2", "128x64w8s3", "128x32w8s3", "64x64w4s2", "64x64w4s3", "128x128w8s2")
-    ),
-    *(f"queries={tile}" for tile in ("128x64w8s2", "128x32w8s2", "128x32w8s1", "64x64w4s2", "64x64w8s2", "64x32w4s3")),
-    *(f"keys={tile}" for tile in ("64x128w8s2", "64x64w8s2", "64x64w4s2", "32x64w8s2", "32x64w4s3", "32x128w8s2")),
+    *(f"forward={t}" for t in ("128x64w8s2", "128x64w8s3", "128x128w8s2", "64x64w4s2", "64x64w4s3", "64x128w4s2")),
+    *(f"queries={t}" for t in ("128x64w8s2", "128x32w8s2", "64x64w4s2", "64x64w8s2", "64x64w4s3", "64x32w4s3")),
+    *(f"keys={t}" for t in ("64x128w8s2", "32x128w8s2", "64x64w8s2", "64x64w4s2", "32x64w8s2", "32x64w4s3")),
 )
 """Tiles that a sweep tries."""
 

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import attention_programs as programs
 
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 128, 256)
 """Features of heads that always take the kernels."""
 WIDEST = 512
 """Most features of a head."""

@@ -3,9 +3,12 @@
 The queries of a row of documents are cut into tiles of equal size wherever documents begin; a
 program finds the documents of its tile in `cu_seqlens`, so the grid depends on the number of
 tokens alone. A tile within one document meets masks on its diagonal only; a tile that holds a
-border masks throughout. With a window the loops begin and end where it does: tiles that nothing of it reaches are not
-read, and only those on its edge are masked. Nothing is added atomically: every output element has one program and
+border masks throughout. Nothing is added atomically: every output element has one program and
 one order of summation. The scheme is FlashAttention-2's (arXiv 2307.08691).
+
+With a window the loops begin and end where it does: tiles that nothing of it reaches are not read,
+and only those on its edges are masked. That is one loop with a branch, where plain attention has
+a loop with masks and one without: the copies of every loop begin anew.
 
 Names: N tokens, H query heads, K key/value heads, E features of a query and a key, F of a value, EP and FP their next
 powers of two, M rows of a query block, T rows of a key block, S document borders, W the window and WINDOWED whether
@@ -24,6 +27,10 @@ import triton.language as tl
 
 HIDDEN = tl.constexpr(-1.0e30)
 """A masked score: finite, so that differences of two stay defined."""
+LOWEST = tl.constexpr(-1.0e20)
+"""Less than every score that is not masked."""
+SOME = tl.constexpr(2)
+"""Tiles are masked if they are on an edge."""
 CHUNK = tl.constexpr(64)
 """Borders compared at a time."""
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -128,18 +135,29 @@ def _forward_keys(
     starts,
     begin,
     end,
+    whole,
+    diagonal,
     factor,
     T: tl.constexpr,
     C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One query block over the keys [begin, end): online softmax."""
+    """One query block over the keys [begin, end), masked or not, or outside of [whole, diagonal): online softmax."""
     for first in tl.range(begin, end, T):
         k = k_desc.load([first, column])
         scores = tl.dot(q, k.T)
         if C > 0:
             scores = _tanh(scores * (factor * (2.0 / C))) * (C * LOG2E)
-        if MASKED:
+        if MASKED == SOME:
+            if C == 0:
+                scores = scores * factor
+            if (first < whole) | (first >= diagonal):
+                keys = first + tl.arange(0, T)
+                seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= starts[:, None])
+                scores = tl.where(seen, scores, HIDDEN)
+            top = tl.maximum(tops, tl.max(scores, 1))
+            p = tl.exp2(scores - top[:, None])
+        elif MASKED:
             keys = first + tl.arange(0, T)
             seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= starts[:, None])
             if C > 0:
@@ -199,21 +217,25 @@ def attention_forward(
     acc = tl.zeros([M, FP], tl.float32)
     if sinks is None:
         sums = tl.zeros([M], tl.float32)
-        tops = tl.full([M], HIDDEN, tl.float32)
+        tops = tl.full([M], LOWEST if WINDOWED else HIDDEN, tl.float32)
     else:
         sums = tl.full([M], 1.0, tl.float32)
         tops = tl.zeros([M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+    end = tl.minimum(first + M, tokens)
     if WINDOWED:
         acc, sums, tops = _forward_keys(
-            acc, sums, tops, q, k_desc, v_desc, column, v_column, rows, starts, begin, whole, factor, T, C, True
-        )
-    acc, sums, tops = _forward_keys(
-        acc, sums, tops, q, k_desc, v_desc, column, v_column, rows, starts, whole, diagonal, factor, T, C, False
-    )
-    end = tl.minimum(first + M, tokens)
-    acc, sums, tops = _forward_keys(
-        acc, sums, tops, q, k_desc, v_desc, column, v_column, rows, starts, diagonal, end, factor, T, C, True
-    )
+            acc, sums, tops, q, k_desc, v_desc, column, v_column, rows, starts, begin, end, whole, diagonal, factor,
+            T, C, SOME,
+        )  # fmt: skip
+    else:
+        acc, sums, tops = _forward_keys(
+            acc, sums, tops, q, k_desc, v_desc, column, v_column, rows, starts, begin, diagonal, whole, diagonal,
+            factor, T, C, False,
+        )  # fmt: skip
+        acc, sums, tops = _forward_keys(
+            acc, sums, tops, q, k_desc, v_desc, column, v_column, rows, starts, diagonal, end, whole, diagonal,
+            factor, T, C, True,
+        )  # fmt: skip
     inside = rows < tokens
     tl.store(lse + head * tokens + rows, tops + tl.log2(sums), mask=inside)
     columns = tl.arange(0, FP)
@@ -239,12 +261,14 @@ def _backward_keys(
     starts,
     begin,
     end,
+    whole,
+    diagonal,
     factor,
     T: tl.constexpr,
     C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """dq of one query block over the keys [begin, end), without the scale."""
+    """dq of one query block over the keys [begin, end), masked as in `_forward_keys`, without the scale."""
     for first in tl.range(begin, end, T):
         k = k_desc.load([first, column])
         v = v_desc.load([first, v_column])
@@ -255,7 +279,12 @@ def _backward_keys(
             p = tl.exp2(bent * (C * LOG2E) - lse[:, None])
         else:
             p = tl.exp2(scores * factor - lse[:, None])
-        if MASKED:
+        if MASKED == SOME:
+            if (first < whole) | (first >= diagonal):
+                keys = first + tl.arange(0, T)
+                seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= starts[:, None])
+                p = tl.where(seen, p, 0.0)
+        elif MASKED:
             keys = first + tl.arange(0, T)
             seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= starts[:, None])
             p = tl.where(seen, p, 0.0)
@@ -317,20 +346,21 @@ def attention_backward_queries(
     dy_block = _masked(dy_desc.load([first, head * F]), F, FP)
     column, v_column = head // GROUP * E, head // GROUP * F
     acc = tl.zeros([M, EP], tl.float32)
+    end = tl.minimum(first + M, tokens)
     if WINDOWED:
         acc = _backward_keys(
-            acc, q, dy_block, lses, deltas, k_desc, v_desc, column, v_column, rows, starts, begin, whole, factor,
-            T, C, True,
+            acc, q, dy_block, lses, deltas, k_desc, v_desc, column, v_column, rows, starts, begin, end, whole, diagonal,
+            factor, T, C, SOME,
         )  # fmt: skip
-    acc = _backward_keys(
-        acc, q, dy_block, lses, deltas, k_desc, v_desc, column, v_column, rows, starts, whole, diagonal, factor,
-        T, C, False,
-    )  # fmt: skip
-    end = tl.minimum(first + M, tokens)
-    acc = _backward_keys(
-        acc, q, dy_block, lses, deltas, k_desc, v_desc, column, v_column, rows, starts, diagonal, end, factor,
-        T, C, True,
-    )  # fmt: skip
+    else:
+        acc = _backward_keys(
+            acc, q, dy_block, lses, deltas, k_desc, v_desc, column, v_column, rows, starts, begin, diagonal, whole,
+            diagonal, factor, T, C, False,
+        )  # fmt: skip
+        acc = _backward_keys(
+            acc, q, dy_block, lses, deltas, k_desc, v_desc, column, v_column, rows, starts, diagonal, end, whole,
+            diagonal, factor, T, C, True,
+        )  # fmt: skip
     columns = tl.arange(0, EP)
     offsets = rows.to(tl.int64)[:, None] * (H * E) + head * E + columns[None, :]
     stored = inside[:, None]
@@ -384,6 +414,8 @@ def _backward_rows(
     stops,
     begin,
     end,
+    whole,
+    edge,
     factor,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -391,7 +423,9 @@ def _backward_rows(
     DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """dk (without the scale) and dv of one key block over one head's queries [begin, end)."""
+    """dk (without the scale) and dv of one key block over one head's queries [begin, end), masked or not, or outside of
+    [whole, edge).
+    """
     for first in tl.range(begin, end, M):
         rows = first + tl.arange(0, M)
         q = q_desc.load([first, column])
@@ -410,7 +444,11 @@ def _backward_rows(
             p = tl.exp2(bent * (C * LOG2E) - lses[None, :])
         else:
             p = tl.exp2(scores * factor - lses[None, :])
-        if MASKED:
+        if MASKED == SOME:
+            if (first < whole) | (first >= edge):
+                seen = (keys[:, None] <= rows[None, :]) & (rows[None, :] < tl.minimum(stops, end)[:, None])
+                p = tl.where(seen, p, 0.0)
+        elif MASKED:
             seen = (keys[:, None] <= rows[None, :]) & (rows[None, :] < tl.minimum(stops, end)[:, None])
             p = tl.where(seen, p, 0.0)
         if DV:
@@ -464,18 +502,19 @@ def attention_backward_keys(
     acc_v = tl.zeros([T, FP], tl.float32)
     for head in tl.range(kv_head * GROUP, (kv_head + 1) * GROUP):
         base = head * tokens
-        acc_k, acc_v = _backward_rows(
-            acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, first,
-            whole, factor, M, C, DK, DV, True,
-        )  # fmt: skip
-        acc_k, acc_v = _backward_rows(
-            acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, whole,
-            edge, factor, M, C, DK, DV, False,
-        )  # fmt: skip
         if WINDOWED:
             acc_k, acc_v = _backward_rows(
-                acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, edge,
-                end, factor, M, C, DK, DV, True,
+                acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, first,
+                end, whole, edge, factor, M, C, DK, DV, SOME,
+            )  # fmt: skip
+        else:
+            acc_k, acc_v = _backward_rows(
+                acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, first,
+                whole, whole, edge, factor, M, C, DK, DV, True,
+            )  # fmt: skip
+            acc_k, acc_v = _backward_rows(
+                acc_k, acc_v, k, v, q_desc, dy_desc, lse + base, delta + base, head * E, head * F, keys, stops, whole,
+                edge, whole, edge, factor, M, C, DK, DV, False,
             )  # fmt: skip
     inside = (keys < tokens)[:, None]
     if DK:

@@ -134,17 +134,17 @@ def against_reference(
 
 def unread_keys(layer: Layer, attention: Attention, dtype: torch.dtype, device: str) -> None:
     """Keys and values far outside of a window are not multiplied by zero: they may be NaN."""
-    q, k, v = (t.requires_grad_() for t in layer.tensors(dtype, device, 700))
-    borders = torch.tensor([0, 700], dtype=torch.int32, device=device)
+    q, k, v = (t.requires_grad_() for t in layer.tensors(dtype, device, 400))
+    borders = torch.tensor([0, 400], dtype=torch.int32, device=device)
     wanted = layer.call(attention, q, k, v, borders)
-    gradients = torch.autograd.grad(wanted[600:].sum(), (q, k, v))
+    gradients = torch.autograd.grad(wanted[330:].sum(), (q, k, v))
     with torch.no_grad():
         for t in (q, k, v):
-            t[:300] = float("nan")
+            t[:100] = float("nan")
     y = layer.call(attention, q, k, v, borders)
-    assert torch.equal(y[600:], wanted[600:])
-    for mine, expected in zip(torch.autograd.grad(y[600:].sum(), (q, k, v)), gradients, strict=True):
-        assert torch.equal(mine[600:], expected[600:])
+    assert torch.equal(y[330:], wanted[330:])
+    for mine, expected in zip(torch.autograd.grad(y[330:].sum(), (q, k, v)), gradients, strict=True):
+        assert torch.equal(mine[330:], expected[330:])
 
 
 def run(attention: Attention, tensors: list[torch.Tensor], borders: torch.Tensor) -> list[bytes]:
@@ -261,7 +261,7 @@ class PackedAttention:
             assert layer.compared(attention, self.dtypes[0], borders=borders) <= BOUNDS[self.dtypes[0]]
 
     def test_what_no_window_reaches_is_not_read(self, attention: Attention) -> None:
-        self.needs(layer := Layer(window=100))
+        self.needs(layer := Layer(window=60))
         unread_keys(layer, attention, self.dtypes[0], "cuda")
 
     def test_equal_bits_with_everything(self, attention: Attention) -> None:
