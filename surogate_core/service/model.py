@@ -9,7 +9,6 @@ from surogate_core.lazy import lazily
 if TYPE_CHECKING:
     from surogate_core.dsl.budget import ARITHMETIC
     from surogate_core.dsl.declare import LoRA, Multiply
-    from surogate_core.dsl.dims import not_computed
     from surogate_core.dsl.experts import EXPERT, Fused, expanded, split
     from surogate_core.dsl.known_keys import KNOWN, Known
     from surogate_core.dsl.mixers import BORDERS, KeyValues, States, mixing

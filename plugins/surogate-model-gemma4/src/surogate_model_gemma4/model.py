@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from surogate_core.plugin import UserError, decoder, dsl, ops
-from surogate_core.service.model import not_computed
 
 I, M, C = dsl.Dim("moe_intermediate_size"), dsl.Dim("num_experts"), dsl.Dim("top_k_experts")  # noqa: E741
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -170,7 +169,7 @@ class Gemma4(decoder.Decoder):
             own = [one for one in given.values() if one.keys() <= {"head_dim", "num_key_value_heads"}]
             if set(given) not in (set(), full) or len(own) != len(given) or any(one != own[0] for one in own):
                 what = "other sizes than those of the heads of all full layers"
-                raise not_computed([f"`per_layer_config` has {what}, which gemma4 does not compute"])
+                raise dsl.not_computed([f"`per_layer_config` has {what}, which gemma4 does not compute"])
         super().check()
         if self.config.get("enable_moe_block") and (choices := C.size(self.config)) > (count := M.size(self.config)):
             raise UserError(
