@@ -17,6 +17,7 @@ class BenchmarkResult:
     model: str
     """As it was named."""
     task: str
+    """Name of the benchmark."""
     metric: str
     """Such as ``accuracy``."""
     value: float
@@ -67,7 +68,7 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorSpec:
-    """A source of benchmarks for `surogate eval --tasks NAME:TASK`."""
+    """A source of benchmarks for `surogate eval --tasks NAME:BENCHMARK`."""
 
     name: str
     """The part before the colon."""

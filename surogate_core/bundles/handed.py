@@ -181,10 +181,10 @@ class MeasuredModel(Protocol):
         prompts: Sequence[Prompt],
         wanted: PromptOptions,
         *,
-        task: str = "generating",
+        stage: str = "generating",
         finished: Callable[[Text], None] | None = None,
     ) -> list[Text]:
         """The completions of prompts, the samples of each prompt together."""
 
-    def likelihoods(self, pairs: Sequence[JudgedText], *, task: str = "likelihoods") -> list[Likelihood]:
+    def likelihoods(self, pairs: Sequence[JudgedText], *, stage: str = "likelihoods") -> list[Likelihood]:
         """How probable each continuation is. Raises `UserError` for a document beyond the model's positions."""

@@ -51,7 +51,7 @@ def check_places(config: RunConfig, where: Callable[[str], str]) -> list[Problem
     return [Problem(key=key, message=message, where=where(key), fix=fix) for key, message, fix in found]
 
 
-Found = Iterator[tuple[str, str, str]]
+Mistakes = Iterator[tuple[str, str, str]]
 """(key, message, fix)"""
 
 
@@ -68,7 +68,7 @@ def check_model_is_there(config: RunConfig) -> None:
         raise ConfigError([Problem(key="model", message=message, fix=fix)])
 
 
-def _model(config: RunConfig) -> Found:
+def _model(config: RunConfig) -> Mistakes:
     """A directory that contains something other than a model."""
     source = config.model.path
     path = None if source is None else Path(expanded(source))
@@ -123,7 +123,7 @@ def _nearest(path: Path) -> str:
     return name and (f"./{name}" if path.parent == Path() else str(path.parent / name))
 
 
-def _written(config: RunConfig) -> Found:
+def _written(config: RunConfig) -> Mistakes:
     """Directories of others that a run would write into."""
     for key in _WRITTEN:
         value = config.place if key == "output_dir" else getattr(config, key)
@@ -162,7 +162,7 @@ def _others(config: RunConfig) -> Iterator[tuple[Path, str, bool]]:
     yield Path(__file__).resolve().parents[1], "the directory where surogate itself is installed", True
 
 
-def _log_file(config: RunConfig) -> Found:
+def _log_file(config: RunConfig) -> Mistakes:
     """A log that would be appended to a file of data or of the model."""
     if config.log_file is None:
         return

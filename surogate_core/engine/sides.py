@@ -86,7 +86,7 @@ class SideSums:
         self.sums = self._views(self._sums_S)
         """Name → [L, *its shape] fp32."""
         self._places = {(p.key, name): at for name, shape in self._shapes.items() for at, p in enumerate(shape.layers)}
-        self._found: list[tuple[Tensor, Tensor]] = []
+        self._collected: list[tuple[Tensor, Tensor]] = []
         routers = [role for role in self.roles.values() if role == "router_probability"]
         assert len(routers) <= 1 or not self.losses.aux, "the routers of a model report under one name"
         self._tangents = {
@@ -174,16 +174,16 @@ class SideSums:
 
     # --------------------------------------------------------------------- the micro-step
 
-    def found(self, piece: Piece, values: Sequence[Tensor]) -> None:
+    def collect(self, piece: Piece, values: Sequence[Tensor]) -> None:
         """The side outputs of a layer's forward."""
         for spec, value in zip(piece.sides, values, strict=True):
-            self._found.append((self._now[spec.name][self._places[piece.key, spec.name]], value))
+            self._collected.append((self._now[spec.name][self._places[piece.key, spec.name]], value))
 
     def _take(self) -> None:
-        if self._found:
-            targets, values = zip(*self._found, strict=True)
+        if self._collected:
+            targets, values = zip(*self._collected, strict=True)
             torch._foreach_copy_(list(targets), list(values))
-            self._found.clear()
+            self._collected.clear()
 
     def _own_counts(self) -> Tensor:
         """[E] float64: the tokens of each expert in all layers of the last forward."""

@@ -314,7 +314,7 @@ class MicroStep:
         piece = self.plan.layer(key)
         if training:
             flow.x, *others = self.programs.layer(piece).forward(self._layer_inputs(key, flow, x))
-            self.sides.found(piece, others[: len(piece.sides)])
+            self.sides.collect(piece, others[: len(piece.sides)])
             flow.residuals = (x, *others[len(piece.sides) :])
         else:
             (flow.x,) = self.programs.evaluation_layer(piece)(self._layer_inputs(key, flow, x))

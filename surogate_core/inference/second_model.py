@@ -28,7 +28,7 @@ def open_model(key: str, word: str, config: RunKeys, registry: Plugins) -> Prepa
 
     Raises `ConfigError` if there is none, and `UserError` for one that cannot be used.
     """
-    found = found_model(key, word)
+    found = named_model(key, word)
     try:
         return prepare(found, _config_of(found, config, registry), whole(Registry, registry))
     except ConfigError as error:
@@ -46,7 +46,7 @@ def open_reward_model(key: str, word: str, config: RunKeys, registry: Plugins) -
     if task is None:
         message = "no installed plugin has a task that trains reward models, which says how one is read."
         raise _refused(key, message, fix="install one; `surogate plugins list` shows what is there")
-    found = found_model(key, word)
+    found = named_model(key, word)
     try:
         own = _config_of(found, config, registry, f"task={task}")
     except ConfigError as error:
@@ -58,7 +58,7 @@ def open_reward_model(key: str, word: str, config: RunKeys, registry: Plugins) -
         raise UserError(f"{key}={word}: {error}") from error
 
 
-def found_model(key: str, word: str) -> Named:
+def named_model(key: str, word: str) -> Named:
     """What a user's word for a model means; raises `ConfigError` if there is none."""
     try:
         return named(word, fix=on_its_base("surogate merge"))

@@ -1,4 +1,4 @@
-"""A loaded model that tasks are measured on: completions by a rollout engine, likelihoods by the model's forward.
+"""A loaded model that benchmarks are measured on: completions by a rollout engine, likelihoods by the model's forward.
 
 Shape suffixes: N tokens of a micro-batch.
 """
@@ -112,7 +112,7 @@ class Subject:
         """The model with its weights."""
         weights = prepared.load(
             registry,
-            progress=lambda task, done, total: progress(Progress(task=f"{name}: {task}", done=done, total=total)),
+            progress=lambda stage, done, total: progress(Progress(task=f"{name}: {stage}", done=done, total=total)),
         )
         return cls(name, prepared, weights, engine, slots=slots, progress=progress)
 
@@ -131,7 +131,7 @@ class Subject:
         prompts: Sequence[Prompt],
         wanted: PromptOptions,
         *,
-        task: str = "generating",
+        stage: str = "generating",
         finished: Callable[[Text], None] | None = None,
     ) -> list[Text]:
         """The completions of prompts, the samples of each prompt together."""
@@ -145,20 +145,20 @@ class Subject:
                 self.tokenizer,
                 requests,
                 wanted.stop,
-                progress=lambda done, total: self._tell(task, done, total, "tokens"),
+                progress=lambda done, total: self._tell(stage, done, total, "tokens"),
                 finished=finished,
             )
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from error
 
-    def likelihoods(self, pairs: Sequence[JudgedText], *, task: str = "likelihoods") -> list[Likelihood]:
+    def likelihoods(self, pairs: Sequence[JudgedText], *, stage: str = "likelihoods") -> list[Likelihood]:
         """How probable each continuation is. Raises `UserError` for a document beyond the model's positions."""
         found: list[Likelihood | None] = [None] * len(pairs)
-        for index, document in self._documents(pairs, task):
+        for index, document in self._documents(pairs, stage):
             found[index] = Likelihood(logprob=-document.loss, greedy=document.hits == document.tokens)
         return [one for one in found if one is not None]
 
-    def _documents(self, pairs: Sequence[JudgedText], task: str) -> Sequence[tuple[int, DocumentSums]]:
+    def _documents(self, pairs: Sequence[JudgedText], stage: str) -> Sequence[tuple[int, DocumentSums]]:
         """(number of a pair, its sums)."""
         if not pairs:
             return []
@@ -179,11 +179,11 @@ class Subject:
         for number, documents in enumerate(documents_of(self.weights, batches)):
             refuse_nan(self.name, self.weights, documents)
             found += zip(bins[number], documents, strict=True)
-            self._tell(task, number + 1, len(bins), "micro-batches")
+            self._tell(stage, number + 1, len(bins), "micro-batches")
         return found
 
-    def _tell(self, task: str, done: int, total: int, unit: str) -> None:
-        self._progress(Progress(task=f"{self.name}: {task}", done=done, total=total, unit=unit))
+    def _tell(self, stage: str, done: int, total: int, unit: str) -> None:
+        self._progress(Progress(task=f"{self.name}: {stage}", done=done, total=total, unit=unit))
 
 
 def refuse_nan(name: str, weights: Weights, documents: Sequence[DocumentSums]) -> None:

@@ -40,16 +40,16 @@ class Along(Delegate):
     def __init__(self, mesh: Mesh, axis: Axis):
         self._mesh, self._axis = mesh, axis
         self.rank, self.world = axis.place(mesh.rank), axis.size
-        self._found: Fabric | None = None
+        self._fabric: Fabric | None = None
 
     def connect(self) -> None:
         """Open it. All ranks of the mesh call it, after `Mesh.connect`."""
         assert self._mesh.fabric is not None, "the ranks are connected before their groups"
-        self._found = self._axis.of(self._mesh.fabric)
+        self._fabric = self._axis.of(self._mesh.fabric)
 
     def _now(self) -> Fabric:
-        assert self._found is not None, "the ranks are connected before the first collective"
-        return self._found
+        assert self._fabric is not None, "the ranks are connected before the first collective"
+        return self._fabric
 
 
 @dataclass(slots=True, kw_only=True)

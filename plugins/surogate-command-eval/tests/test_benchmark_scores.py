@@ -1,4 +1,4 @@
-"""Figures of tasks: standard errors, pairs of models, and what is before an answer."""
+"""Figures of benchmarks: standard errors, pairs of models, and what is before an answer."""
 
 from __future__ import annotations
 
@@ -78,12 +78,13 @@ def parrot() -> Parrot:
     return Parrot("m", prepared, None, None)  # type: ignore[arg-type]
 
 
-def tasks_of(
+def benchmarks_of(
     place: Path, rows: list[dict[str, Any]], wanted: inference.PromptOptions, *, chat: bool = False, **options: Any
 ) -> LocalBenchmarks:
     file = place / "t.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return LocalBenchmarks(tasks=read_benchmarks([str(file)], BenchmarkOptions(**options)), wanted=wanted, chat=chat)
+    read = read_benchmarks([str(file)], BenchmarkOptions(**options))
+    return LocalBenchmarks(benchmarks=read, wanted=wanted, chat=chat)
 
 
 SUMS = [{"prompt": f"{n}+1 =", "answer": n + 1, "match": "number"} for n in range(4)]
@@ -91,8 +92,8 @@ SUMS = [{"prompt": f"{n}+1 =", "answer": n + 1, "match": "number"} for n in rang
 
 def test_completions_are_scored(tmp_path: Path, parrot: Parrot) -> None:
     lines: list[Any] = []
-    tasks = tasks_of(tmp_path, SUMS, inference.PromptOptions())
-    (found,) = tasks.run(parrot.answer("1", "so 2.", "none", "5…"), lines.append)
+    benchmarks = benchmarks_of(tmp_path, SUMS, inference.PromptOptions())
+    (found,) = benchmarks.run(parrot.answer("1", "so 2.", "none", "5…"), lines.append)
     assert (found.value, found.rows, found.scores) == (0.5, 4, (1.0, 1.0, 0.0, 0.0))
     assert (found.unanswered, found.truncated) == (0.25, 0.25)
     assert lines == list(found.samples)
@@ -115,18 +116,18 @@ def test_completions_are_scored(tmp_path: Path, parrot: Parrot) -> None:
 
 
 def test_samples_have_a_mean_and_pass_at_their_number(tmp_path: Path, parrot: Parrot) -> None:
-    tasks = tasks_of(tmp_path, SUMS[:2], inference.PromptOptions(samples=2))
-    mean, best = tasks.run(parrot.answer("1", "7", "7", "8"), lambda line: None)
+    benchmarks = benchmarks_of(tmp_path, SUMS[:2], inference.PromptOptions(samples=2))
+    mean, best = benchmarks.run(parrot.answer("1", "7", "7", "8"), lambda line: None)
     assert (mean.metric, mean.scores, mean.value) == ("accuracy", (0.5, 0.0), 0.25)
     assert (best.metric, best.scores, best.value) == ("pass@2", (1.0, 0.0), 0.5)
 
 
 def test_examples_are_before_a_text_and_end_with_a_blank_line(tmp_path: Path, parrot: Parrot) -> None:
-    tasks = tasks_of(tmp_path, SUMS[:3], inference.PromptOptions(), shots=2)
-    tasks.run(parrot.answer("3"), lambda line: None)
+    benchmarks = benchmarks_of(tmp_path, SUMS[:3], inference.PromptOptions(), shots=2)
+    benchmarks.run(parrot.answer("3"), lambda line: None)
     assert parrot.prompts == ["0+1 = 1\n\n1+1 = 2\n\n2+1 ="]
     assert parrot.wanted.stop == ("\n\n",)
-    tasks_of(tmp_path, SUMS[:3], inference.PromptOptions(stop=("#",)), shots=2).run(
+    benchmarks_of(tmp_path, SUMS[:3], inference.PromptOptions(stop=("#",)), shots=2).run(
         parrot.answer("3"), lambda line: None
     )
     assert parrot.wanted.stop == ("#",)
@@ -137,7 +138,7 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
     rows = [
         {"messages": [system, {"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in SUMS[:2]
     ]
-    tasks_of(tmp_path, rows, inference.PromptOptions(), shots=1).run(parrot.answer("2"), lambda line: None)
+    benchmarks_of(tmp_path, rows, inference.PromptOptions(), shots=1).run(parrot.answer("2"), lambda line: None)
     tokenizer = parrot.tokenizer
     turns = [system, {"role": "user", "content": "0+1 ="}, {"role": "assistant", "content": "1"}]
     expected = tokenizer.apply_chat_template(
@@ -146,7 +147,7 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
     assert parrot.prompts == [expected]
     assert parrot.wanted.stop == ()
     told = LocalBenchmarks(
-        tasks=tasks_of(tmp_path, SUMS[:2], inference.PromptOptions(), shots=1).tasks,
+        benchmarks=benchmarks_of(tmp_path, SUMS[:2], inference.PromptOptions(), shots=1).benchmarks,
         wanted=inference.PromptOptions(),
         chat=True,
         system="Add.",
@@ -158,16 +159,16 @@ def test_examples_are_turns_of_a_chat(tmp_path: Path, parrot: Parrot) -> None:
 def test_examples_of_a_text_are_texts(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "0+1 ="}], "answer": 1}, SUMS[0]]
     with pytest.raises(UserError, match=r"t.jsonl:1: this example is a chat, and .*t.jsonl:2 is a text. Fix: --chat"):
-        tasks_of(tmp_path, rows, inference.PromptOptions(), shots=1)
-    tasks_of(tmp_path, rows, inference.PromptOptions(), shots=1, chat=True)
+        benchmarks_of(tmp_path, rows, inference.PromptOptions(), shots=1)
+    benchmarks_of(tmp_path, rows, inference.PromptOptions(), shots=1, chat=True)
 
 
 CHOICE = [{"prompt": "A car has", "choices": ["two", "four wheels"], "answer": 1}]
 
 
 def test_choices_are_scored_by_likelihood_and_by_character(tmp_path: Path, parrot: Parrot) -> None:
-    tasks = tasks_of(tmp_path, CHOICE, inference.PromptOptions())
-    plain, norm = tasks.run(parrot.answer(logprobs=(-3.0, -6.0)), lambda line: None)
+    benchmarks = benchmarks_of(tmp_path, CHOICE, inference.PromptOptions())
+    plain, norm = benchmarks.run(parrot.answer(logprobs=(-3.0, -6.0)), lambda line: None)
     assert (plain.metric, plain.value) == ("accuracy", 0.0)
     assert (norm.metric, norm.value) == ("accuracy_norm", 1.0), "-6/11 is more than -3/3"
     assert plain.truncated is plain.unanswered is None
@@ -176,7 +177,7 @@ def test_choices_are_scored_by_likelihood_and_by_character(tmp_path: Path, parro
 
 
 def test_the_choices_of_a_chat_follow_its_template(tmp_path: Path, parrot: Parrot) -> None:
-    tasks_of(tmp_path, CHOICE, inference.PromptOptions(), chat=True).run(
+    benchmarks_of(tmp_path, CHOICE, inference.PromptOptions(), chat=True).run(
         parrot.answer(logprobs=(-1.0, -1.0)), lambda line: None
     )
     context = parrot.tokenizer.apply_chat_template(

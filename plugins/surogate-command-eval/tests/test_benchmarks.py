@@ -1,4 +1,4 @@
-"""Task files: what is read, what is refused with its line, and which answers are right."""
+"""Benchmark files: what is read, what is refused with its line, and which answers are right."""
 
 from __future__ import annotations
 
@@ -85,31 +85,31 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         {"prompt": "c", "choices": ["x", "y"], "answer": "y", "more": [1]},
         {"prompt": "d", "answer": ["one", "two"], "pattern": "(o|t).*"},
     ]
-    (task,) = read_benchmarks([write(tmp_path / "mixed.jsonl", *rows)], BenchmarkOptions(shots=1))
-    assert task.name == "mixed"
-    assert [one.match for one in (*task.shots, *task.rows)] == ["exact", "number", "choice", "regex"]
-    assert [one.name.rpartition(":")[2] for one in task.rows] == ["3", "4", "5"]
-    number, choice, regex = task.rows
+    (benchmark,) = read_benchmarks([write(tmp_path / "mixed.jsonl", *rows)], BenchmarkOptions(shots=1))
+    assert benchmark.name == "mixed"
+    assert [one.match for one in (*benchmark.shots, *benchmark.rows)] == ["exact", "number", "choice", "regex"]
+    assert [one.name.rpartition(":")[2] for one in benchmark.rows] == ["3", "4", "5"]
+    number, choice, regex = benchmark.rows
     assert number.answers == ("2.5",)
     assert number.messages == ({"role": "user", "content": "b"},)
     assert (choice.right, choice.shown) == (1, "y")
     assert regex.answers == ("one", "two")
-    (task,) = read_benchmarks([str(tmp_path / "mixed.jsonl")], BenchmarkOptions(shots=1, limit=2))
-    assert task.rows == (number, choice)
+    (benchmark,) = read_benchmarks([str(tmp_path / "mixed.jsonl")], BenchmarkOptions(shots=1, limit=2))
+    assert benchmark.rows == (number, choice)
 
 
 def test_a_template_makes_prompts_and_flags_are_defaults(tmp_path: Path) -> None:
     file = write(tmp_path / "g.jsonl", {"question": "2+2?", "answer": "#### 4"}, {"question": 5, "answer": "x 7"})
-    (task,) = read_benchmarks([file], BenchmarkOptions(prompt="Q: {question}\nA:", match="number"))
-    assert [one.prompt for one in task.rows] == ["Q: 2+2?\nA:", "Q: 5\nA:"]
-    (task,) = read_benchmarks([file], BenchmarkOptions(prompt="{question}", pattern=r"(\d+)"))
-    assert [one.match for one in task.rows] == ["regex", "regex"]
+    (benchmark,) = read_benchmarks([file], BenchmarkOptions(prompt="Q: {question}\nA:", match="number"))
+    assert [one.prompt for one in benchmark.rows] == ["Q: 2+2?\nA:", "Q: 5\nA:"]
+    (benchmark,) = read_benchmarks([file], BenchmarkOptions(prompt="{question}", pattern=r"(\d+)"))
+    assert [one.match for one in benchmark.rows] == ["regex", "regex"]
 
 
 def test_files_of_one_name_have_their_paths_as_names(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     files = [write(tmp_path / name, {"prompt": "a", "answer": "1"}) for name in ("a.jsonl", "b/a.jsonl", "c.jsonl")]
-    assert [task.name for task in read_benchmarks(files, BenchmarkOptions())] == [*files[:2], "c"]
+    assert [benchmark.name for benchmark in read_benchmarks(files, BenchmarkOptions())] == [*files[:2], "c"]
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
         (("a", "--jsn"), "--jsn is not known. Fix: --json"),
         (("a", "--output"), "a value must follow"),
         (("a", "--json=false"), "--json: is a switch and takes no value"),
-        (("a", "--shots", "3"), "--shots: it is for tasks, and none is named. Fix: add --tasks FILE.jsonl"),
-        (("a", "--chat"), "--chat: it is for tasks"),
+        (("a", "--shots", "3"), "--shots: it is for benchmarks, and none is named. Fix: add --tasks FILE.jsonl"),
+        (("a", "--chat"), "--chat: it is for benchmarks"),
     ],
 )
 def test_wrong_words_are_one_clear_message(words: tuple[str, ...], message: str) -> None:
@@ -47,7 +47,7 @@ def test_python_names_each_model_once() -> None:
     for models in ([], ["a", "a"]):
         with pytest.raises(UserError, match="Fix: name each model once"):
             evaluate(models)
-    with pytest.raises(UserError, match="task_options: no task is named"):
+    with pytest.raises(UserError, match="task_options: no benchmark is named"):
         evaluate("a", task_options={})
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("reasoning_gym")
 
 from surogate_environment_reasoning_gym import surogate_environment
 from surogate_environment_reasoning_gym.options import ReasoningGymOptions
-from surogate_environment_reasoning_gym.tasks import ReasoningGym
+from surogate_environment_reasoning_gym.problems import ReasoningGym
 
 from surogate_core.plugin import UserError, bundles
 from surogate_testing import environments

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 from surogate_environment_trl import surogate_environment
 from surogate_environment_trl.options import RewardFunctionOptions
-from surogate_environment_trl.tasks import build
+from surogate_environment_trl.problems import build
 
 from surogate_core.plugin import UserError, bundles
 from surogate_testing import NotApplicable, environments

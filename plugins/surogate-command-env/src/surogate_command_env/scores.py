@@ -142,7 +142,7 @@ def _turn(
         return []
     sampling = replace(plan.wanted.sampling, seed=plan.wanted.sampling.seed + turn)
     wanted = replace(plan.wanted, samples=1, sampling=sampling)
-    texts = subject.complete([prompt for _, prompt in prompts], wanted, task=f"{pool.name}, reply {turn + 1}")
+    texts = subject.complete([prompt for _, prompt in prompts], wanted, stage=f"{pool.name}, reply {turn + 1}")
     for (attempt, _), text in zip(prompts, texts, strict=True):
         attempt.messages.append({"role": "assistant", "content": text.text})
         attempt.turns, attempt.tokens = attempt.turns + 1, attempt.tokens + len(text.ids)

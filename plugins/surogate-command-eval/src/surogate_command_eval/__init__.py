@@ -13,7 +13,7 @@ def surogate_command() -> bundles.CommandSpec:
     return bundles.CommandSpec(
         name="eval",
         usage="eval MODEL [MODEL …]",
-        help="held-out loss, or accuracy on tasks; several models are compared",
+        help="held-out loss, or accuracy on benchmarks; several models are compared",
         main="surogate_command_eval.command:main",
         python="surogate_command_eval.python:evaluate",
         rank=120,

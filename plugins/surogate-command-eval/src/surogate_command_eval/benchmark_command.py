@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Asked:
     """The benchmarks, and the options of all of them."""
 
-    tasks: tuple[str, ...]
+    benchmarks: tuple[str, ...]
     match: Any = None
     pattern: str | None = None
     prompt: str | None = None
@@ -36,13 +36,14 @@ class Asked:
     engine: str = "native"
 
     @classmethod
-    def of(cls, tasks: Sequence[str], values: Mapping[str, Any]) -> Asked:
-        """Tasks with options by name; raises `UserError` for an unknown one."""
+    def of(cls, benchmarks: Sequence[str], values: Mapping[str, Any]) -> Asked:
+        """Benchmarks with options by name; raises `UserError` for an unknown one."""
         known = [field.name for field in fields(cls)][1:]
         if unknown := sorted(values.keys() - set(known)):
             raise UserError(f"task_options: there is no {unknown[0]!r}. Fix: choose from {', '.join(known)}")
         stop = values.get("stop", ())
-        return cls(tasks=tuple(tasks), **{**values, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        return cls(benchmarks=tuple(benchmarks), **{**values, "stop": stops})
 
     def for_files(self) -> str | None:
         """A flag that only files of JSON lines have."""
@@ -77,14 +78,14 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[bundles.Evaluator]:
     from surogate_core.plugin import bundles, inference
     from surogate_core.service.inference import rollout_of
 
-    if not asked.tasks:
-        raise UserError("tasks: none is named. Fix: name a file of JSON lines")
-    if repeated := next((task for task in asked.tasks if asked.tasks.count(task) > 1), None):
+    if not asked.benchmarks:
+        raise UserError("tasks: no benchmark is named. Fix: name a file of JSON lines")
+    if repeated := next((name for name in asked.benchmarks if asked.benchmarks.count(name) > 1), None):
         raise UserError(f"--tasks {repeated}: is named twice. Fix: name it once.")
     if asked.system is not None and not asked.chat:
         raise UserError("--system: only a chat has a system message. Fix: add --chat")
     rollout_of(registry, asked.engine)
-    files, others = _sorted(asked.tasks, registry)
+    files, others = _sorted(asked.benchmarks, registry)
     sampling = sampling_of(asked.sampling or {}, bundles.Sampling(temperature=0.0), sampled=asked.samples > 1)
     found: list[bundles.Evaluator] = []
     if files:
@@ -97,9 +98,8 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[bundles.Evaluator]:
             sampling=sampling,
             stop=asked.stop,
         )
-        found.append(
-            LocalBenchmarks(tasks=read_benchmarks(files, options), wanted=wanted, chat=asked.chat, system=asked.system)
-        )
+        read = read_benchmarks(files, options)
+        found.append(LocalBenchmarks(benchmarks=read, wanted=wanted, chat=asked.chat, system=asked.system))
     elif given := asked.for_files():
         raise UserError(f"{given}: is for files of JSON lines, and none is named. Fix: leave it out.")
     settings = bundles.EvalSettings(
@@ -110,28 +110,28 @@ def evaluators_of(asked: Asked, registry: Registry) -> list[bundles.Evaluator]:
         max_new_tokens=asked.max_new_tokens,
         seed=sampling.seed,
     )
-    found += [registry.get("eval", name).open(tasks, settings) for name, tasks in others.items()]
+    found += [registry.get("eval", name).open(names, settings) for name, names in others.items()]
     return found
 
 
-def _sorted(tasks: Sequence[str], registry: Registry) -> tuple[list[str], dict[str, list[str]]]:
+def _sorted(benchmarks: Sequence[str], registry: Registry) -> tuple[list[str], dict[str, list[str]]]:
     """(files, benchmarks of each evaluator)."""
     known = registry.names("eval")
     files: list[str] = []
     others: dict[str, list[str]] = {}
-    for task in tasks:
-        source, colon, name = task.partition(":")
-        if Path(task).expanduser().exists() or (Path(task).suffix and not colon):
-            files.append(task)
+    for benchmark in benchmarks:
+        source, colon, name = benchmark.partition(":")
+        if Path(benchmark).expanduser().exists() or (Path(benchmark).suffix and not colon):
+            files.append(benchmark)
         elif not colon:
-            others_of = "".join(f", or --tasks {name}:{task}" for name in sorted(known))
-            raise UserError(f"--tasks {task}: there is no such file. Fix: --tasks FILE.jsonl{others_of}")
+            others_of = "".join(f", or --tasks {name}:{benchmark}" for name in sorted(known))
+            raise UserError(f"--tasks {benchmark}: there is no such file. Fix: --tasks FILE.jsonl{others_of}")
         elif source not in known:
             missing = registry.explain_missing("eval", source, known)
             fix = missing.fix or "name a file of JSON lines"
-            raise UserError(f"--tasks {task}: there is no such file, and {missing.message} Fix: {fix}")
+            raise UserError(f"--tasks {benchmark}: there is no such file, and {missing.message} Fix: {fix}")
         elif not name:
-            raise UserError(f"--tasks {task}: names no task. Fix: --tasks {source}:TASK")
+            raise UserError(f"--tasks {benchmark}: names no benchmark. Fix: --tasks {source}:BENCHMARK")
         else:
             others.setdefault(source, []).append(name)
     return files, others
@@ -164,7 +164,7 @@ def measured(
 
 def benchmark_table(found: Sequence[bundles.BenchmarkResult], shown: Callable[[float | None], str]) -> list[list[str]]:
     """The figures as lines of cells, the head first; columns without a value are left out."""
-    head = ["model", "task", "metric", "value", "± stderr", "rows", "no answer", "cut short"]
+    head = ["model", "benchmark", "metric", "value", "± stderr", "rows", "no answer", "cut short"]
     lines = [[*head, "difference", "± stderr", "p"]]
     for one in found:
         shares = ["" if share is None else f"{share:.1%}" for share in (one.unanswered, one.truncated)]

@@ -21,16 +21,16 @@ Taken = Callable[[Mapping[str, Any]], None]
 class LocalBenchmarks:
     """The evaluator of benchmark files."""
 
-    tasks: Sequence[LocalBenchmark]
+    benchmarks: Sequence[LocalBenchmark]
     wanted: inference.PromptOptions
     chat: bool = False
     """Whether a text prompt is a user's message."""
     system: str | None = None
 
     def __post_init__(self) -> None:
-        for task in () if self.chat else self.tasks:
-            chat = next((shot for shot in task.shots if shot.prompt is None), None)
-            text = next((row for row in task.rows if row.prompt is not None), None)
+        for benchmark in () if self.chat else self.benchmarks:
+            chat = next((shot for shot in benchmark.shots if shot.prompt is None), None)
+            text = next((row for row in benchmark.rows if row.prompt is not None), None)
             if chat is not None and text is not None:
                 raise UserError(
                     f"{chat.name}: this example is a chat, and {text.name} is a text. Fix: --chat, or rows of one kind"
@@ -39,23 +39,23 @@ class LocalBenchmarks:
     def run(self, subject: bundles.MeasuredModel, taken: Taken) -> list[bundles.BenchmarkResult]:
         """The figures of a model."""
         found: list[bundles.BenchmarkResult] = []
-        for task in self.tasks:
-            found += _OneBenchmark(self, task, subject, taken).results()
+        for benchmark in self.benchmarks:
+            found += _OneBenchmark(self, benchmark, subject, taken).results()
         return found
 
-    def context(self, task: LocalBenchmark, row: Question, subject: bundles.MeasuredModel) -> inference.Prompt:
+    def context(self, benchmark: LocalBenchmark, row: Question, subject: bundles.MeasuredModel) -> inference.Prompt:
         """The tokens before the answer, the examples included."""
         if row.prompt is None or self.chat:
-            turns = [turn for shot in task.shots for turn in (*self._turns(shot), _answered(shot))]
+            turns = [turn for shot in benchmark.shots for turn in (*self._turns(shot), _answered(shot))]
             messages = [*turns, *self._turns(row)]
             system = [message for message in self._all(row) if message.get("role") == "system"]
             return prompt_of_messages(subject.tokenizer, [*system, *messages], name=row.name)
-        return prompt_of_text(subject.tokenizer, self.text(task, row), name=row.name)
+        return prompt_of_text(subject.tokenizer, self.text(benchmark, row), name=row.name)
 
-    def text(self, task: LocalBenchmark, row: Question) -> str:
+    def text(self, benchmark: LocalBenchmark, row: Question) -> str:
         """A text prompt with its examples."""
         assert row.prompt is not None
-        return "".join(f"{continued(shot.prompt or '', shot.shown)}{BETWEEN}" for shot in task.shots) + row.prompt
+        return "".join(f"{continued(shot.prompt or '', shot.shown)}{BETWEEN}" for shot in benchmark.shots) + row.prompt
 
     def _all(self, row: Question) -> Sequence[Mapping[str, Any]]:
         if row.prompt is None:
@@ -66,16 +66,18 @@ class LocalBenchmarks:
     def _turns(self, row: Question) -> list[Mapping[str, Any]]:
         return [message for message in self._all(row) if message.get("role") != "system"]
 
-    def pairs(self, task: LocalBenchmark, row: Question, subject: bundles.MeasuredModel) -> list[inference.JudgedText]:
+    def pairs(
+        self, benchmark: LocalBenchmark, row: Question, subject: bundles.MeasuredModel
+    ) -> list[inference.JudgedText]:
         """The context with each of the row's choices."""
-        context = self.context(task, row, subject).ids
+        context = self.context(benchmark, row, subject).ids
         found = []
         for choice in row.choices:
             if row.prompt is None or self.chat:
                 ids = tuple(encoding.encode_text(subject.tokenizer, choice, add_special_tokens=False))
                 found.append(inference.JudgedText(name=row.name, context=context, continuation=ids))
                 continue
-            whole = prompt_of_text(subject.tokenizer, continued(self.text(task, row), choice), name=row.name).ids
+            whole = prompt_of_text(subject.tokenizer, continued(self.text(benchmark, row), choice), name=row.name).ids
             same = next((i for i, (a, b) in enumerate(zip(context, whole, strict=False)) if a != b), len(context))
             border = max(1, min(same, len(whole) - 1))
             found.append(inference.JudgedText(name=row.name, context=whole[:border], continuation=whole[border:]))
@@ -97,14 +99,14 @@ class _OneBenchmark:
     """One benchmark of one model."""
 
     plan: LocalBenchmarks
-    task: LocalBenchmark
+    benchmark: LocalBenchmark
     subject: bundles.MeasuredModel
     taken: Taken
     samples: list[Mapping[str, Any]] = field(default_factory=list)
 
     def results(self) -> list[bundles.BenchmarkResult]:
         """Its figures."""
-        rows = self.task.rows
+        rows = self.benchmark.rows
         scores: dict[str, list[float]] = {"accuracy": [math.nan] * len(rows)}
         chosen = [number for number, row in enumerate(rows) if row.match == "choice"]
         written = [number for number, row in enumerate(rows) if row.match != "choice"]
@@ -120,7 +122,7 @@ class _OneBenchmark:
     def _result(self, metric: str, scores: Sequence[float]) -> bundles.BenchmarkResult:
         return bundles.BenchmarkResult(
             model=self.subject.name,
-            task=self.task.name,
+            task=self.benchmark.name,
             metric=metric,
             value=math.fsum(scores) / len(scores),
             stderr=mean_stderr(scores),
@@ -130,14 +132,14 @@ class _OneBenchmark:
         )
 
     def _take(self, row: Question, **values: Any) -> None:
-        sample = {"model": self.subject.name, "task": self.task.name, "row": row.name, **values}
+        sample = {"model": self.subject.name, "task": self.benchmark.name, "row": row.name, **values}
         self.samples.append(sample)
         self.taken(sample)
 
     def _choose(self, numbers: Sequence[int], scores: Mapping[str, list[float]]) -> None:
-        rows = [self.task.rows[number] for number in numbers]
-        pairs = [self.plan.pairs(self.task, row, self.subject) for row in rows]
-        likelihoods = iter(self.subject.likelihoods([p for some in pairs for p in some], task=self.task.name))
+        rows = [self.benchmark.rows[number] for number in numbers]
+        pairs = [self.plan.pairs(self.benchmark, row, self.subject) for row in rows]
+        likelihoods = iter(self.subject.likelihoods([p for some in pairs for p in some], stage=self.benchmark.name))
         for number, row in zip(numbers, rows, strict=True):
             logprobs = [next(likelihoods).logprob for _ in row.choices]
             lengths = [len(choice) for choice in row.choices]
@@ -162,7 +164,7 @@ class _OneBenchmark:
         """Scores the rows that are answered by a completion; (share without an answer, share that is cut short)."""
         if not numbers:
             return None, None
-        rows = [self.task.rows[number] for number in numbers]
+        rows = [self.benchmark.rows[number] for number in numbers]
         verdicts: dict[tuple[int, int], Verdict] = {}
 
         def finished(text: inference.Text) -> None:
@@ -180,13 +182,13 @@ class _OneBenchmark:
                 tokens=len(text.ids),
             )
 
-        prompts = [self.plan.context(self.task, row, self.subject) for row in rows]
-        texts = self.subject.complete(prompts, self._wanted(), task=self.task.name, finished=finished)
+        prompts = [self.plan.context(self.benchmark, row, self.subject) for row in rows]
+        texts = self.subject.complete(prompts, self._wanted(), stage=self.benchmark.name, finished=finished)
         count = self.plan.wanted.samples
         right = [[verdicts[i, sample].right for sample in range(count)] for i in range(len(rows))]
         for number, some in zip(numbers, right, strict=True):
             scores["accuracy"][number] = sum(some) / count
-        if count > 1 and len(rows) == len(self.task.rows):
+        if count > 1 and len(rows) == len(self.benchmark.rows):
             scores[f"pass@{count}"] = [float(any(some)) for some in right]
         patterns = [v.extracted is None for (i, _), v in verdicts.items() if rows[i].match != "exact"]
         unanswered = sum(patterns) / len(patterns) if patterns else None
@@ -194,8 +196,8 @@ class _OneBenchmark:
 
     def _wanted(self) -> inference.PromptOptions:
         """A completion of a text prompt with examples ends where the next example would begin."""
-        wanted, texts = self.plan.wanted, all(row.prompt is not None for row in self.task.rows)
-        if self.task.shots and texts and not self.plan.chat and not wanted.stop:
+        wanted, texts = self.plan.wanted, all(row.prompt is not None for row in self.benchmark.rows)
+        if self.benchmark.shots and texts and not self.plan.chat and not wanted.stop:
             return replace(wanted, stop=(BETWEEN,))
         return wanted
 

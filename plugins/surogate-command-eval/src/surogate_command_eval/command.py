@@ -34,12 +34,12 @@ OF_MODELS = (
     Flag("text", "--output FILE", "write the JSON to a file too"),
     Flag("switch", "--report", "add the figures to the report of each run that is measured"),
 )
-OF_TASKS = (
+OF_BENCHMARKS = (
     Flag(
         "list",
         "--tasks FILE",
         'JSON lines: {"prompt": TEXT, "answer": TEXT}, {"messages": […], "answer": TEXT} or\n'
-        '{"prompt": TEXT, "choices": [TEXT, …], "answer": NUMBER}; or NAME:TASK of an evaluator that is installed. '
+        '{"prompt": TEXT, "choices": [TEXT, …], "answer": NUMBER}; or NAME:BENCHMARK of an installed evaluator. '
         "May be repeated",
     ),
     Flag(
@@ -55,7 +55,7 @@ OF_TASKS = (
     ),
     Flag("text", "--prompt TEMPLATE", "the prompt from the row's keys, such as 'Question: {question}'"),
     Flag("text", "--shots N", "the first N rows are solved examples before each prompt, and are not scored (0)"),
-    Flag("count", "--limit N", "rows of each task at most"),
+    Flag("count", "--limit N", "rows of each benchmark at most"),
     CHAT,
     SYSTEM,
     MAX_NEW_TOKENS,
@@ -79,20 +79,20 @@ OF_TASKS = (
         "write each completion and its verdict as JSON lines; until the end FILE.partial has those that are done",
     ),
 )
-FLAGS = Flags(command="surogate eval", flags=(*OF_MODELS, *OF_TASKS))
+FLAGS = Flags(command="surogate eval", flags=(*OF_MODELS, *OF_BENCHMARKS))
 
 USAGE = f"""\
 usage: surogate eval MODEL [MODEL …] [datasets=FILE.jsonl] [KEY=VALUE …] [--json] [--output FILE.json]
        surogate eval MODEL [MODEL …] --tasks FILE.jsonl [--tasks …] [KEY=VALUE …] [--json] [--output FILE.json]
 
-Held-out loss, perplexity and token accuracy, with the standard error over documents; or accuracy on tasks, with the
-standard error over rows. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a
+Held-out loss, perplexity and token accuracy, with the standard error over documents; or accuracy on benchmarks, with
+the standard error over rows. MODEL is a Hugging Face directory, a run's directory (`latest` is the last run's), a
 checkpoint with an adapter, a PEFT adapter, or a hub id. KEY=VALUE are keys of a run, such as device=cpu.
 
   datasets=…           the rows to evaluate; without it those that the first run held out
 {shown(OF_MODELS)}
-Tasks:
-{shown(OF_TASKS)}
+Benchmarks:
+{shown(OF_BENCHMARKS)}
 Several models are compared with the first: the difference, and its standard error over pairs of documents or rows.
 """
 
@@ -112,10 +112,11 @@ def main(argv: Sequence[str]) -> int:
     if not words.models:
         raise UserError("surogate eval: no model is named. Fix: surogate eval MODEL datasets=FILE.jsonl")
     if "--tasks" not in words.lists:
-        of_tasks = [*words.lists, *words.counts, *words.sampling, *(words.texts.keys() - {"--config", "--output"})]
-        if of_tasks or "--chat" in words.switches:
-            flag = min(of_tasks, default="--chat")
-            raise UserError(f"surogate eval {flag}: it is for tasks, and none is named. Fix: add --tasks FILE.jsonl")
+        of_benchmarks = [*words.lists, *words.counts, *words.sampling, *(words.texts.keys() - {"--config", "--output"})]
+        if of_benchmarks or "--chat" in words.switches:
+            flag = min(of_benchmarks, default="--chat")
+            message = f"surogate eval {flag}: it is for benchmarks, and none is named."
+            raise UserError(f"{message} Fix: add --tasks FILE.jsonl")
     from surogate_core.plugin import atomic
     from surogate_core.service.config import logs
 
@@ -128,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     for path, flag in ((output, "--output"), (samples, "--samples-output")):
         if path is not None:
             atomic.ensure_writable_file(path, key=flag)
-    lines, plain = _tasks(words, samples) if "--tasks" in words.lists else _losses(words)
+    lines, plain = _benchmarks(words, samples) if "--tasks" in words.lists else _losses(words)
     text = json.dumps(plain, indent=1)
     print(text if "--json" in words.switches else lines)
     if output is not None:
@@ -152,8 +153,8 @@ def _losses(words: Words) -> tuple[str, list[dict[str, Any]]]:
     return table(found), [_plain(asdict(one)) for one in found]
 
 
-def _tasks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]]:
-    """The table of tasks, and the figures as JSON. `output`: a file for the completions."""
+def _benchmarks(words: Words, output: Path | None) -> tuple[str, list[dict[str, Any]]]:
+    """The table of benchmarks, and the figures as JSON. `output`: a file for the completions."""
     from surogate_command_eval.benchmark_command import Asked, benchmark_table, evaluators_of, measured
     from surogate_commands.kept import json_line, kept_lines
     from surogate_core.plugin import atomic
@@ -187,7 +188,7 @@ def _note(prepared: Mapping[str, inference.PreparedModel]) -> None:
 class Loader:
     """The models of a command, whose configurations are yet to be composed."""
 
-    found: Mapping[str, Named]
+    models: Mapping[str, Named]
     files: Mapping[str, Path | None]
     words: Sequence[str]
     """Overrides for all of them."""
@@ -205,7 +206,7 @@ class Loader:
         from surogate_core.plugin import load_run_config
 
         own = _ELSEWHERE if self.files[model] is not None else ()
-        overrides = [*own, *self.found[model].overrides, *self.words, *more]
+        overrides = [*own, *self.models[model].overrides, *self.words, *more]
         return load_run_config(overrides, config_file=self.files[model], registry=self.registry)
 
     def for_rows(self) -> dict[str, inference.PreparedModel]:
@@ -231,7 +232,7 @@ class Loader:
         if self.given is not None and not rows.validation_datasets:
             keys |= {"datasets"}  # a file of rows, not a run that held some of them out
         prepared = {}
-        for model, one in self.found.items():
+        for model, one in self.models.items():
             same = model == self.first or self.given is not None
             config = self.config(model, *([] if same else shared(rows, run=self.files[model] is not None)))
             prepared[model] = prepare(one, held_out(config, named=keys), self.registry, generates=False)
@@ -242,10 +243,10 @@ class Loader:
         from surogate_core.service.inference import placed, prepare
 
         if named := next((word for word in self.words if _name(word) in _ROWS), None):
-            raise UserError(f"{named}: tasks have rows of their own. Fix: leave it out, or leave out the tasks.")
+            raise UserError(f"{named}: benchmarks have rows of their own. Fix: leave it out, or leave out --tasks.")
         first = self.config(self.first)
         prepared = {}
-        for model, one in self.found.items():
+        for model, one in self.models.items():
             same = self.files[model] is not None or model == self.first
             prepared[model] = prepare(one, self.config(model, *([] if same else placed(first))), self.registry)
         return prepared
@@ -265,7 +266,7 @@ def loader(models: Sequence[str], words: Sequence[str], given: Path | None) -> L
     files = {model: given or config_of_run(model) for model in models}
     first = next((file for file in files.values() if file is not None), None)
     return Loader(
-        found={model: named(model, fix=_MERGED) for model in models},
+        models={model: named(model, fix=_MERGED) for model in models},
         files=files,
         words=words,
         given=given,

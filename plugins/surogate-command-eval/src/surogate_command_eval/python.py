@@ -1,4 +1,4 @@
-"""`evaluate`: held-out loss, perplexity and accuracy on tasks from Python."""
+"""`evaluate`: held-out loss, perplexity and accuracy on benchmarks from Python."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def evaluate(
     task_options: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> list[HeldOutFigures] | list[bundles.BenchmarkResult]:
-    """Measure models on held-out rows: ``surogate.evaluate([run.path, "a/base"])``, or on tasks:
+    """Measure models on held-out rows: ``surogate.evaluate([run.path, "a/base"])``, or on benchmarks:
     ``surogate.evaluate(run.path, tasks=["words.jsonl"], task_options={"match": "number"})``.
 
     `models`: directories, runs, checkpoints, adapters or hub ids; each is compared with the first. `keys`: keys of the
     configuration for all of them, such as ``datasets=[{"path": "test.jsonl"}]``; without rows those that the first run
-    held out. `task_options`: the flags of `surogate eval` for tasks, by name: `match`, `pattern`, `prompt`, `shots`,
-    `limit`, `chat`, `system`, `max_new_tokens`, `samples`, `stop`, `slots`, `engine`, and `sampling`, a mapping as for
-    `generate`. Raises `UserError` or `MachineError`.
+    held out. `tasks`: benchmarks, files or names of an evaluator. `task_options`: the flags of `surogate eval` for
+    benchmarks, by name: `match`, `pattern`, `prompt`, `shots`, `limit`, `chat`, `system`, `max_new_tokens`, `samples`,
+    `stop`, `slots`, `engine`, and `sampling`, a mapping as for `generate`. Raises `UserError` or `MachineError`.
     """
     names = [os.fspath(one) for one in ([models] if isinstance(models, str | os.PathLike) else models)]
     if not names or len(set(names)) < len(names):
         raise UserError("evaluate: no model is named, or one is named twice. Fix: name each model once.")
     if tasks is None and task_options is not None:
-        raise UserError("task_options: no task is named. Fix: tasks=[FILE]")
+        raise UserError("task_options: no benchmark is named. Fix: tasks=[FILE]")
     with contained():
         from surogate_command_eval.command import loader
         from surogate_command_eval.evaluation import evaluate_all

@@ -12,7 +12,7 @@ from surogate_core.plugin import METRICS, run_directory
 from surogate_core.service.files import add_evaluations, config_of_run
 
 HELD_OUT = "held-out rows"
-"""The task of a loss."""
+"""The benchmark of a loss."""
 
 
 def add_to_reports(models: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> None:

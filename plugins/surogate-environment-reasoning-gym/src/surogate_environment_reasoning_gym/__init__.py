@@ -8,7 +8,7 @@ from surogate_core.plugin import bundles, hookimpl
 from surogate_environment_reasoning_gym.options import ReasoningGymOptions
 
 if TYPE_CHECKING:
-    from surogate_environment_reasoning_gym.tasks import ReasoningGym
+    from surogate_environment_reasoning_gym.problems import ReasoningGym
 
 SUROGATE_API = ">=2,<3"
 
@@ -34,6 +34,6 @@ def _build(options: ReasoningGymOptions) -> ReasoningGym:
             f"environment reasoning-gym: the package {error.name} is not installed. "
             "Fix: pip install 'surogate-environment-reasoning-gym[gym]'"
         ) from error
-    from surogate_environment_reasoning_gym.tasks import ReasoningGym
+    from surogate_environment_reasoning_gym.problems import ReasoningGym
 
     return ReasoningGym(options)

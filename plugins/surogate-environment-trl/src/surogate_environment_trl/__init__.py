@@ -8,7 +8,7 @@ from surogate_core.plugin import bundles, hookimpl
 from surogate_environment_trl.options import RewardFunctionOptions
 
 if TYPE_CHECKING:
-    from surogate_environment_trl.tasks import Rewarded
+    from surogate_environment_trl.problems import Rewarded
 
 SUROGATE_API = ">=2,<3"
 
@@ -20,6 +20,6 @@ def surogate_environment() -> bundles.EnvironmentSpec:
 
 
 def _build(options: RewardFunctionOptions) -> Rewarded:
-    from surogate_environment_trl.tasks import build
+    from surogate_environment_trl.problems import build
 
     return build(options)

@@ -1,4 +1,4 @@
-"""lm-eval's tasks as an evaluator of Surogate: names are checked and data loaded before any model."""
+"""lm-eval's tasks as benchmarks of Surogate: names are checked and data loaded before any model."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class MessageTexts:
             return chat.render(messages, add_generation_prompt=True).removeprefix(bos)
 
         try:
-            found, asked = cls._found(render, takes_system=chat.takes_system())
+            found, asked = cls._of_renders(render, takes_system=chat.takes_system())
             samples = _samples(with_system=found.before_system is not None)
             is_equal = asked and all(render(messages) == found.render(messages) for messages in samples)
         except (RowError, ValueError):
@@ -108,7 +108,7 @@ class MessageTexts:
         return found if is_equal and _WIDEST not in found.template() else None
 
     @classmethod
-    def _found(cls, render: Callable[[Messages], str], *, takes_system: bool) -> tuple[MessageTexts, bool]:
+    def _of_renders(cls, render: Callable[[Messages], str], *, takes_system: bool) -> tuple[MessageTexts, bool]:
         """The frame of two conversations, and whether the text behind a user's message is the same in both.
 
         Raises `ValueError` if a message is not there once, and `RowError`.

@@ -75,7 +75,7 @@ class FailuresElsewhere(launching.Elsewhere):
     """Failures of other machines, as the driver reports them."""
 
     def __init__(self) -> None:
-        self.found: Sequence[launching.Failure] = ()
+        self.failures: Sequence[launching.Failure] = ()
         """The failures of this machine, which wait for the verdict."""
         self._first: launching.Failure | None = None
         self._known = threading.Event()
@@ -86,7 +86,7 @@ class FailuresElsewhere(launching.Elsewhere):
 
     def first(self, found: Sequence[launching.Failure]) -> launching.Failure:
         """As `Elsewhere.first`: waits for the driver."""
-        self.found = found
+        self.failures = found
         self._known.wait(VERDICT_SECONDS)
         return self._first or launching.first_of(found)
 
@@ -155,7 +155,7 @@ class Node:
         """What has happened."""
         result, now = self._result, time.monotonic()
         over = self._thread is not None and not self._thread.is_alive()
-        failures = [replace(failure, at=now - failure.at) for failure in self._verdict.found]
+        failures = [replace(failure, at=now - failure.at) for failure in self._verdict.failures]
         return MachineReport(output=self._output.take(), failures=failures, result=result if over else None)
 
     def receive(self, number: int) -> None:
@@ -183,8 +183,8 @@ class Node:
             self._result = self._failed(start, str(error), error)
         except BaseException as error:
             self._result = self._failed(start, f"a bug of its supervisor: {type(error).__name__}: {error}", None)
-        if isinstance(self._result, launching.Failure) and not self._verdict.found:
-            self._verdict.found = [self._result]
+        if isinstance(self._result, launching.Failure) and not self._verdict.failures:
+            self._verdict.failures = [self._result]
 
     @staticmethod
     def _failed(start: Start, message: str, error: SurogateError | None) -> launching.Failure:

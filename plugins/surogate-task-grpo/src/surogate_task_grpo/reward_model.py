@@ -153,7 +153,7 @@ def with_room(rewards: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def needed(word: str, dtype: torch.dtype) -> tuple[int, str]:
     """(bytes of the weights of a reward model, a sentence about them), from the headers of its files alone."""
-    path, revision = second_model.found_model(KEY, word).base
+    path, revision = second_model.named_model(KEY, word).base
     files = ModelDir.open(locate(path, revision=revision, key=KEY))
     nbytes = sum(math.prod(files.shape(name)) for name in files.names() if name != LM_HEAD) * dtype.itemsize
     return nbytes, f"the weights of the reward model need {atomic.human_bytes(nbytes)} too"

@@ -9,7 +9,7 @@ UNKNOWN = "no-such-task"
 
 
 def can_be_named_before_a_colon(spec: bundles.EvaluatorSpec) -> None:
-    """``--tasks NAME:TASK`` ends the name at the first colon."""
+    """``--tasks NAME:BENCHMARK`` ends the name at the first colon."""
     ensure(bool(spec.name) and ":" not in spec.name, f"the name is {spec.name!r}")
 
 

@@ -239,7 +239,7 @@ def _expected(world: int, groups: bool = False) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Ranks:
     """What the processes wrote, by rank, or why they did not."""
 
     ranks: Sequence[Mapping[str, Any]] = ()
@@ -306,7 +306,7 @@ def _of(spec: bundles.FabricSpec, world: int = WORLD, *, groups: bool = False) -
 
 
 @cache
-def _processes(build: str, options: str, device: str, world: int, groups: bool, across: bool, unequal: bool) -> _Found:
+def _processes(build: str, options: str, device: str, world: int, groups: bool, across: bool, unequal: bool) -> _Ranks:
     """One pair of processes serves all checks of a fabric but that of its groups."""
     gpus = launching.visible(os.environ) if device == "cuda" else []
     with tempfile.TemporaryDirectory() as directory:
@@ -336,8 +336,8 @@ def _processes(build: str, options: str, device: str, world: int, groups: bool, 
                 process.kill()
                 process.wait()
         if failure:
-            return _Found(failure=failure)
-        return _Found(ranks=[json.loads((place / f"found {rank}").read_bytes()) for rank in range(world)])
+            return _Ranks(failure=failure)
+        return _Ranks(ranks=[json.loads((place / f"found {rank}").read_bytes()) for rank in range(world)])
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], place: Path) -> str:
