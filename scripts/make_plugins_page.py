@@ -79,9 +79,9 @@ optimizer-adamw conforms: 15 checks hold, 0 do not
 ```
 
 Each check is printed when it ends, with its time: it holds, is FAILED with the fault, or is skipped with the reason.
-On a terminal its name is there while it runs. `--check TEXT` runs those with this text in their name: `surogate
+On a terminal its name is there while it runs. `--check TEXT` runs the checks with this text in their name: `surogate
 plugins check model-acme --check generates`. If no check has it, the message has the nearest names. All checks of a
-family take minutes, so while you work on one, run those that concern your change.
+family take minutes, so while you work on one, run the checks that concern your change.
 
 A failed check names the broken contract and, if the plugin's code raised an error, the file and line. `--verbose`
 adds the traceback. Every check has a time limit of ten minutes. Checks of monitors and launchers run in a child

@@ -30,5 +30,5 @@ class CommandSpec:
     example: str = ""
     """A whole command for the first lines of `surogate --help`, after `surogate`. Only for what most users need."""
     configured: bool = False
-    """Whether its words are those of a run (FILE.yaml, KEY=VALUE). The plugin policy in them then applies to the
+    """Whether it takes the words of a run (FILE.yaml, KEY=VALUE). The plugin policy in them then applies to the
     command's own plugin too."""

@@ -147,9 +147,9 @@ class FabricSpec:
     groups: bool = False
     """Whether its fabrics have `within`, which `context_parallel_size` needs."""
     across: bool = False
-    """Whether its fabrics, and those of their `within`, have `across`. Without it, sums on several machines treat all
+    """Whether its fabrics, and the fabrics of `within`, have `across`. Without it, sums on several machines treat all
     ranks alike, and `dp_shard_size` is refused."""
     unequal: bool = False
-    """Whether its fabrics, and those of their groups, have `exchange_unequal`. No feature of the core needs it yet."""
+    """Whether its fabrics, and their groups, have `exchange_unequal`. No feature of the core needs it yet."""
     options: type = NoOptions
     """Dataclass of its own options; every field has a default."""

@@ -19,7 +19,7 @@ class Objective:
     """A task's loss, per token; the engine chunks it over tokens and divides the sum by the step's divisor."""
 
     name: str
-    """Name of the objective in events and messages: that of its `ObjectiveSpec`, or of the task that has it."""
+    """Name of the objective in events and messages: the name of its `ObjectiveSpec`, or of the task that has it."""
     token_loss: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
     """(logits_NV in compute dtype, labels_N int64, columns) → loss_N fp32; 0 where the label is -100.
     Traced: plain torch ops only, differentiable in the logits. A token's loss depends on its own row only."""
@@ -34,8 +34,8 @@ class Objective:
     multiply the gradients of the hidden states. Traced like `token_loss`; a document begins where its position is
     0."""
     figures: tuple[str, ...] = ()
-    """Names of its figures, which steps and evaluations report beside the loss: first those of `token_figures`, then
-    those of `sequence_figures`."""
+    """Names of its figures, which steps and evaluations report beside the loss: first the names for `token_figures`,
+    then for `sequence_figures`."""
     token_figures: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Sequence[Tensor]] | None = None
     """(logits_NV, labels_N, columns) → [N] fp32 for each figure, such as the entropy. Traced with the head, without
     gradient. A figure is the mean over the label tokens of the step, or the maximum if it is one of `largest`."""
@@ -65,7 +65,7 @@ class Objective:
 
     @property
     def of_tokens(self) -> int:
-        """How many of `figures` are those of `token_figures`; the others are those of `sequence_figures`."""
+        """How many of `figures` `token_figures` returns; `sequence_figures` returns the others."""
         if self.token_figures is None or self.sequence_figures is None:
             return 0 if self.token_figures is None else len(self.figures)
         assert self.count is not None

@@ -17,8 +17,7 @@ class ScheduleContext:
     """The run for which a schedule is built."""
 
     steps: int
-    """Optimizer steps from the end of the warm-up to the end of the run, at least 1; those of a cool-down are among
-    them."""
+    """Optimizer steps from the end of the warm-up to the end of the run, a cool-down included; at least 1."""
     warmup: int
     """Optimizer steps of the warm-up before them; 0 if there is none."""
 

@@ -48,7 +48,7 @@ class ToolParserSpec:
     """
     grammar: Callable[[Sequence[Mapping[str, Any]], bool, Tag], str]
     """(functions, whether several calls may follow each other, `Tag`) → the rules of Lark, in the dialect of
-    llguidance, for a completion that is calls of these functions and nothing else. The first rule is `start`.
+    llguidance, for a completion that consists only of calls of these functions. The first rule is `start`.
     """
     tags: tuple[str, ...] = ()
     """Texts of the form that some tokenizers have as special tokens, which are not part of a text otherwise."""

@@ -277,8 +277,8 @@ class RunConfig:
     are reduced once a step; level 2 becomes 3. With `lora` the frozen base, in the form in which it is kept.
     """
     dp_shard_size: Annotated[int, Interval(ge=0, le=1024)] = 0
-    """Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and `shard_weights` say. Each
-    such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
+    """Number of neighbouring GPUs, such as the GPUs of a machine, over which `zero_level` and `shard_weights`
+    distribute tensors. Each such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
     """
     exact_reduction: Literal["auto"] | bool = "auto"
     """Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with `lora`."""

@@ -202,8 +202,8 @@ class PreparedModel:
 def stop_ids(
     generation_config: Mapping[str, Any], model_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """The tokens that end a completion: those of ``generation_config.json`` or, without one, of ``config.json``, the
-    tokenizer's end of text, and the token with which the chat template ends a turn.
+    """The tokens that end a completion: the end tokens of ``generation_config.json`` or, without one, of
+    ``config.json``, the tokenizer's end of text, and the token with which the chat template ends a turn.
     """
     found: set[int] = set()
     own = generation_config.get("eos_token_id", model_config.get("eos_token_id"))

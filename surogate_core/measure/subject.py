@@ -35,7 +35,7 @@ ALIGNED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedText:
-    """A text whose end is to be judged."""
+    """A text of whose end the model gives the likelihood."""
 
     name: str
     """Its name in messages."""

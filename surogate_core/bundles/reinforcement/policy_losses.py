@@ -35,9 +35,9 @@ class PolicyTerms:
     """The probability ratio that `PolicyLoss.ratio` and `PolicyLoss.against` describe, at most e^20 and at least e^-20.
     The ratio of a completion has the gradient of each token's own log-probability."""
     low: float
-    """The lower bound: `epsilon`, or that of `PolicyLoss.bounds`."""
+    """The lower bound: `epsilon`, or from `PolicyLoss.bounds`."""
     high: float
-    """The upper bound: `epsilon_high`, or that of `PolicyLoss.bounds`."""
+    """The upper bound: `epsilon_high`, or from `PolicyLoss.bounds`."""
     total: Callable[[Tensor], Tensor]
     """[N] → [N]: for each token the sum over the trained tokens of its completion. A loss that calls it sets
     `PolicyLoss.sums_completions`."""

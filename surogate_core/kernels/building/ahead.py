@@ -57,7 +57,7 @@ launching: dict[Any, Callable[..., Any]] = {}
 
 
 def compiled_ahead(op: T) -> T:
-    """Mark a custom op, what ``torch.library.custom_op`` returns, whose kernels are to be compiled ahead.
+    """Mark a custom op, what ``torch.library.custom_op`` returns, to have its kernels compiled ahead.
 
     Its function also runs on fake tensors and then launches nothing (`noting`). It reads no values and keeps no tensor.
     """

@@ -27,7 +27,7 @@ OF_MODELS = (
     Flag(
         "text",
         "--config FILE.yaml",
-        "keys of a run in a file for every model. Without it a run has those of its own config.yaml, and all models "
+        "keys of a run in a file for every model. Without it a run has its own config.yaml, and all models "
         "have the rows, template, length and packing of the first run",
     ),
     Flag("switch", "--json", "print JSON"),

@@ -37,7 +37,7 @@ usage: surogate export [RUN] --to hub://USER/NAME [--public] [--base-model HUB_I
   --ollama FILE        write a Modelfile too: the chat template, stop texts and parameters for `ollama create`
   --adapter DIR        an adapter, a run or a checkpoint to fold into MODEL
 
-The token is that of `hf auth login` or HF_TOKEN. Paths of this machine and secrets are left out of what is sent.
+The token comes from `hf auth login` or HF_TOKEN. Paths of this machine and secrets are left out of what is sent.
 """
 
 FLAGS = Flags(

@@ -61,8 +61,8 @@ class SparseBlock(Qwen3Attention):
 
     def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """[N, D] → [N, D], and what the router reports."""
-        x = x + self.attention(ops.rms_norm(x, self.input_norm, self.eps), tables)
-        h = ops.rms_norm(x, self.post_norm, self.eps)
+        x = x + self.attention(self.normed(x, self.input_norm), tables)
+        h = self.normed(x, self.post_norm)
         logits_NE = self.scores(h)
         routes = dsl.Routes.of(logits_NE, self.choices, renormalise=self.renormalise)
         gate_RI, up_RI = dsl.project(h, routes, self.gate, self.up)

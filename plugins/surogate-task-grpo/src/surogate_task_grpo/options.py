@@ -105,7 +105,7 @@ class GRPOOptions:
     """Weight of each reward by its name; a reward that is not named has weight 1."""
     reward_model: Annotated[str | None, bundles.Flat("reward_model")] = None
     """A model of `surogate reward`: a directory, a run, or a hub id. Its score of each completion is the reward
-    `reward_model`, beside those of the environment; `reward_weights` may give it a weight.
+    `reward_model`, beside the environment's rewards; `reward_weights` may give it a weight.
     """
     environment_workers: Annotated[
         Annotated[int, Interval(ge=1, le=4096)] | None, bundles.Flat("environment_workers")

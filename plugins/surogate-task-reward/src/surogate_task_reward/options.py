@@ -15,7 +15,7 @@ class RewardOptions:
     """Keys of `task=reward`."""
 
     margin: Annotated[float, Ge(0), bundles.Flat("reward_margin")] = 0.0
-    """By how much the score of the chosen answer is to exceed that of the rejected one."""
+    """Margin by which the score of the chosen answer should exceed the score of the rejected one."""
     centre: Annotated[float, Ge(0), bundles.Flat("reward_centre")] = 0.0
     """Weight of the squared sum of the two scores, which keeps the scores around 0 (arXiv 2312.09244); 0.01 is usual.
     TRL calls it `center_rewards_coefficient`."""
