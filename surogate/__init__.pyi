@@ -291,8 +291,9 @@ def sft(
         shard_weights: Share out the weights of layers, as `zero_level=3` does. At level 1 every GPU keeps whole
             gradient sums, which are reduced once a step; level 2 becomes 3. With `lora` the frozen base, in the
             form in which it is kept.
-        dp_shard_size: Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and
-            `shard_weights` say. Each such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
+        dp_shard_size: Number of neighbouring GPUs, such as the GPUs of a machine, over which `zero_level` and
+            `shard_weights` distribute tensors. Each such group is a replica of the others. It divides `gpus`; 0 is
+            all GPUs.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
@@ -630,8 +631,9 @@ def pt(
         shard_weights: Share out the weights of layers, as `zero_level=3` does. At level 1 every GPU keeps whole
             gradient sums, which are reduced once a step; level 2 becomes 3. With `lora` the frozen base, in the
             form in which it is kept.
-        dp_shard_size: Neighbouring GPUs, such as those of a machine, that share out what `zero_level` and
-            `shard_weights` say. Each such group is a replica of the others. It divides `gpus`; 0 is all GPUs.
+        dp_shard_size: Number of neighbouring GPUs, such as the GPUs of a machine, over which `zero_level` and
+            `shard_weights` distribute tensors. Each such group is a replica of the others. It divides `gpus`; 0 is
+            all GPUs.
         exact_reduction: Add gradients in an order that makes 1, 2, 4 and 8 equal GPUs give equal bits. auto: with
             `lora`.
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
