@@ -221,6 +221,7 @@ def test_mistakes_in_a_defaults_list(
 # ---------------------------------------------------------------------------------- sweeps
 
 
+@pytest.mark.slow_cases("args0", "args1")
 @pytest.mark.parametrize(
     ("args", "directories"),
     [

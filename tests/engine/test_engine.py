@@ -169,7 +169,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.slow_cases("qkv", "ffn", "swiglu", "rmsnorm", "budget 0.6")
+@pytest.mark.slow_cases("qkv", "att", "ffn", "swiglu", "rmsnorm", "budget 0.0", "budget 0.6")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recompute_changes_no_bit(policy: str) -> None:
     """Also under dropout: the mask is drawn again, the same."""

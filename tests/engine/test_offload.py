@@ -69,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_cases("bf16 masters-cpu")
+@pytest.mark.slow_cases("bf16 masters-cpu", "normuon, bf16-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_all_kinds_on_the_host_change_no_bit(case: str, device: str) -> None:

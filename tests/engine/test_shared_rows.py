@@ -147,7 +147,7 @@ def close_to_one_rank(world: int, context: int, **changes: Any) -> None:
     assert difference < 5e-5, name
 
 
-@pytest.mark.slow_cases("dropout in two groups")
+@pytest.mark.slow_cases("dropout in two groups", "four ranks, two heads of keys", "one group, two replicas")
 @pytest.mark.parametrize(
     ("world", "context", "changes"),
     [
@@ -168,7 +168,7 @@ def test_ranks_that_share_rows_train_like_one(world: int, context: int, changes:
     close_to_one_rank(world, context, **changes)
 
 
-@pytest.mark.slow_cases("rows apart-default", "rows apart-linear", "rows apart-yarn", "rows apart-llama3")
+@pytest.mark.slow_cases("-default", "-linear", "-llama3", "-proportional", "rows apart-yarn")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("context", [1, 2], ids=["rows apart", "shared rows"])
 def test_every_rope_has_the_angles_of_one_rank(kind: str, context: int) -> None:

@@ -52,6 +52,7 @@ def requests(sampling: Sampling, held: tuple[int, ...] = ()) -> list[Request]:
     ]
 
 
+@pytest.mark.slow_cases("hot", "tempered", "filters")
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("name", list(SAMPLINGS))
 def test_held_rows_keep_to_their_grammars_and_free_rows_keep_their_bits(shared, name, stepped):
