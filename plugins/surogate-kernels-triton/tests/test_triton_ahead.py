@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,7 +75,20 @@ def _gradients(p: float) -> tuple[Callable[..., Any], list[Any]]:
     return adapters._backward, [empty(N, 64), x, u, panel, empty(2, dtype=torch.int32), 176, [64], 16, 1.0, p, [3]]
 
 
+def _attention(**named: Any) -> tuple[Any, list[Any]]:
+    """The op is one of `packed_attention`, whose functions are found by its name."""
+    import surogate_kernels_triton.attention
+
+    assert surogate_kernels_triton.attention.kernel().knows >= named.keys()
+    op = torch.ops.surogate_triton.attention.default
+    rows = [empty(N, heads, 64) for heads in (4, 2, 2)]
+    arguments = [*rows, empty(3, dtype=torch.int32), 0.1, *named.values()]
+    return SimpleNamespace(_opoverload=op, _init_fn=ahead.launching[op]), arguments
+
+
 CASES = {
+    "attention": _attention,
+    "attention, window and sinks": lambda: _attention(window=64, softcap=0.0, sinks=empty(4)),
     "norm": _norm,
     "swiglu": _swiglu,
     "adapted": lambda: _adapted(0.0),
