@@ -76,8 +76,10 @@ class Actor:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"POLL": 0.01, "WINDOW": 0.02, "LEAVE": 0.1, "END_SECONDS": 0.3}.items():
+    for name, seconds in {"POLL": 0.01, "END_SECONDS": 0.3}.items():
         monkeypatch.setattr(watch, name, seconds)
+    monkeypatch.setattr("surogate_core.launch.supervisor.WINDOW", 0.02)
+    monkeypatch.setattr("surogate_core.launch.child.LEAVE", 0.1)
 
 
 class Head:
