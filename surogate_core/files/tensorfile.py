@@ -201,6 +201,12 @@ class TensorFile(Mapping[str, "Tensor"]):
         found.infos = views
         return found
 
+    def renamed(self, names: Mapping[str, str]) -> TensorFile:
+        """The file with those tensors alone that have another name here, under it."""
+        found = copy.copy(self)
+        found.infos = {names[name]: info for name, info in self.infos.items() if name in names}
+        return found
+
     def copy_into(self, name: str, target: Tensor) -> None:
         """Copy a tensor into `target` (contiguous, same shape, any device), a piece at a time.
 

@@ -40,6 +40,8 @@ class CardFacts:
     """Hub id or directory of the model that training began from; None: random weights."""
     base_commit: str | None = None
     """The commit of a hub id."""
+    base_place: str | None = None
+    """As `ModelDir.place`: adapters have the names of the whole model."""
     base_files: Mapping[str, str] = field(default_factory=dict)
     """Weight file of the base → digest of its data."""
     base_overrides: Mapping[str, Any] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from surogate_core.files.tensorfile import TensorWriter, nbytes, write_tensors
 from surogate_core.hf.card import OVERRIDES, USE, CardFacts, card_facts, overrides_note, write_card
 from surogate_core.hf.fused import adapters_joined, rejoined
 from surogate_core.hf.lora_files import CONFIG, MARKER, STACKED_ON, WEIGHTS
+from surogate_core.hf.text_part import OWN
 from surogate_core.hf.tokenizer_files import TokenizerFiles
 from surogate_core.masking import masked
 
@@ -118,9 +119,9 @@ def export_adapter(
     `export_full`.
     """
     own = dict(tensors)
-    ranks = {_PREFIX + module: rank for module, rank in _ranks(own).items()}
+    ranks = {_in_peft(module, card): rank for module, rank in _ranks(own).items()}
     own, parameters = adapters_joined(own, model.fused_tensors() if model else {})
-    named = {_PREFIX + name: tensor for name, tensor in own.items()}
+    named = {_in_peft(name, card): tensor for name, tensor in own.items()}
     whole = {_in_layer(name.rpartition(".")[0]) for name in named if ".lora_" not in name}
     about = {"task_type": task_type, "base_model_name_or_path": base_model, "revision": card.base_commit}
     config = _peft_config(about, dropout, modules_to_save=sorted(whole) or None)
@@ -154,6 +155,12 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase | TokenizerFiles | None, 
     if tokenizer is not None:
         files = tokenizer if isinstance(tokenizer, TokenizerFiles) else TokenizerFiles.of(tokenizer)
         (files or tokenizer).save_pretrained(str(directory))
+
+
+def _in_peft(name: str, card: CardFacts) -> str:
+    """A name as PEFT has it."""
+    is_placed = card.base_place is not None and name.startswith(OWN)
+    return f"{_PREFIX}{card.base_place}{name.removeprefix(OWN)}" if is_placed else _PREFIX + name
 
 
 def _in_layer(module: str) -> str:

@@ -24,6 +24,7 @@ from surogate_core.files.tensorfile import FLOATS, TensorFile, file_digest
 from surogate_core.hf.card import OVERRIDES
 from surogate_core.hf.contents import differences
 from surogate_core.hf.expert_adapters import OfAllExperts, is_of_all_experts
+from surogate_core.hf.text_part import OWN, PLACE
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +113,7 @@ class LoraAdapter:
             why = f"; {pickles[0]} is a pickle, which is never read" if pickles else ""
             fix = "load it with PEFT and save_pretrained it again" if pickles else "copy the complete adapter again"
             raise UserError(f"{key} {path}: {WEIGHTS} is missing{why}. Fix: {fix}.")
-        file = TensorFile(path / WEIGHTS)
+        file = _of_text(TensorFile(path / WEIGHTS))
         ranks = _by_pattern(path, values.get("rank_pattern") or {}, rank)
         if problems := _wrong_tensors(file, PREFIX, ranks, values.get("modules_to_save") or ()):
             raise _bad(path, key, problems)
@@ -492,6 +493,11 @@ def _wrong_pattern(key: str, patterns: Any) -> list[str]:
         if (why := wrong_pattern(pattern)) is not None:
             problems.append(f"{key}: {pattern[:100]} {why}")
     return problems
+
+
+def _of_text(file: TensorFile) -> TensorFile:
+    """The tensors by the names of the language model alone, of an adapter for a model of several parts."""
+    return file.renamed({name: name.replace(PREFIX + PLACE, PREFIX + OWN, 1) for name in file.infos})
 
 
 def _wrong_tensors(file: TensorFile, prefix: str, ranks: Callable[[str], int], saved: Collection[str]) -> list[str]:

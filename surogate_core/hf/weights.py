@@ -55,10 +55,18 @@ class ModelDir:
     """A model directory: its configuration, and its tensors by name over all shards."""
 
     def __init__(
-        self, path: Path, config: Mapping[str, Any], files: Mapping[str, TensorFile], where: Mapping[str, str]
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        files: Mapping[str, TensorFile],
+        where: Mapping[str, str],
+        *,
+        place: str | None = None,
     ):
         """Use `open`. `files`: file name → file; `where`: tensor name → file name."""
         self.path = path
+        self.place = place
+        """The prefix that a model of several parts has for ``model.`` of this part; None of a whole model."""
         self.config = config
         """The mapping of ``config.json``."""
         self._files = files
@@ -104,7 +112,17 @@ class ModelDir:
         names = {name: [view.name for view in parts[name]] if name in parts else [name] for name in self._where}
         where = {part: file for name, file in self._where.items() for part in names[name]}
         files = {name: file.split(parts) for name, file in self._files.items()}
-        return ModelDir(self.path, self.config, files, where)
+        return ModelDir(self.path, self.config, files, where, place=self.place)
+
+    def stored_names(self) -> tuple[str, ...]:
+        """The names of all tensors of the files; a quantised weight has several."""
+        return tuple(self._where)
+
+    def part(self, names: Mapping[str, str], config: Mapping[str, Any], *, place: str) -> ModelDir:
+        """A part of the model, which has these tensors (name → its own name) and this configuration."""
+        files = {name: file.renamed(names) for name, file in self._files.items()}
+        where = {new: self._where[old] for old, new in names.items()}
+        return ModelDir(self.path, config, files, where, place=place)
 
     def with_head(self, head: str, embedding: str, *, key: str = TIED) -> ModelDir:
         """The directory of a model whose `key` ties `head` to `embedding`, as its files are: transformers 5 and vLLM
@@ -117,9 +135,10 @@ class ModelDir:
         if head not in names or embedding not in names:
             return self
         if not self.has(head, self.shape(embedding), self._reader(embedding)):
-            return ModelDir(self.path, {**self.config, key: False}, self._files, self._where)
+            return ModelDir(self.path, {**self.config, key: False}, self._files, self._where, place=self.place)
         parts = set((self._parts(head) or {"": head}).values())
-        return ModelDir(self.path, self.config, self._files, {n: f for n, f in self._where.items() if n not in parts})
+        where = {name: file for name, file in self._where.items() if name not in parts}
+        return ModelDir(self.path, self.config, self._files, where, place=self.place)
 
     def has(self, name: str, shape: tuple[int, ...], read: ReadPart, dtype: torch.dtype | None = None) -> bool:
         """Whether a tensor has this shape and the values that `read` gives; compared piece by piece.

@@ -233,8 +233,7 @@ def prepare(found: Named, config: RunConfig, registry: Registry, *, generates: b
     tokenizer, said = _tokenizer(config, found, resolved)
     if resolved.weights is None:
         said = [*said, f"The weights of {resolved.title} are random. A directory or a hub id has trained ones."]
-    if resolved.of_head is not None:
-        said = [*said, resolved.of_head]
+    said = [*said, *(note for note in (resolved.of_text, resolved.of_head) if note is not None)]
     own = generation_config_in(found.files) if found.files is not None else None
     if own is None and resolved.weights is not None:
         own = resolved.weights.generation_config()

@@ -86,6 +86,7 @@ def _card(trained: Trained) -> CardFacts:
         title=config.run_name or Path(config.place).resolve().name,
         base_model=config.model.path if resolved.weights else None,
         base_commit=resolved.commit,
+        base_place=resolved.weights.place if resolved.weights else None,
         base_files=trained.base_files,
         base_overrides=resolved.base_overrides,
         configuration=changed_keys(config),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from surogate_core.hf.export import check_place, export_full, exported_facts, generation_of
     from surogate_core.hf.fused import rejoined
     from surogate_core.hf.lora_files import CONFIG, MARKER, LoraAdapter, fold
+    from surogate_core.hf.text_part import PLACE, text_config, text_part
     from surogate_core.hf.tokenizer_files import TokenizerFiles
     from surogate_core.hf.weights import TIED, generation_config_in
 

@@ -37,6 +37,7 @@ from surogate_core.files.hub import commit_of, split_revision
 from surogate_core.hf.card import config_overrides
 from surogate_core.hf.lora_files import InitialAdapter, another_base, check_merging
 from surogate_core.hf.prequantised import Scheme
+from surogate_core.hf.text_part import text_config, text_part
 from surogate_core.hf.weights import ModelDir, config_in, locate
 from surogate_core.kernels.building.native import assumed
 from surogate_core.kernels.registry import KernelTable
@@ -70,11 +71,13 @@ class ResolvedModel:
     """Keys of the trained base's ``config.json`` that the run changes."""
     of_head: str | None = None
     """A note about a head of its own that config.json denies."""
+    of_text: str | None = None
+    """A note about a model of several parts, of which it is one."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user."""
-        of_head = () if self.of_head is None else (self.of_head,)
+        of_head = tuple(note for note in (self.of_text, self.of_head) if note is not None)
         if self.adapter is None:
             return of_head
         theirs = self.adapter.stack[-1]
@@ -125,14 +128,17 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
     """
     chosen = config.model
     families: Mapping[str, ModelFamily] = registry.all("model")
-    commit = place = None
+    commit = place = of_text = None
     if chosen.path is not None:
         weights_needed = weights_needed and not config.from_scratch
         place = locate(chosen.path, revision=chosen.revision, weights=weights_needed)
         commit = commit_of(place)
-        weights = ModelDir.open(place) if weights_needed else None
-        values = dict(weights.config) if weights else config_in(place)
         title = chosen.path if commit is None else f"{split_revision(chosen.path)[0]}@{commit[:12]}"
+        weights = None
+        if weights_needed:
+            weights, of_text = text_part(ModelDir.open(place), lambda: families, title)
+        given = weights.config if weights else config_in(place)
+        values = dict(text_config(given, families) or given)
     elif chosen.revision is not None:
         raise UserError(
             "model.revision: only a hub id has a revision. Fix: set model=OWNER/NAME, or remove model.revision."
@@ -166,6 +172,7 @@ def resolve_model(config: RunConfig, registry: Registry, *, weights_needed: bool
         commit=commit,
         base_overrides=config_overrides(weights.config, values) if weights else {},
         of_head=own_head_note(title, untied) if untied is not None else None,
+        of_text=of_text,
     )
 
 

@@ -23,6 +23,7 @@ from surogate_core.service.files import (
     generation_of,
     lora_files,
     split_revision,
+    text_part,
 )
 from surogate_core.service.setup import (
     later_checkpoint,
@@ -81,7 +82,7 @@ def merge(
     repo, revision = named_base(base)
     if revision is None and top.base_model == repo and not Path(base).expanduser().is_dir():
         revision = top.base_commit
-    found = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
+    found, of_text = text_part(ModelDir.open(locate(repo, revision=revision, key="--base-model")), families, base)
     model, of_head = read_head_of(found, families, base)
     if fused := _fused_experts(model, stack, families):
         model = model.with_experts(fused)
@@ -110,7 +111,8 @@ def merge(
         or (model.generation_config() if tokenizer is None else generation_of(model, config, tokenizer)),
     )
     modules = {module for adapter in stack for module in adapter.modules}
-    warnings = (*([of_head] if of_head else []), *merge_warnings(base, model, top, used, trained))
+    notes = (note for note in (of_text, of_head) if note is not None)
+    warnings = (*notes, *merge_warnings(base, model, top, used, trained))
     return Merged(used=used, base=base, weights=len(modules), warnings=warnings)
 
 
