@@ -84,4 +84,4 @@ class WeightFormatSpec:
     """A flat key that selects the format if it is true, such as ``qlora_bnb``; None if only `qlora_format` does."""
     adopts: tuple[str, ...] = ()
     """Schemes of quantised checkpoints whose tensors `WeightFormat.adopt` takes, by their names in `hf.prequantised`:
-    ``fine-grained FP8``, ``ModelOpt NVFP4``, ``compressed-tensors NVFP4``."""
+    ``fine-grained FP8``, ``ModelOpt NVFP4``, ``compressed-tensors NVFP4``, ``MXFP4``."""

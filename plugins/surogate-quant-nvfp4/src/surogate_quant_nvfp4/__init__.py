@@ -31,7 +31,7 @@ def surogate_weight_format() -> bundles.WeightFormatSpec:
         flag="qlora_fp4",
         build=build,
         options=NVFP4FormatOptions,
-        adopts=("ModelOpt NVFP4Format", "compressed-tensors NVFP4"),
+        adopts=("ModelOpt NVFP4", "compressed-tensors NVFP4"),
     )
 
 

@@ -31,7 +31,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 BLOCK = 16
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
 """Values that are processed at a time, or one row: they fit into a core's cache, or fill a GPU."""
-UNPACKER = compute.Unpacker(compute.Sources.of(__file__, "surogate_native"), "unpack_nvfp4", title="NVFP4Format")
+UNPACKER = compute.Unpacker(compute.Sources.of(__file__, "surogate_native"), "unpack_nvfp4", title="NVFP4")
 
 
 def _sizes(outputs: int, inputs: int) -> tuple[int, int, int]:
