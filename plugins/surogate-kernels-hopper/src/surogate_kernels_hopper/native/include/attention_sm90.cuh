@@ -1,4 +1,4 @@
-// What the kernels of attention on Hopper share: causal, over packed documents, heads of 128 features in bf16.
+// What the kernels of attention on Hopper share: causal, over packed documents, in bf16.
 //
 // The scheme is FlashAttention-2's (arXiv 2307.08691) with FlashAttention-3's division of labour (arXiv 2407.08608):
 // one warpgroup copies tiles into shared memory, two multiply. The row of documents is cut into tiles of 128 tokens
@@ -12,12 +12,12 @@
 
 namespace surogate {
 
-constexpr int block_rows = 128;             // tokens of a tile
-constexpr int half_rows = 64;               // a warpgroup's share of it
-constexpr u32 big_half = block_rows * 128;  // bytes of a half of a tile of 128 rows
-constexpr u32 big_tile = 2 * big_half;
-constexpr int threads = 3 * warpgroup;
-constexpr int copier_registers = 40, worker_registers = 232;
+// On other architectures the kernels are empty, and nothing needs these.
+[[maybe_unused]] constexpr int block_rows = 128;             // tokens of a tile
+[[maybe_unused]] constexpr int half_rows = 64;               // a warpgroup's share of it
+[[maybe_unused]] constexpr u32 big_half = block_rows * 128;  // bytes of a half of a tile of 128 rows
+[[maybe_unused]] constexpr int threads = 3 * warpgroup;
+[[maybe_unused]] constexpr int copier_registers = 40, worker_registers = 232;
 
 // Where a part of the work stands: slot of a ring and the parity of its barriers.
 template <int slots> struct Place {
@@ -81,62 +81,6 @@ struct Documents {
         last_border = max(last_border, begin);
     }
 };
-
-// A tile of queries and the keys that they see; a warpgroup's 64 of them, of which each thread has two, 8 apart.
-struct Queries {
-    int tile, head, first, begin, last_border;
-    int own_first, own_begin, row, start, start8;
-    __device__ __forceinline__ Queries(int heads, int worker) {
-        // The longest sums begin first.
-        tile = gridDim.x / heads - 1 - blockIdx.x / heads;
-        head = blockIdx.x % heads;
-        first = tile * block_rows;
-        own_first = first + worker * half_rows;
-        row = own_first + threadIdx.x % warpgroup / 32 * 16 + threadIdx.x % 32 / 4;
-    }
-    __device__ __forceinline__ void find(const int *cu_seqlens, int borders, int tokens) {
-        own_begin = start = start8 = 0;
-        const Documents documents(cu_seqlens, borders, tokens, first, min(first + block_rows, tokens) - 1,
-                                  [&](int border) {
-                                      if (border <= own_first) own_begin = border;
-                                      if (border <= row) start = border;
-                                      if (border <= row + 8) start8 = border;
-                                  });
-        begin = documents.begin;
-        last_border = documents.last_border;
-        own_begin = max(own_begin, begin);
-        start = max(start, begin);
-        start8 = max(start8, begin);
-    }
-    __device__ __forceinline__ int blocks() const { return tile - begin / block_rows + 1; }
-    __device__ __forceinline__ int own_blocks() const { return tile - own_begin / block_rows + 1; }
-    __device__ __forceinline__ bool masked(int key_block) const {
-        return key_block + block_rows - 1 > own_first || key_block < last_border;
-    }
-    // Whether accumulator i of a [64, 128] block of scores counts.
-    __device__ __forceinline__ bool sees(int i, int key_block) const {
-        const int key = key_block + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-        return i % 4 < 2 ? key <= row && key >= start : key <= row + 8 && key >= start8;
-    }
-};
-
-// The copier's work behind the tile's own block of keys: the blocks before it, each as soon as a slot is given back.
-__device__ __forceinline__ void copy_keys(const Queries &queries, int tokens, const u16 *k, long long k_row,
-                                          const u16 *v, long long v_row, u32 k_tile, u32 v_tile, u32 full_k,
-                                          u32 empty_k, u32 full_v, u32 empty_v) {
-    Place<2> place;
-    place.next();
-    for (int n = 1; n < queries.blocks(); ++n, place.next()) {
-        const int first = (queries.tile - n) * block_rows;
-        barrier_wait(empty_k + 8 * place.slot, place.parity ^ 1);
-        copy_tile<block_rows>(k_tile + place.slot * big_tile, k, k_row, first, queries.begin, tokens);
-        arrive_with_copies(full_k + 8 * place.slot);
-        barrier_wait(empty_v + 8 * place.slot, place.parity ^ 1);
-        copy_tile<block_rows>(v_tile + place.slot * big_tile, v, v_row, first, queries.begin, tokens);
-        arrive_with_copies(full_v + 8 * place.slot);
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-}
 
 }  // namespace surogate
 

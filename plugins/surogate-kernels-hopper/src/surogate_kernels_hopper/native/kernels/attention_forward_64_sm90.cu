@@ -1,0 +1,3 @@
+#include "attention_forward_sm90.cuh"
+
+SUROGATE_FORWARD(attention_forward_extended, 64, true, false)
