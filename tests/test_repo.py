@@ -242,6 +242,7 @@ OTHER_MEANINGS = {
     "fp8": "a quant_method of Hugging Face",
     "host": "a place of tensors",
     "instruction": "a field of rows",
+    "mistral": "a chat template, and a form of tool calls",
     "mxfp4": "a quant_method of Hugging Face",
     "qwen3": "a chat template",
     "reward": "the value of a completion",

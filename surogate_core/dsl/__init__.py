@@ -7,7 +7,7 @@ A family declares the parameters of a block and writes its forward once, in plai
 
 from surogate_core.dsl import inits
 from surogate_core.dsl.declare import Block, Embedding, Linear, Model, Param, Stack
-from surogate_core.dsl.dims import Dim, Setting, not_computed, read_key
+from surogate_core.dsl.dims import Dim, Setting, not_computed, number_of, read_key
 from surogate_core.dsl.experts import Experts, ExpertSlot, Routes, TracedExperts, project, project_combined
 from surogate_core.dsl.heads import Head, LMHead, ScoreHead
 from surogate_core.dsl.mixers import Attention, Convolution, Recurrence
@@ -40,6 +40,7 @@ __all__ = [
     "TracedSlot",
     "inits",
     "not_computed",
+    "number_of",
     "project",
     "project_combined",
     "read_key",

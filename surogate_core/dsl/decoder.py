@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.declare import Block, Embedding, Linear, Model, Param, Stack
-from surogate_core.dsl.dims import Dim, Setting, not_computed, read_key, size_of
+from surogate_core.dsl.dims import Dim, Number, Setting, not_computed, number_of, read_key, size_of
 from surogate_core.dsl.heads import LMHead
 from surogate_core.dsl.inits import Init
 from surogate_core.dsl.known_keys import check_keys
 from surogate_core.dsl.mixers import Attention
-from surogate_core.dsl.rope import Rope, longest_covered, longest_fixed, of_layer_type, rotated
+from surogate_core.dsl.rope import Rope, of_layer_type, rotated
 from surogate_core.errors import UserError
 from surogate_core.kernels import ops
 
@@ -55,24 +55,31 @@ def attention_slots(
     *,
     bias: bool | Setting = False,
     out_bias: bool | Setting | None = None,
+    **attention: Any,
 ) -> tuple[Linear, Linear, Linear, Linear, Attention]:
-    """(q, k, v, o, attend). `bias`: whether q, k and v have one; `out_bias`: whether o has one, by default as they."""
+    """(q, k, v, o, attend). `bias`: whether q, k and v have one; `out_bias`: whether o has one, by default as they.
+
+    `attention`: further arguments of `Attention`, such as `window` and `scale`.
+    """
     return (
         Linear("self_attn.q_proj", D, heads * head_dim, region="qkv", bias=bias),
         Linear("self_attn.k_proj", D, kv_heads * head_dim, region="qkv", bias=bias),
         Linear("self_attn.v_proj", D, kv_heads * head_dim, region="qkv", bias=bias),
         Linear("self_attn.o_proj", heads * head_dim, D, region="att", bias=bias if out_bias is None else out_bias),
-        Attention(heads, kv_heads, head_dim),
+        Attention(heads, kv_heads, head_dim, **attention),
     )
 
 
 def fused_attention_slots(
-    heads: Dim = H, kv_heads: Dim = K, head_dim: Dim = E, *, bias: bool | Setting = False
+    heads: Dim = H, kv_heads: Dim = K, head_dim: Dim = E, *, bias: bool | Setting = False, **attention: Any
 ) -> tuple[None, None, None, Linear, Linear, Attention]:
-    """(q, k, v, qkv, o, attend) of a family with one projection for queries, keys and values, in this order."""
+    """(q, k, v, qkv, o, attend) of a family with one projection for queries, keys and values, in this order.
+
+    `attention`: as in `attention_slots`.
+    """
     qkv = Linear("self_attn.qkv_proj", D, (heads + kv_heads + kv_heads) * head_dim, region="qkv", bias=bias)
     o = Linear("self_attn.o_proj", heads * head_dim, D, region="att", bias=False)
-    return None, None, None, qkv, o, Attention(heads, kv_heads, head_dim)
+    return None, None, None, qkv, o, Attention(heads, kv_heads, head_dim, **attention)
 
 
 def qk_norms(head_dim: Dim = E, *, init: Init = "ones") -> tuple[Param, Param]:
@@ -158,7 +165,7 @@ class AttentionBlock(Block):
 
     def attention(self, h_ND: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]: the attention of rows after their norm."""
-        q_NHE, k_NKE, v_NKE = self._rotated(*self.projections(h_ND), tables)
+        q_NHE, k_NKE, v_NKE = self.positioned(*self.projections(h_ND), tables)
         return self.o(self.attend(q_NHE, k_NKE, v_NKE, sinks=self.sinks).flatten(1))
 
     def projections(self, h_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +181,7 @@ class AttentionBlock(Block):
         q_NHE, k_NKE, v_NKE = map(self._heads, parts)
         return q_NHE, k_NKE, v_NKE
 
-    def _rotated(
+    def positioned(
         self, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, tables: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after the norms of their heads and RoPE, and the values."""
@@ -254,10 +261,12 @@ class Decoder(Model):
     """Keys of known meaning that the family reads, as `check_keys` takes them."""
     computes: ClassVar[Mapping[str, Any]] = {}
     """Keys of which the family computes one value, as `check_keys` takes them."""
-    rope_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Values of RoPE's keys that a ``config.json`` of the family may leave out, such as ``rope_theta``."""
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Values of other keys that it may leave out, as transformers has them. The model's `config` has them."""
+    """Values of keys that a ``config.json`` of the family may leave out, as transformers has them, such as
+    ``rope_theta``. The model's `config` has them.
+    """
+    default_window: ClassVar[int | None] = None
+    """``sliding_window`` where the key is absent; null is no window."""
 
     def __init__(self, config: Mapping[str, Any]):
         given = {key: value for key, value in config.items() if value is not None or key not in self.defaults}
@@ -284,6 +293,11 @@ class Decoder(Model):
             reads=(*self.reads, *layered),
             computes={**normed, **self.computes},
         )
+        numbers: dict[str, Number] = {"the embedding": self.embed.scale, "the branches": self._block.residual}
+        if isinstance(self.head, LMHead):
+            numbers |= {"the logits": self.head.scale, "the soft cap": self.head.softcap}
+        for what, number in numbers.items():
+            number_of(number, self.config, f"the factor of {what}")
 
     def default_type(self, number: int) -> str | None:
         """The type of a layer where ``layer_types`` is absent; None in a family that does not read it.
@@ -299,22 +313,27 @@ class Decoder(Model):
         defaults = [self.default_type(number) for number in range(count)]
         if None in defaults:
             return ()
-        return _checked_types(self.config, defaults if given is None else given, count)
+        return _checked_types(self.window, defaults if given is None else given, count)
+
+    @property
+    def window(self) -> Any:
+        """The positions that layers with a window see; None without."""
+        return self.config.get("sliding_window", self.default_window)
 
     def layer_config(self, number: int) -> Mapping[str, Any]:
-        """With the layer's type, in a family that reads them."""
+        """With the layer's type and the window, in a family that reads them."""
         types = self.layer_types
         return self.type_config(types[number]) if types else self.config
 
     def type_config(self, layer_type: str) -> Mapping[str, Any]:
         """The configuration of the layers of one type. A family whose types differ in sizes gives them here."""
-        return {**self.config, LAYER_TYPE: layer_type}
+        return {**self.config, LAYER_TYPE: layer_type, "sliding_window": self.window}
 
     def rope_config(self, layer_type: str) -> Mapping[str, Any]:
         """The ``config.json`` from which the RoPE of the layers of one type is read; the type is empty if a family does
         not read them.
         """
-        return of_layer_type({**self.rope_defaults, **self.config}, layer_type)
+        return of_layer_type(self.config, layer_type)
 
     def ropes(self) -> dict[str, Rope]:
         """The end of the tables' names → the RoPE. The end is empty if all layers have one."""
@@ -334,16 +353,6 @@ class Decoder(Model):
         return {f"{name}{end}": table for end, tables in found.items() for name, table in tables.items()}
 
     @property
-    def positions(self) -> float:
-        """As of any model, with the family's defaults of RoPE."""
-        return longest_covered({**self.rope_defaults, **self.config})
-
-    @property
-    def fixed_positions(self) -> float:
-        """As of any model, with the family's defaults of RoPE."""
-        return longest_fixed({**self.rope_defaults, **self.config})
-
-    @property
     def _block(self) -> type[AttentionBlock]:
         """The block of the first layers. All have its sizes of attention."""
         stack = self.layers[0] if isinstance(self.layers, tuple) else self.layers
@@ -351,7 +360,7 @@ class Decoder(Model):
         return stack.block
 
 
-def _checked_types(config: Mapping[str, Any], given: Any, count: int) -> tuple[str, ...]:
+def _checked_types(window: Any, given: Any, count: int) -> tuple[str, ...]:
     """The types of `count` layers. Raises `UserError` for another number, another type, or a window that is missing."""
     if not isinstance(given, list | tuple) or len(given) != count:
         found = f"has {len(given)} entries" if isinstance(given, list | tuple) else f"is {given!r}"
@@ -363,7 +372,6 @@ def _checked_types(config: Mapping[str, Any], given: Any, count: int) -> tuple[s
         raise not_computed(
             [f"`layer_types` has layers of type `{other[0]}`, and only {FULL} and {SLIDING} are available"]
         )
-    window = config.get("sliding_window")
     if SLIDING in given and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise UserError(
             f"config.json: `layer_types` has layers with a sliding window, and `sliding_window` is {window!r}. "

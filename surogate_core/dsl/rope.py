@@ -74,8 +74,8 @@ class Rope:
         if self.parameters.get("attention_factor") is not None:
             return self._number("attention_factor", above=0.0)
         if self.kind == "longrope":
-            longer = self._number("factor", above=0.0, default=self._max_positions / self._original)
-            return 1.0 if longer <= 1 else math.sqrt(1 + math.log(longer) / math.log(self._original))
+            longer = self._number("factor", above=0.0, default=self._max_positions / self.original)
+            return 1.0 if longer <= 1 else math.sqrt(1 + math.log(longer) / math.log(self.original))
         factor = self._yarn_factor
         mscale, all_dim = (self._number(key, above=-math.inf, default=0.0) for key in ("mscale", "mscale_all_dim"))
         if mscale and all_dim:
@@ -124,7 +124,7 @@ class Rope:
     @property
     def _yarn_factor(self) -> float:
         if "factor" in self.parameters and self.parameters["factor"] is None:
-            return self._max_positions / self._original
+            return self._max_positions / self.original
         return self._factor
 
     @property
@@ -132,7 +132,7 @@ class Rope:
         return _checked("max_position_embeddings", read_key(self.config, "max_position_embeddings"), least=1.0)
 
     @property
-    def _original(self) -> float:
+    def original(self) -> float:
         """Positions that the model was trained on before scaling."""
         key = _ORIGINAL
         beside = self.config.get(key)
@@ -366,7 +366,7 @@ def _dynamic(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
 
 def _yarn(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
     """Fast dims unchanged, slow ones divided by the factor, a ramp between."""
-    size, theta, original = rope.rotary, rope.theta, rope._original
+    size, theta, original = rope.rotary, rope.theta, rope.original
     fast = rope._number("beta_fast", above=0.0, default=32)
     slow = rope._number("beta_slow", above=0.0, default=1)
 
@@ -390,7 +390,7 @@ def _longrope(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor
     short, long = (1.0 / (rope.factors(key, exponents) * rope.theta**exponents) for key in _FACTORS)
     if lengths_N is None:
         return short
-    return torch.where((lengths_N > rope._original)[:, None], long, short)
+    return torch.where((lengths_N > rope.original)[:, None], long, short)
 
 
 def _proportional(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
@@ -403,7 +403,7 @@ def _proportional(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Te
 
 def _llama3(rope: Rope, exponents: Tensor, lengths_N: Tensor | None) -> Tensor:
     """Short waves unchanged, long ones stretched by the factor, a blend between."""
-    factor, original = rope._factor, rope._original
+    factor, original = rope._factor, rope.original
     low = rope._number("low_freq_factor", above=0.0)
     high = rope._number("high_freq_factor", above=low)
     plain = _default(rope, exponents, None)

@@ -15,9 +15,11 @@ from surogate_core.errors import UserError
 from surogate_core.plugins.registry import model_families
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3-moe": "qwen3moe", "gemma3": "gemma3"}
+ARCHITECTURES |= {"mistral": "llama", "smollm3": "smollm3", "granite": "granite"}
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"mlp_only_layers": []},  # llama.cpp has experts in every layer
     "gemma3": {"sliding_window_pattern": 6},
+    "mistral": {"sliding_window": None},
 }
 
 
@@ -54,6 +56,9 @@ def test_every_tensor_of_a_shipped_family_has_a_place_in_a_gguf_file(name: str) 
     [
         ("qwen3-moe", {"norm_topk_prob": False}, "`norm_topk_prob` is false; qwen3moe always divides"),
         ("qwen2", {"head_dim": 96}, "`head_dim` is another width of attention than hidden_size, which qwen2 lacks"),
+        ("mistral", {"sliding_window": 64}, "`sliding_window` is 64, and llama.cpp lets every token"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "`no_rope_layers` is not every fourth layer"),
+        ("smollm3", {"use_sliding_window": True}, "`use_sliding_window`: llama.cpp computes this model without"),
     ],
 )
 def test_a_family_refuses_what_the_reader_of_the_file_lacks(name: str, changes: dict[str, Any], reason: str) -> None:

@@ -21,6 +21,7 @@ import yaml
 
 from surogate_core.plugin import UserError, bundles
 from surogate_core.service.engine import distinct, pieces
+from surogate_testing import tiny
 from surogate_testing.parity import LENGTHS, TINY, TOLERANCE, ModelPair, Record
 
 SHAPE = (
@@ -93,6 +94,8 @@ class FamilyFacts:
     """Name → changes of the small random model that is compared with transformers'."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keys of every such model besides `TINY`."""
+    targets: Sequence[str] = tiny.TARGETS
+    """Projections that get an adapter in the test of adapters."""
     exported: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the model whose export is compared."""
     lengths: Sequence[int] = LENGTHS
@@ -113,6 +116,11 @@ class FamilyFacts:
         """What the plugin offers."""
         found: bundles.ModelFamily = self.plugin.surogate_model_family()
         return found
+
+    @property
+    def short(self) -> Sequence[int]:
+        """`lengths`, and documents of one and of two tokens."""
+        return tuple(dict.fromkeys((1, 2, *self.lengths)))
 
     def tiny(self, **changes: Any) -> dict[str, Any]:
         """The preset ``tiny`` with changes."""
@@ -187,7 +195,9 @@ class FamilyTests:
 
     def test_a_preset_has_the_published_shape(self, known: str) -> None:
         """What the number of parameters does not show: how the features are split into heads, and the base of RoPE."""
-        assert tuple(self.facts.family.presets[known].get(key) for key in SHAPE) == self.facts.published[known][1:]
+        preset = self.facts.family.presets[known]
+        preset = {**(preset.get("rope_parameters") or {}), **preset}
+        assert tuple(preset.get(key) for key in SHAPE) == self.facts.published[known][1:]
 
     def test_presets_are_published_or_tiny_and_are_json(self) -> None:
         presets = self.facts.family.presets
@@ -223,15 +233,14 @@ class FamilyTests:
         assert self.facts.tensors(config) == self.facts.expected(config)
         assert model.tied == theirs.tie_word_embeddings
         assert model.head.eps.value(model.config) == theirs.rms_norm_eps
-        features = theirs.to_dict().get("head_dim") or theirs.hidden_size // theirs.num_attention_heads
-        exponents = torch.arange(0, features, 2) / features
+        rotary = self.facts.architecture(theirs).model.rotary_emb
         tables = model.tables(torch.arange(4, dtype=torch.int32), torch.float32)
-        for kind in self.facts.ropes or ("",):
-            end = f"_{kind}" if kind else ""
-            parameters = theirs.rope_parameters[kind] if kind else theirs.rope_parameters
-            angles = torch.arange(4.0)[:, None] / parameters["rope_theta"] ** exponents
-            torch.testing.assert_close(tables[f"cos{end}"], angles.cos())
-            torch.testing.assert_close(tables[f"sin{end}"], angles.sin())
+        for end in (name.removeprefix("cos") for name in tables if name.startswith("cos")):
+            found = rotary(torch.empty(0), torch.arange(4)[None], *([end[1:]] if end else []))
+            for name, expected in zip(("cos", "sin"), found, strict=True):
+                table = tables[f"{name}{end}"]
+                torch.testing.assert_close(table, expected[0, :, : table.shape[1]])
+                assert expected.shape[2] in (table.shape[1], 2 * table.shape[1])
 
     def test_logits(self, case: str, record_testsuite_property: Record) -> None:
         error = self.facts.pair(**self.facts.cases[case]).logits_error()
@@ -246,12 +255,12 @@ class FamilyTests:
 
     def test_a_token_of_one_document_changes_no_bit_of_another(self) -> None:
         """Documents of one token, of two, and longer ones, each changed in turn."""
-        pair = self.facts.pair((1, 2, *self.facts.lengths), **self.facts.exported)
+        pair = self.facts.pair(self.facts.short, **self.facts.exported)
         assert not pair.leaks(), "these documents see others"
 
     def test_greedy_text(self) -> None:
         """Generation equals transformers' forward, from prompts of each length, well past any window."""
-        pair = self.facts.pair((1, 2, *self.facts.lengths), **self.facts.exported)
+        pair = self.facts.pair(self.facts.short, **self.facts.exported)
         own, theirs = pair.greedy(24)
         assert own == theirs
 
@@ -276,4 +285,5 @@ class DenseFamilyTests(FamilyTests):
         assert mixed.logits_error() > 100 * TOLERANCE, "the scaling must matter"
 
     def test_the_exported_adapter(self, tmp_path: Path) -> None:
-        assert self.facts.pair(tie_word_embeddings=True).adapter_export_error(tmp_path / "adapter") <= TOLERANCE
+        pair = self.facts.pair(tie_word_embeddings=True)
+        assert pair.adapter_export_error(tmp_path / "adapter", targets=self.facts.targets) <= TOLERANCE

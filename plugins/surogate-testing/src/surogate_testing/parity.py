@@ -178,18 +178,18 @@ class ModelPair:
         ensure(not info["unexpected_keys"], f"transformers does not expect {info['unexpected_keys']}")
         return self._first_error(loaded, engine)
 
-    def adapter_export_error(self, path: Path) -> float:
+    def adapter_export_error(self, path: Path, *, targets: Sequence[str] = tiny.TARGETS) -> float:
         """After a step from PEFT's adapters, the logits of the exported adapter in PEFT."""
         from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
         state = self.state()
         torch.manual_seed(1)
-        settings = LoraConfig(r=4, lora_alpha=8, target_modules=list(tiny.TARGETS), task_type="CAUSAL_LM")
+        settings = LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM")
         adapted = get_peft_model(self.reference, settings)
         prefix = "base_model.model."
         adapters = {n.removeprefix(prefix): t.clone() for n, t in get_peft_model_state_dict(adapted).items()}
         base = adapted.unload()
-        engine = self.engine({**state, **adapters}, lora=tiny.lora(4, scale=2.0))
+        engine = self.engine({**state, **adapters}, lora=tiny.lora(4, scale=2.0, targets=targets))
         return self._adapted_error(path, engine, base)
 
     def own_adapter_error(self, path: Path, targets: Sequence[str] = tiny.TARGETS, **others: Any) -> float:
