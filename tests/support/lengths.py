@@ -19,7 +19,7 @@ class Lengths:
         self._turns = turns
         self._replies: dict[Any, list[str]] = {}
 
-    def tasks(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem]:
+    def problems(self, numbers: Sequence[int], seed: int) -> list[EnvironmentProblem]:
         return [EnvironmentProblem(messages=({"role": "user", "content": f"Say {n}"},)) for n in numbers]
 
     def start(self, episodes: Sequence[tuple[Any, EnvironmentProblem]], *, groups: Sequence[Any]) -> None:
