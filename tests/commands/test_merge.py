@@ -15,14 +15,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from surogate_command_export.merge import merge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.data.text.tokenizer import TOKENIZER_FILES
+from surogate_core.hf.card import CardFacts
+from surogate_core.hf.export import export_adapter, export_full
 from surogate_core.inference.generation import named, prepare
 from surogate_core.plugins.registry import Registry
+from surogate_testing import tiny
 
 KILL_MERGE = Path(__file__).parents[2] / "scripts" / "kill_merge.py"
 IDS = torch.arange(300).reshape(1, 300)
@@ -255,3 +260,36 @@ def test_a_merge_takes_what_was_saved_last_and_says_what_is_later(
     capsys.readouterr()
     assert main(["merge", *arguments]) == 2
     assert re.search(r"checkpoint-1: manifest.json cannot be read.* Fix: name the checkpoint", capsys.readouterr().err)
+
+
+def test_experts_in_mxfp4_that_no_adapter_changes(tmp_path: Path, installed: Registry) -> None:
+    """All of a layer are in one tensor, and are written dequantised beside the projections that are folded in."""
+    family = installed.get("model", "gpt-oss")
+    config = {**family.presets["tiny"], "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 32}
+    engine = tiny.engine(config, build=family.build, lora=tiny.lora(rank=4, targets=("attention",)))
+    base, card = tmp_path / "base", CardFacts(title="base")
+    tensors, fused = engine.parameters.base_tensors(), engine.model.fused_tensors()
+    export_full(base, tensors, config=config, tokenizer=None, card=card, fused=fused)
+    held = load_file(base / "model.safetensors")
+    expected = {}
+    for name in fused:
+        count, inputs, rows = held.pop(name).shape
+        shape, generator = (count, rows, inputs // 32), torch.Generator().manual_seed(inputs)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, shape, generator=generator, dtype=torch.uint8)
+        held |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    save_file(held, base / "model.safetensors")
+    values = {**config, "quantization_config": {"quant_method": "mxfp4"}}
+    (base / "config.json").write_text(json.dumps(values))
+    engine.train_step(tiny.batches(0), step=0, lr=0.1).read()
+    adapters = engine.parameters.adapter_tensors()
+    export_adapter(
+        tmp_path / "adapter", adapters, rank=4, alpha=8, dropout=0.0, base_model=None, card=card, model=engine.model
+    )
+    merge(str(base), tmp_path / "adapter", tmp_path / "merged", families=lambda: installed.all("model"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(merged[name], value) for name, value in expected.items())
+    assert merged.keys() == {name.split("_blocks")[0] for name in held if not name.endswith("_scales")}
+    changed = {name for name in merged.keys() & held.keys() if not torch.equal(merged[name], held[name])}
+    assert changed == {f"model.layers.0.self_attn.{which}_proj.weight" for which in "qkvo"}

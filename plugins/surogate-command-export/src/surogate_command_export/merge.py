@@ -230,14 +230,15 @@ def _read(
 def _fused_experts(
     model: ModelDir, stack: Sequence[LoraAdapter], families: Callable[[], Mapping[str, bundles.ModelFamily]]
 ) -> Mapping[str, Fused]:
-    """The tensors of all experts of the base, if it or an adapter has any: only its family knows how they are laid out.
+    """The tensors of all experts of the base, if an adapter or a quantised base needs them taken apart: only its family
+    knows how they are laid out.
 
     Raises `UserError` if no installed family reads the base.
     """
     fused = next((name for name in model.names() if ".experts." in name and len(model.shape(name)) == 3), None)
     on_experts = any(".experts." in module for adapter in stack for module in adapter.modules)
     together = next((adapter for adapter in stack if adapter.of_all_experts is not None), None)
-    if together is None and (fused is None or not on_experts):
+    if together is None and (fused is None or not (on_experts or model.is_quantised(fused))):
         return {}
     kind = model.config.get("model_type")
     family = next((family for family in families().values() if kind in family.hf_model_types), None)
