@@ -34,7 +34,7 @@ def judge() -> Any:
     made = RewardModel.__new__(RewardModel)
     made._shape, made._ending, made._weights = SHAPE, (2, 201), mock.sentinel.weights
     made._context = SimpleNamespace(stopped=lambda: False, together=bundles.Together())
-    with mock.patch("surogate_task_grpo.reward_model.logits_of", logits_of):
+    with mock.patch("surogate_task_grpo.reward_model.inference.logits_of", logits_of):
         yield made
 
 
