@@ -1,4 +1,4 @@
-"""Surogate plugin: the OLMo 3 model family."""
+"""Surogate plugin: the OLMo 2 and 3 model family."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def surogate_config_path() -> str:
 
 @hookimpl
 def surogate_model_family() -> bundles.ModelFamily:
-    """OLMo 3."""
+    """OLMo 2 and 3."""
     from surogate_model_olmo3.presets import PRESETS
 
-    return bundles.ModelFamily(name="olmo3", hf_model_types=("olmo3",), build=_build, presets=PRESETS)
+    return bundles.ModelFamily(name="olmo3", hf_model_types=("olmo3", "olmo2"), build=_build, presets=PRESETS)
 
 
 def _build(config: Mapping[str, Any]) -> dsl.Model:

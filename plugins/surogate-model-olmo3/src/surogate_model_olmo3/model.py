@@ -1,4 +1,7 @@
-"""OLMo 3 (allenai/Olmo-3): OLMo 2's blocks, some of them with a window, and a RoPE for each kind."""
+"""OLMo 2 (arXiv 2501.00656) and OLMo 3, which has a window in some layers and a RoPE for each kind.
+
+Norms are behind the branches, and those of queries and keys over all heads together.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ EPS = dsl.Setting("rms_norm_eps", default=1e-5)
 THETA = 500_000.0
 
 
-class Olmo3Block(decoder.DenseBlock):
-    """One decoder layer."""
+class OlmoBlock(decoder.DenseBlock):
+    """One decoder layer, with a window if its type is sliding."""
 
     eps = EPS
     q, k, v, o, attend = decoder.attention_slots(
@@ -26,13 +29,19 @@ class Olmo3Block(decoder.DenseBlock):
     feedforward_norm = dsl.Param("post_feedforward_layernorm.weight", decoder.D)
 
 
-class Olmo3(decoder.Decoder):
-    """The causal language model."""
+class Olmo2(decoder.Decoder):
+    """The causal language model of OLMo 2."""
 
-    family, architecture = "olmo3", "Olmo3ForCausalLM"
-    layers = dsl.Stack(Olmo3Block, decoder.LAYERS, decoder.PREFIX)
+    family, architecture = "olmo2", "Olmo2ForCausalLM"
+    layers = dsl.Stack(OlmoBlock, decoder.LAYERS, decoder.PREFIX)
     head = replace(decoder.Decoder.head, eps=EPS)
     reads = ("attention_bias",)
+
+
+class Olmo3(Olmo2):
+    """The causal language model of OLMo 3."""
+
+    family, architecture = "olmo3", "Olmo3ForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"rope_theta": THETA}
     default_window = 4096
 
@@ -63,4 +72,6 @@ class Olmo3(decoder.Decoder):
         return {**self.config, "rope_scaling": scaling}
 
 
-build = Olmo3.build
+def build(config: Mapping[str, Any]) -> decoder.Decoder:
+    """The model of a ``config.json``, by its ``model_type``."""
+    return (Olmo2 if config.get("model_type") == "olmo2" else Olmo3).build(config)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from surogate_core.plugin import UserError, bundles
 from surogate_core.service.engine import distinct, pieces
@@ -143,8 +144,14 @@ class FamilyFacts:
 
     def expected(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """The same of transformers' class."""
+        kind, values = config.get("model_type"), json.loads(json.dumps(config))
+        own = kind in (None, self.config.model_type)
         with torch.device("meta"):
-            model = self.architecture(self.config(**json.loads(json.dumps(config))))
+            model = (
+                self.architecture(self.config(**values))
+                if own
+                else AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+            )
         buffers = {name: b for name, b in model.named_buffers() if name in model.state_dict()}
         return {name: tuple(p.shape) for name, p in ({**dict(model.named_parameters()), **buffers}).items()}
 
