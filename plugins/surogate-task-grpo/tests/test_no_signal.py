@@ -6,7 +6,7 @@ from surogate_task_grpo.play import Played
 
 def group(*rewards, reason="stop", fault=False, detail=""):
     return [
-        Played(key=(0, i), task=None, reward=reward, reason=reason, fault=fault and reward is None, detail=detail)
+        Played(key=(0, i), problem=None, reward=reward, reason=reason, fault=fault and reward is None, detail=detail)
         for i, reward in enumerate(rewards)
     ]
 

@@ -26,7 +26,7 @@ def episode(number, place, reward, *, length=4, reason="stop", detail=""):
     fault = reason not in ("stop", "length")
     return Played(
         key=(number, place),
-        task=TASK,
+        problem=TASK,
         samples=[sample],
         replies=["text"],
         answers=[[]],
