@@ -340,6 +340,7 @@ def _logits(model: dsl.Model) -> tuple[Any, ...]:
     source, longest = tiny.random_source(), longest_of(model)
     generator = torch.Generator().manual_seed(0)
     x_ND, shapes = torch.randn(longest, model.width, generator=generator), []
+    x_ND = x_ND * model.embed_scale(x_ND.dtype)
     tables = _tables(model, [longest])
     for prefix, block in model.blocks(longest):
         shapes.append((prefix, tuple(_shapes(block))))
