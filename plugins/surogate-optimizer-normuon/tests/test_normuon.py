@@ -224,7 +224,7 @@ def test_stacks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound on temporary memory: one matrix at a time as all of a shape together, but for the product's rounding."""
     found = []
     for size in (1, 1 << 24):
-        monkeypatch.setitem(normuon.CHUNK, "cuda", size)
+        monkeypatch.setitem(adamw_8bit.CHUNK, "cuda", size)
         groups = make_groups()
         optimizer = make(groups)
         for number in range(3):
