@@ -155,7 +155,7 @@ def test_architecture_names_functions_that_exist():
     """``FILE``: ``NAME``, ``NAME`` in the table "Where is what": each NAME is defined in FILE."""
     table = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("\n## Where is what\n")[2]
     table = table.partition("\n## ")[0]
-    named = re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", table)
+    named = re.findall(r"`([\w/-]+\.py)`: ((?:`\w+`(?:, )?)+)", table)
     assert len(named) > 20
     for file, names in named:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
