@@ -92,7 +92,6 @@ def test_the_core_conforms() -> None:
     }
     fabrics = {f"fabric {spec.name}" for spec in FABRICS}
     subjects |= {f"schedule {name}" for name in ("linear", "cosine", "wsd", "constant")}
-    subjects |= {f"advantage {name}" for name in ("group", "mean", "batch", "rloo", "maxrl", "opo")}
     subjects |= {f"tool_parser {name}" for name in ("hermes", "qwen3-coder", "llama3", "mistral")}
     subjects |= {f"command {command.name}" for command in commands_of(core_plugin())}
     assert {c.subject for c in found} == subjects | fabrics

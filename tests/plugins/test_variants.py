@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from surogate_core import bundles
+from surogate_core import bundles, dsl
 from surogate_core.data.encoded import Encoded
 from surogate_core.dsl import Routes, project
 from surogate_core.dsl.sides import TOKENS, router_figures
@@ -494,11 +494,11 @@ def test_faults_of_formats_are_named(case: str) -> None:
 class Idle(tiny.TinyBlock):
     """Has a weight that it does not use."""
 
-    spare = tiny.Param("spare.weight", tiny.D)
+    spare = dsl.Param("spare.weight", tiny.D)
 
 
 class Fading(tiny.TinyModel):
-    layers = tiny.Stack(Idle, tiny.Dim("num_hidden_layers"), "layers.{i}.")
+    layers = dsl.Stack(Idle, dsl.Dim("num_hidden_layers"), "layers.{i}.")
 
 
 def _family(**changes: Any) -> bundles.ModelFamily:
@@ -531,8 +531,8 @@ def test_a_weight_that_a_block_does_not_use_is_named() -> None:
 def _mixture(**changes: Any) -> bundles.ModelFamily:
     """A family with experts whose block has these attributes in the place of the right ones."""
     kept = {name: value for name, value in vars(mixture.Sparse).items() if not name.startswith("_")}
-    block = type("Variant", (tiny.Block,), {**kept, **changes})
-    layers = tiny.Stack(block, tiny.Dim("num_hidden_layers"), "layers.{i}.")
+    block = type("Variant", (dsl.Block,), {**kept, **changes})
+    layers = dsl.Stack(block, dsl.Dim("num_hidden_layers"), "layers.{i}.")
     return _family(build=type("Varied", (mixture.Mixture,), {"layers": layers}), presets={"tiny": mixture.CONFIG})
 
 
@@ -556,7 +556,7 @@ EXPERTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "drops tokens": ({"forward": _half}, "routes every token", "and [58] are routed"),
     "ties": ({"forward": _last}, "routes every token", "do not go to the experts with the lowest numbers"),
     "frozen router": (
-        {"router": tiny.Param("router.weight", mixture.E, mixture.D, init="normal", role="weight")},
+        {"router": dsl.Param("router.weight", mixture.E, mixture.D, init="normal", role="weight")},
         "trains its routers",
         "layers.1.: has experts, and no `Param` of role router",
     ),

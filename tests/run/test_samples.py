@@ -15,6 +15,7 @@ import pytest
 from mixture import save_qwen3_moe
 from rank_world import World
 from run_fixtures import EMBEDDED, KILLER, LORA
+from surogate_command_generate.python import generate
 
 from surogate_core.bundles import Completion, Request, RolloutEngineSpec
 from surogate_core.config.schema import RunConfig
@@ -77,9 +78,7 @@ def test_samples_change_no_bit_and_are_the_texts_of_their_step(
     assert all(one["tokens"] <= 12 and len(one["ended"]) == 2 for one in found)
     chat = [{"role": "user", "content": "What is a learning rate?"}]
     for step, run in ((2, sampled / "checkpoint-2"), (4, sampled)):
-        texts = api.generate(
-            run, [chat, "The chain"], max_new_tokens=6, sampling={"temperature": 0}, device="cpu"
-        )  # fmt: skip
+        texts = generate(run, [chat, "The chain"], max_new_tokens=6, sampling={"temperature": 0}, device="cpu")
         assert dict(taken(records, sampled))[step] == tuple(text.text for text in texts)
 
 

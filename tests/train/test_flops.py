@@ -13,6 +13,7 @@ import torch
 from surogate_model_qwen3.model import build
 from surogate_model_qwen3.presets import PRESETS
 
+from surogate_core import dsl
 from surogate_core.batch import IGNORE_LABEL, MicroBatch, mean_pairs
 from surogate_core.data.sampler import collate
 from surogate_core.train.flops import ModelFlops, gemm_flops_per_second
@@ -90,15 +91,15 @@ def test_the_length_of_padding_is_no_work() -> None:
 
 
 def test_a_layer_without_attention_has_none_counted() -> None:
-    class Feed(tiny.Block):
-        up = tiny.Linear("up_proj", tiny.D, tiny.F, region="ffn")
-        down = tiny.Linear("down_proj", tiny.F, tiny.D, region="ffn")
+    class Feed(dsl.Block):
+        up = dsl.Linear("up_proj", tiny.D, tiny.F, region="ffn")
+        down = dsl.Linear("down_proj", tiny.F, tiny.D, region="ffn")
 
         def forward(self, x: torch.Tensor, tables: Mapping[str, torch.Tensor]) -> torch.Tensor:
             return x + self.down(torch.relu(self.up(x)))
 
     class Mixed(tiny.TinyModel):
-        layers = (tiny.Stack(Feed, tiny.Dim("num_hidden_layers"), "layers.{i}."), tiny.TinyModel.layers)  # type: ignore
+        layers = (dsl.Stack(Feed, dsl.Dim("num_hidden_layers"), "layers.{i}."), tiny.TinyModel.layers)  # type: ignore
 
     width, wide, both = 32, 64, 2
     attending = 4 * width * width + 3 * width * wide

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.plugin import UserError
+from surogate_core.plugin import UserError, bundles
 from surogate_core.service.app import contained, plain
 
 if TYPE_CHECKING:
@@ -49,8 +50,16 @@ def generate(
         from surogate_core.plugin import load_run_config
         from surogate_core.service.app import Arguments, registry_for
         from surogate_core.service.config import with_keywords
-        from surogate_core.service.inference import calling, check_parser, named, prepare, rollout_of, texts
+        from surogate_core.service.inference import calling, check_parser, counted, named, prepare, rollout_of, texts
 
+        # What needs no model is refused before one is opened.
+        if slots is not None:
+            counted("slots", slots)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        flags = flags_of(sampling)
+        ranged = sampling_of(flags, bundles.Sampling())
+        wanted = texts.PromptOptions(max_new_tokens=max_new_tokens, samples=samples, sampling=ranged, stop=stops)
+        rows = {f"prompt {n}": _row(one, f"prompt {n}", chat, tools) for n, one in enumerate(asked)}
         found = named(os.fspath(model))
         source = with_keywords(None, {key: plain(value) for key, value in keys.items()})
         registry = registry_for(Arguments(config_file=source))
@@ -58,15 +67,9 @@ def generate(
         if tool_parser:
             check_parser(registry.all("tool_parser"), tool_parser, key="tool_parser")
         prepared = prepare(found, load_run_config(found.overrides, config_file=source, registry=registry), registry)
-        chosen = sampling_of(flags_of(sampling), prepared.sampling, sampled=samples > 1)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        wanted = texts.PromptOptions(max_new_tokens=max_new_tokens, samples=samples, sampling=chosen, stop=stops)
+        wanted = replace(wanted, sampling=sampling_of(flags, prepared.sampling, sampled=samples > 1))
         form = partial(calling, registry, prepared.tokenizer, name=tool_parser, key="tool_parser")
-        rows = {f"prompt {number}": one for number, one in enumerate(asked)}
-        given = [
-            texts.prompt_of_row(prepared.tokenizer, _row(one, name, chat, tools), name=name, calling=form)
-            for name, one in rows.items()
-        ]
+        given = [texts.prompt_of_row(prepared.tokenizer, row, name=name, calling=form) for name, row in rows.items()]
         requests, _ = texts.requests_of(prepared, given, wanted)
         weights = prepared.load(registry)
         made = spec.open(weights, texts.settings_of(weights, requests, slots=slots))

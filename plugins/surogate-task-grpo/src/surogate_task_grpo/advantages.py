@@ -6,8 +6,6 @@ Shape suffixes: P prompts, G completions of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -82,8 +80,11 @@ def _deviation(rewards_PG: Values, axis: int | None) -> Values:
     return np.sqrt(squared.sum(1, keepdims=True) / np.maximum(count - 1, 1))
 
 
-def _offer(function: Callable[[Values, Lengths], Values]) -> bundles.AdvantageSpec:
-    return bundles.AdvantageSpec(name=function.__name__, build=lambda options: function)
-
-
-ADVANTAGES = tuple(map(_offer, (group, batch, mean, rloo, maxrl, opo)))
+ADVANTAGES = (
+    bundles.AdvantageSpec(name="group", build=lambda options: group),
+    bundles.AdvantageSpec(name="batch", build=lambda options: batch),
+    bundles.AdvantageSpec(name="mean", build=lambda options: mean),
+    bundles.AdvantageSpec(name="rloo", build=lambda options: rloo),
+    bundles.AdvantageSpec(name="maxrl", build=lambda options: maxrl),
+    bundles.AdvantageSpec(name="opo", build=lambda options: opo),
+)
