@@ -254,6 +254,7 @@ class FamilyTests:
         record_testsuite_property(f"logits, {case}", f"{error:.2e}")
         assert error <= TOLERANCE
 
+    @pytest.mark.slow_cases("recomputed")
     @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
     def test_loss_and_every_gradient(self, case: str, recompute: bool, record_testsuite_property: Record) -> None:
         error, name = self.facts.pair(**self.facts.cases[case]).gradient_error(recompute=recompute)
@@ -278,6 +279,7 @@ class FamilyTests:
 class DenseFamilyTests(FamilyTests):
     """Tests that every dense family must pass."""
 
+    @pytest.mark.slow_cases("linear", "yarn", "llama3")
     def test_rope_past_its_original_length(self, scaling: str, record_testsuite_property: Record) -> None:
         scaled, plain = (
             self.facts.long_pair(rope) for rope in ({"rope_type": scaling, **LONG[scaling]}, {"rope_type": "default"})
