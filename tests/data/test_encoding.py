@@ -119,7 +119,8 @@ def test_a_killed_tokenisation_leaves_nothing_that_is_read_and_no_process(big: P
     cache = tmp_path / "cache"
     script = tmp_path / "tokenise.py"
     script.write_text(
-        "from surogate_core.data import json_rows, pipeline\n"
+        "from surogate_core.data import pipeline\n"
+        "from surogate_core.data.rows import json_rows\n"
         "from surogate_core.data.text.tokenizer import load_tokenizer\n"
         "from surogate_core.plugins import load_plugins\n"
         "from surogate_core.config.schema import RunConfig\n"

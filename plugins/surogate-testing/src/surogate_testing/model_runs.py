@@ -180,9 +180,11 @@ class _Run:
         """The exported adapter has the bits of the checkpoint, which are the engine's."""
         from surogate_core.service.setup import open_trained
 
+        fused = self._fused()
+        tops = [open_trained(self.run / place)[0][-1] for place in ("adapter", f"checkpoint-{STEPS}")]
         exported, saved = (
-            {name.removeprefix(top.prefix): tensor for name, tensor in top.tensors.items()}
-            for top in (open_trained(self.run / place)[0][-1] for place in ("adapter", f"checkpoint-{STEPS}"))
+            {name.removeprefix(top.prefix): tensor for name, tensor in top.with_experts(fused).tensors.items()}
+            for top in tops
         )
         tiny.ensure_same_bits(exported, saved, "the exported adapter and the checkpoint")
 
@@ -196,8 +198,14 @@ class _Run:
         names = set(base.names())
         ensure(set(merged.names()) == names, f"merged: other tensors: {sorted(set(merged.names()) ^ names)[:5]}")
         changed = [name for name in names if not torch.equal(base.get(name), merged.get(name))]
-        wanted = {f"{module}.weight" for module in adapter.modules}
+        fused = self._fused()
+        whole = {part: name for name, one in fused.items() if name in names for part, _ in one.parts}
+        wanted = {whole.get(f"{m}.weight", f"{m}.weight") for m in adapter.with_experts(fused).modules}
         ensure(set(changed) == wanted, f"merged: {sorted(set(changed) ^ wanted)[:5]} are changed and have no adapter")
+
+    def _fused(self) -> Mapping[str, Any]:
+        """The tensors that files have for all experts of a layer together."""
+        return self._prepared(self.base).model.fused_tensors()
 
     def _prepared(self, word: Path) -> inference.PreparedModel:
         from surogate_core.plugin import load_run_config
