@@ -187,5 +187,8 @@ def _report(error: SurogateError) -> None:
         print(f"The traceback is in {record_traceback(str(error), error.__cause__)}", file=sys.stderr)
 
 
+surogate = main
+"""The command line, by its name in the public surface."""
+
 if __name__ == "__main__":
     sys.exit(main())
