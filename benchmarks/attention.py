@@ -121,7 +121,7 @@ class Inputs:
         return [self.q, self.k, self.v, *([self.sinks] if self.case.sinks else [])]
 
     def arguments(self) -> tuple[Any, ...]:
-        """Of the op."""
+        """The positional arguments of the op."""
         return self.q, self.k, self.v, self.borders, self.case.row, self.scale
 
     def through_op(self, op: Callable[..., Tensor]) -> Tensor:

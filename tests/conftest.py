@@ -16,16 +16,14 @@ from run_fixtures import (  # noqa: F401
     data_cache,
     digests,
     grpo_keys,
-    hf_dir,
     history,
     installed,
-    model_copy,
-    one_thread,
     records,
     run_here,
 )
 
 from surogate_core import API_VERSION
+from surogate_testing.fixtures import hf_dir, model_copy, one_thread  # noqa: F401
 
 InstallPlugin = Callable[..., Path]
 

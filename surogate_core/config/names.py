@@ -112,8 +112,6 @@ def unknown_name(group: str, name: str, where: str, registry: Registry, known: I
             where=where,
             fix=missing.broken.fix.replace("the traceback is in the log.", f"traceback: {path}"),
         )
-    if (group, name) in planned.NAMES and not missing.needs:
-        return Problem(key=key, message=planned.MESSAGE, where=where)
     fix = missing.fix
     if not fix.startswith("pip install") and (group, name) not in registry.clashes:
         fix = _peers_fix(group, name, where, key) or fix or _PLACES.get(group, "")

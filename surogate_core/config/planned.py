@@ -15,9 +15,6 @@ KEYS = {
 }
 """Flat key → what to do without it."""
 
-NAMES: frozenset[tuple[str, str]] = frozenset()
-"""(group or kind, name)."""
-
 PLAN = "on the command line of `surogate plan`"
 ELSEWHERE = {
     "num_nodes": f"launcher=ray launcher.num_nodes=N for a run, or num_nodes=N {PLAN}",

@@ -6,10 +6,14 @@ traced graph holds none. Shape suffixes: R rows, Q values of a row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 LARGEST = 6.0
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
+"""Values that are processed at a time, or one row: they fit into a core's cache, or fill a GPU."""
 
 
 def values(codes: Tensor) -> Tensor:
@@ -47,3 +51,10 @@ def pairs(codes_RQ: Tensor) -> Tensor:
 def unpaired(packed: Tensor) -> Tensor:
     """[R, Q] codes of what `pairs` made."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
+def strips(rows: int, inputs: int, device: torch.device) -> Iterator[slice]:
+    """The rows of a matrix that are processed at a time."""
+    step = max(1, CHUNK.get(device.type, 1 << 20) // inputs)
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))

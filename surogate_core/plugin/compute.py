@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from surogate_core.kernels.building.native import capability as capability
     from surogate_core.kernels.building.native import missing_cupy as missing_cupy
     from surogate_core.kernels.building.native import missing_gpu as missing_gpu
+    from surogate_core.kernels.building.unpacking import UnpackedByKernel as UnpackedByKernel
     from surogate_core.kernels.building.unpacking import Unpacker as Unpacker
+    from surogate_core.kernels.building.unpacking import at_sixteens as at_sixteens
+    from surogate_core.kernels.building.unpacking import parts_at_sixteens as parts_at_sixteens
     from surogate_core.kernels.convolutions import causal_convolution_scan as causal_convolution_scan
     from surogate_core.kernels.decoding import slot_attention_op as slot_attention_op
     from surogate_core.kernels.documents import document_starts as document_starts

@@ -140,7 +140,7 @@ def test_a_part_of_a_head_has_the_frequencies_of_transformers(name: str, partial
 
 
 def longrope(**more: Any) -> dict[str, Any]:
-    """Of a head of 16 features."""
+    """A RoPE of heads with 16 features, as a configuration has it."""
     short, long = [1.0 + i / 8 for i in range(8)], [1.0 + 2 * i for i in range(8)]
     return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **more}
 

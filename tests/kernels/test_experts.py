@@ -54,7 +54,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_definition(renormalise: bool
 
 
 def test_biases_of_experts_and_their_gradients() -> None:
-    """Of sorted rows, and added up over the experts of a token; an expert without a token gets no gradient."""
+    """A bias is added to sorted rows or to the sum of a token's experts; an expert without tokens has no gradient."""
     logits = draw(TOKENS, EXPERTS, seed=1).detach()
     logits[:, 2] -= 100
     routes = Routes.of(logits.requires_grad_(), CHOICES, renormalise=True)

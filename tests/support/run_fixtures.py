@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from surogate_core.plugins.registry import Registry, load_plugins
 
@@ -74,15 +72,6 @@ def surogate_monitor():
 """A monitor in a plugin; `plugin_monitor_killer.Killer` is its class."""
 
 RunHere = Callable[..., int]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Small products on several threads wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -160,14 +149,6 @@ def digests() -> Callable[[Path], dict[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 as transformers writes it, with the embedded tokenizer."""
-    from surogate_testing.pretrained import write_model
-
-    return write_model(tmp_path_factory.mktemp("hf") / "qwen3")
-
-
-@pytest.fixture(scope="session")
 def grpo_keys(hf_dir: Path) -> list[str]:
     """Overrides of a short run of reinforcement learning on `hf_dir`."""
     return [
@@ -190,9 +171,3 @@ def grpo_keys(hf_dir: Path) -> list[str]:
         "device=cpu",
         "monitor=[jsonl]",
     ]
-
-
-@pytest.fixture
-def model_copy(hf_dir: Path, tmp_path: Path) -> Path:
-    """A copy of `hf_dir` to damage."""
-    return Path(shutil.copytree(hf_dir, tmp_path / "base"))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from surogate_quant_mxfp4 import surogate_weight_format
-from surogate_quant_mxfp4.mxfp4 import CHUNK, UNPACKER, MXFP4Format, parts_of
+from surogate_quant_mxfp4.mxfp4 import UNPACKER, MXFP4Format, parts_of
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -71,7 +71,7 @@ def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.Monk
     x = weight(40, 72).bfloat16()
     kept, room, again = FORMAT.pack(x), torch.empty_like(x), torch.empty_like(x)
     FORMAT.unpack(kept, room)
-    monkeypatch.setitem(CHUNK, "cpu", 1)
+    monkeypatch.setitem(fp4.CHUNK, "cpu", 1)
     assert torch.equal(FORMAT.pack(x), kept)
     FORMAT.unpack(kept, again)
     assert torch.equal(room, again)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from surogate_quant_nvfp4 import NVFP4FormatOptions, surogate_weight_format
-from surogate_quant_nvfp4.nvfp4 import CHUNK, UNPACKER, NVFP4Format, parts_of
+from surogate_quant_nvfp4.nvfp4 import UNPACKER, NVFP4Format, parts_of
 from torch import Tensor
 
 from surogate_core.plugin import fp4
@@ -92,7 +92,7 @@ def test_it_matters_not_how_much_is_worked_on_at_a_time(monkeypatch: pytest.Monk
     search = NVFP4Format(NVFP4FormatOptions(search_scales=True))
     kept_by_search = search.pack(x)
     FOUR.unpack(kept, room)
-    monkeypatch.setitem(CHUNK, "cpu", 1)
+    monkeypatch.setitem(fp4.CHUNK, "cpu", 1)
     assert torch.equal(FOUR.pack(x), kept)
     assert torch.equal(search.pack(x), kept_by_search)
     FOUR.unpack(kept, again)

@@ -1,4 +1,4 @@
-"""The common part of CUDA kernels that unpack a weight of a weight format.
+"""The common part of weight formats that have a CUDA kernel to unpack a weight, and of these kernels.
 
 The grid covers a matrix [O, I] of bf16, or that of each expert, [E, O, I]. Each thread writes `VECTOR` neighbouring
 values of a row, a thread block up to `THREADS` times as many of `ROWS` rows. These numbers must match the sources.
@@ -6,12 +6,13 @@ values of a row, a thread block up to `THREADS` times as many of `ROWS` rows. Th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from surogate_core.bundles.weight_formats import WeightFormat
 from surogate_core.kernels.building.native import Module, Sources, missing_cupy
 
 if TYPE_CHECKING:
@@ -68,3 +69,50 @@ class Unpacker:
             if reason is None
             else f"weights are unpacked from {self._title} by plain torch, which is slow. {reason}"
         )
+
+
+def at_sixteens(sizes: Sequence[int]) -> int:
+    """Bytes of parts of these sizes, if each takes a multiple of 16."""
+    return sum(-(-size // 16) * 16 for size in sizes)
+
+
+def parts_at_sixteens(packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Views [size] uint8 of a weight's parts, of which each begins at a multiple of 16."""
+    return [packed[(begin := at_sixteens(sizes[:i])) : begin + size] for i, size in enumerate(sizes)]
+
+
+class UnpackedByKernel(WeightFormat):
+    """A weight format that a kernel of `unpacker` unpacks where it runs, and `unpack_reference` elsewhere.
+
+    Suffixes as in `surogate_core.bundles.weight_formats`.
+    """
+
+    unpacker: ClassVar[Unpacker]
+
+    def launch(self, packed: Tensor, outputs: int, inputs: int) -> tuple[str, Sequence[Tensor | np.generic]]:
+        """(the kernel of a weight [nbytes] uint8, its own arguments), as `Unpacker.launch` takes them."""
+        raise NotImplementedError
+
+    def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
+        """`unpack` in plain torch; the kernel has its bits."""
+        raise NotImplementedError
+
+    def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
+        """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
+        if self.unpacker.runs(room_OI):
+            self.unpacker.launch(*self.launch(packed, *room_OI.shape), room_OI)
+        else:
+            self.unpack_reference(packed, room_OI)
+
+    def unpack_experts(self, packed_EB: Tensor, room_EOI: Tensor) -> None:
+        """`unpack` for the weight of each expert, on a GPU by one kernel."""
+        if self.unpacker.runs(room_EOI):
+            sides = room_EOI.shape[1:]
+            first = self.launch(packed_EB[0, : self.nbytes(*sides)], *sides)
+            self.unpacker.launch(*first, room_EOI, apart=packed_EB.stride(0))
+        else:
+            super().unpack_experts(packed_EB, room_EOI)
+
+    def note(self, device: torch.device) -> str | None:
+        """A note on why the format is slow on the device, or None."""
+        return self.unpacker.note(device)

@@ -41,9 +41,9 @@ class Heads:
     own_keys: int = 128
     """Keys of a tile of the kernel of their gradients."""
     stages: int = 4
-    """Its blocks of 64 queries."""
+    """Blocks of 64 queries that this kernel keeps."""
     exchange: int = 0
-    """Its bytes between warpgroups."""
+    """Bytes of shared memory through which its warpgroups exchange weights."""
     persistent: bool = True
     """Whether a block of the forward takes tiles of queries from a counter until none is left."""
     plain: str = "attention_forward"
@@ -58,12 +58,12 @@ class Heads:
 
     @property
     def queries_shared(self) -> int:
-        """Of the queries' gradient."""
+        """Bytes of shared memory of the kernel of the queries' gradient."""
         return (2 * TILE + (2 + self.value_blocks) * self.keys) * self.features * 2 + _BARRIERS
 
     @property
     def keys_shared(self) -> int:
-        """Of the keys' and values' gradients."""
+        """Bytes of shared memory of the kernel of the keys' and values' gradients."""
         stage = 2 * 64 * self.features * 2 + 2 * 64 * 4
         return 2 * self.own_keys * self.features * 2 + self.stages * stage + self.exchange + _BARRIERS
 

@@ -136,7 +136,7 @@ class _Case:
         return tiles_for(self.q.device, max(padded(t.shape[2]) for t in (self.q, self.v)))
 
     def inputs(self, rows: int, keys: int) -> list[TensorDescriptor]:
-        """Descriptors of q, k and v for blocks of so many rows."""
+        """The descriptors with which a program copies blocks of rows of q, k and v."""
         return [_descriptor(x, count) for x, count in ((self.q, rows), (self.k, keys), (self.v, keys))]
 
     def documents(self) -> tuple[Tensor, int, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.plugin import bundles, compute
+from surogate_core.plugin import compute
 
 if TYPE_CHECKING:
     from surogate_quant_fp8 import FP8FormatOptions
@@ -31,10 +31,10 @@ def _codes_bytes(outputs: int, inputs: int) -> int:
     return -(-outputs * inputs // 16) * 16
 
 
-class FP8(bundles.WeightFormat):
+class FP8(compute.UnpackedByKernel):
     """The format with blocks of one size."""
 
-    name = "fp8"
+    name, unpacker = "fp8", UNPACKER
 
     def __init__(self, options: FP8FormatOptions):
         self.block = options.block_size
@@ -94,26 +94,10 @@ class FP8(bundles.WeightFormat):
         scales_PQ.copy_(scales)
         return packed
 
-    def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
-        """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
-        if UNPACKER.runs(room_OI):
-            self._launch(packed, room_OI)
-        else:
-            self.unpack_reference(packed, room_OI)
-
-    def unpack_experts(self, packed_EB: Tensor, room_EOI: Tensor) -> None:
-        """`unpack` for the weight of each expert, on a GPU by one kernel."""
-        if UNPACKER.runs(room_EOI):
-            _, outputs, inputs = room_EOI.shape
-            first = packed_EB[0, : self.nbytes(outputs, inputs)]
-            self._launch(first, room_EOI, apart=packed_EB.stride(0))
-        else:
-            super().unpack_experts(packed_EB, room_EOI)
-
-    def _launch(self, packed: Tensor, room: Tensor, *, apart: int = 0) -> None:
-        codes_OI, scales_PQ = self.parts(packed, room.shape[-2], room.shape[-1])
-        numbers = np.int32(self.block.bit_length() - 1), np.int32(scales_PQ.shape[1])
-        UNPACKER.launch("unpack_fp8", (codes_OI, scales_PQ, *numbers), room, apart=apart)
+    def launch(self, packed: Tensor, outputs: int, inputs: int) -> tuple[str, tuple[Tensor | np.generic, ...]]:
+        """(its kernel, the arguments)."""
+        codes_OI, scales_PQ = self.parts(packed, outputs, inputs)
+        return "unpack_fp8", (codes_OI, scales_PQ, np.int32(self.block.bit_length() - 1), np.int32(scales_PQ.shape[1]))
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
         """In plain torch: code · scale in fp32, then rounded to the workspace's dtype."""
@@ -123,7 +107,3 @@ class FP8(bundles.WeightFormat):
         for rows, blocks in self._strips(outputs, inputs, packed.device):
             wide = scales_PQ[blocks].repeat_interleave(block, 1)[:, :inputs].repeat_interleave(block, 0)
             room_OI[rows].copy_(codes_OI[rows].float() * wide[: rows.stop - rows.start])
-
-    def note(self, device: torch.device) -> str | None:
-        """A note on why the format is slow on the device, or None."""
-        return UNPACKER.note(device)

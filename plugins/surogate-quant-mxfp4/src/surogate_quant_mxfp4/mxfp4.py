@@ -9,21 +9,19 @@ Suffixes: O outputs, I inputs, Q inputs up to the next multiple of 32, B blocks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.plugin import bundles, compute, fp4
+from surogate_core.plugin import compute, fp4
 
 BLOCK = 32
 BIAS, NAN = 127, 255
 LARGEST_EXPONENT = 2
 """Exponent of the largest number of E2M1, 6."""
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
-"""Values that are processed at a time, or one row: they fit into a core's cache, or fill a GPU."""
 UNPACKER = compute.Unpacker(compute.Sources.of(__file__, "surogate_native"), "unpack_mxfp4", title="MXFP4")
 
 
@@ -34,15 +32,8 @@ def _sizes(outputs: int, inputs: int) -> tuple[int, int]:
 
 def parts_of(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     """Views of the codes [O, Q/2] and the powers [O, B]."""
-    codes, powers = _sizes(outputs, inputs)
-    begin = -(-codes // 16) * 16
-    return packed[:codes].view(outputs, -1), packed[begin : begin + powers].view(outputs, -1)
-
-
-def _strips(outputs: int, inputs: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, CHUNK.get(device.type, 1 << 20) // inputs)
-    for first in range(0, outputs, step):
-        yield slice(first, min(first + step, outputs))
+    codes, powers = compute.parts_at_sixteens(packed, _sizes(outputs, inputs))
+    return codes.view(outputs, -1), powers.view(outputs, -1)
 
 
 def _powers(codes: Tensor) -> Tensor:
@@ -51,21 +42,21 @@ def _powers(codes: Tensor) -> Tensor:
     return torch.where(codes == NAN, torch.nan, found)
 
 
-class MXFP4Format(bundles.WeightFormat):
+class MXFP4Format(compute.UnpackedByKernel):
     """The format."""
 
-    name = "mxfp4"
+    name, unpacker = "mxfp4", UNPACKER
 
     def nbytes(self, outputs: int, inputs: int) -> int:
         """Bytes of a weight."""
-        return sum(-(-size // 16) * 16 for size in _sizes(outputs, inputs))
+        return compute.at_sixteens(_sizes(outputs, inputs))
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         """[bytes] uint8 of a weight in any float dtype."""
         outputs, inputs = weight_OI.shape
         packed = torch.zeros(self.nbytes(outputs, inputs), dtype=torch.uint8, device=weight_OI.device)
         codes, powers = parts_of(packed, outputs, inputs)
-        for rows in _strips(outputs, inputs, weight_OI.device):
+        for rows in fp4.strips(outputs, inputs, weight_OI.device):
             x_OBK = pad(weight_OI[rows].float(), (0, -inputs % BLOCK)).unflatten(1, (-1, BLOCK))
             amax_OB = x_OBK.abs().amax(-1)
             # frexp has a mantissa in [½, 1), so its exponent is one more than the floor of the logarithm.
@@ -85,32 +76,15 @@ class MXFP4Format(bundles.WeightFormat):
             own.copy_(given)
         return packed
 
-    def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
-        """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
-        if UNPACKER.runs(room_OI):
-            self._launch(packed, room_OI)
-        else:
-            self.unpack_reference(packed, room_OI)
-
-    def unpack_experts(self, packed_EB: Tensor, room_EOI: Tensor) -> None:
-        """`unpack` for the weight of each expert, on a GPU by one kernel."""
-        if UNPACKER.runs(room_EOI):
-            self._launch(packed_EB[0], room_EOI, apart=packed_EB.stride(0))
-        else:
-            super().unpack_experts(packed_EB, room_EOI)
-
-    def _launch(self, packed: Tensor, room: Tensor, *, apart: int = 0) -> None:
-        codes, powers = parts_of(packed, room.shape[-2], room.shape[-1])
-        UNPACKER.launch("unpack_mxfp4", (codes, powers, np.int32(powers.shape[1] * BLOCK)), room, apart=apart)
+    def launch(self, packed: Tensor, outputs: int, inputs: int) -> tuple[str, tuple[Tensor | np.generic, ...]]:
+        """(its kernel, the arguments)."""
+        codes, powers = parts_of(packed, outputs, inputs)
+        return "unpack_mxfp4", (codes, powers, np.int32(powers.shape[1] * BLOCK))
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
         """In plain torch: code · power, which is exact in fp32, rounded to the workspace's dtype."""
         outputs, inputs = room_OI.shape
         codes, powers = parts_of(packed, outputs, inputs)
-        for rows in _strips(outputs, inputs, packed.device):
+        for rows in fp4.strips(outputs, inputs, packed.device):
             x = fp4.values(fp4.unpaired(codes[rows])) * _powers(powers[rows]).repeat_interleave(BLOCK, 1)
             room_OI[rows].copy_(x[:, :inputs])
-
-    def note(self, device: torch.device) -> str | None:
-        """A note on why the format is slow on the device, or None."""
-        return UNPACKER.note(device)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.plugin import adamw_8bit, bundles, compute
+from surogate_core.plugin import adamw_8bit, compute
 
 if TYPE_CHECKING:
     from surogate_quant_nf4 import NF4Options
@@ -85,17 +85,13 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of the weight."""
-        return sum(-(-size // 16) * 16 for size in self.sizes)
+        return compute.at_sixteens(self.sizes)
 
     def parts(self, packed: Tensor) -> list[Tensor]:
         """Views of the parts: the codes, and (absmax codes, group absmax, offset) or (absmax,)."""
-        found, offset = [], 0
-        for number, size in enumerate(self.sizes):
-            part = packed[offset : offset + size]
-            narrow = number == 0 or (self.double and number == 1)
-            found.append(part if narrow else part.view(torch.float32))
-            offset += -(-size // 16) * 16
-        return found
+        narrow = 1 + self.double
+        parts = compute.parts_at_sixteens(packed, self.sizes)
+        return [*parts[:narrow], *(part.view(torch.float32) for part in parts[narrow:])]
 
 
 def _borders(values: Tensor) -> Tensor:
@@ -116,10 +112,10 @@ def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     return _tables[device]
 
 
-class NF4(bundles.WeightFormat):
+class NF4(compute.UnpackedByKernel):
     """The format with one size of blocks, and with or without double quantisation."""
 
-    name = "nf4"
+    name, unpacker = "nf4", UNPACKER
 
     def __init__(self, options: NF4Options):
         self.block, self.double = options.block_size, options.double_quant
@@ -159,27 +155,14 @@ class NF4(bundles.WeightFormat):
             group_absmax.copy_(absmax)
         return packed
 
-    def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
-        """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
-        if UNPACKER.runs(room_OI):
-            self._launch(packed, room_OI)
-        else:
-            self.unpack_reference(packed, room_OI)
-
-    def unpack_experts(self, packed_EB: Tensor, room_EOI: Tensor) -> None:
-        """`unpack` for the weight of each expert, on a GPU by one kernel."""
-        if UNPACKER.runs(room_EOI):
-            self._launch(packed_EB[0], room_EOI, apart=packed_EB.stride(0))
-        else:
-            super().unpack_experts(packed_EB, room_EOI)
-
-    def _launch(self, packed: Tensor, room: Tensor, *, apart: int = 0) -> None:
-        layout = self.layout(room.shape[-2] * room.shape[-1])
+    def launch(self, packed: Tensor, outputs: int, inputs: int) -> tuple[str, tuple[Tensor | np.generic, ...]]:
+        """(its kernel, the arguments)."""
+        layout = self.layout(outputs * inputs)
         codes, *parts = layout.parts(packed)
         _, map_values = _constants(packed.device)
         absmax = (*parts, map_values) if layout.double else (parts[0],)
         function = "unpack_nf4_nested" if layout.double else "unpack_nf4"
-        UNPACKER.launch(function, (codes, *absmax, np.int32(layout.block.bit_length() - 1)), room, apart=apart)
+        return function, (codes, *absmax, np.int32(layout.block.bit_length() - 1))
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
         """In plain torch: value · absmax in fp32, then rounded to the workspace's dtype."""
@@ -205,7 +188,3 @@ class NF4(bundles.WeightFormat):
             begin = first // layout.block
             x_BK = x_BK * absmax_B[begin : begin + len(x_BK), None]
             room_OI[row : row + rows].copy_(x_BK.view(-1)[:count].view(rows, inputs))
-
-    def note(self, device: torch.device) -> str | None:
-        """A note on why the format is slow on the device, or None."""
-        return UNPACKER.note(device)

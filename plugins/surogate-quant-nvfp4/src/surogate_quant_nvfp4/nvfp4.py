@@ -12,7 +12,7 @@ Suffixes: O outputs, I inputs, Q inputs up to the next multiple of 16, B blocks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surogate_core.plugin import bundles, compute, fp4, nvfp4
+from surogate_core.plugin import compute, fp4, nvfp4
 
 if TYPE_CHECKING:
     from surogate_quant_nvfp4 import NVFP4FormatOptions
@@ -29,8 +29,6 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
 BLOCK = 16
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
-"""Values that are processed at a time, or one row: they fit into a core's cache, or fill a GPU."""
 UNPACKER = compute.Unpacker(compute.Sources.of(__file__, "surogate_native"), "unpack_nvfp4", title="NVFP4")
 
 
@@ -41,18 +39,8 @@ def _sizes(outputs: int, inputs: int) -> tuple[int, int, int]:
 
 def parts_of(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the codes [O, Q/2], the scales [O, B] and 1 / s_enc [1]."""
-    views, offset = [], 0
-    for size in _sizes(outputs, inputs):
-        views.append(packed[offset : offset + size])
-        offset += -(-size // 16) * 16
-    codes, scales, decode = views
+    codes, scales, decode = compute.parts_at_sixteens(packed, _sizes(outputs, inputs))
     return codes.view(outputs, -1), scales.view(E4M3).view(outputs, -1), decode.view(torch.float32)
-
-
-def _strips(outputs: int, inputs: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, CHUNK.get(device.type, 1 << 20) // inputs)
-    for first in range(0, outputs, step):
-        yield slice(first, min(first + step, outputs))
 
 
 def _encode_scale(amax: Tensor, top: float) -> Tensor:
@@ -90,17 +78,17 @@ def _quantise(x_OBK: Tensor, s_enc: Tensor, four_over_six: bool) -> tuple[Tensor
     return torch.where(take_four[..., None], to_four, to_six), scales
 
 
-class NVFP4Format(bundles.WeightFormat):
+class NVFP4Format(compute.UnpackedByKernel):
     """The format with the block scales of its options."""
 
-    name = "nvfp4"
+    name, unpacker = "nvfp4", UNPACKER
 
     def __init__(self, options: NVFP4FormatOptions):
         self.four_over_six, self.search = options.four_over_six, options.search_scales
 
     def nbytes(self, outputs: int, inputs: int) -> int:
         """Bytes of a weight."""
-        return sum(-(-size // 16) * 16 for size in _sizes(outputs, inputs))
+        return compute.at_sixteens(_sizes(outputs, inputs))
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         """[bytes] uint8 of a weight in any float dtype."""
@@ -108,7 +96,7 @@ class NVFP4Format(bundles.WeightFormat):
         device = weight_OI.device
         packed = torch.zeros(self.nbytes(outputs, inputs), dtype=torch.uint8, device=device)
         codes, scales, decode = parts_of(packed, outputs, inputs)
-        strips = list(_strips(outputs, inputs, device))
+        strips = list(fp4.strips(outputs, inputs, device))
         amax = torch.stack([weight_OI[rows].abs().amax() for rows in strips]).amax().float()
         s_enc = _encode_scale(amax, 1536.0 if self.four_over_six or self.search else E4M3_MAX * fp4.LARGEST)
         decode[0] = 1 / s_enc
@@ -136,24 +124,10 @@ class NVFP4Format(bundles.WeightFormat):
             own.copy_(given)
         return packed
 
-    def unpack(self, packed: Tensor, room_OI: Tensor) -> None:
-        """Unpack the result of `pack` into [O, I] of any float dtype, which may have gaps between rows."""
-        if UNPACKER.runs(room_OI):
-            self._launch(packed, room_OI)
-        else:
-            self.unpack_reference(packed, room_OI)
-
-    def unpack_experts(self, packed_EB: Tensor, room_EOI: Tensor) -> None:
-        """`unpack` for the weight of each expert, on a GPU by one kernel."""
-        if UNPACKER.runs(room_EOI):
-            self._launch(packed_EB[0], room_EOI, apart=packed_EB.stride(0))
-        else:
-            super().unpack_experts(packed_EB, room_EOI)
-
-    def _launch(self, packed: Tensor, room: Tensor, *, apart: int = 0) -> None:
-        codes, scales, decode = parts_of(packed, room.shape[-2], room.shape[-1])
-        padded = np.int32(scales.shape[1] * BLOCK)
-        UNPACKER.launch("unpack_nvfp4", (codes, scales, decode, padded), room, apart=apart)
+    def launch(self, packed: Tensor, outputs: int, inputs: int) -> tuple[str, tuple[Tensor | np.generic, ...]]:
+        """(its kernel, the arguments)."""
+        codes, scales, decode = parts_of(packed, outputs, inputs)
+        return "unpack_nvfp4", (codes, scales, decode, np.int32(scales.shape[1] * BLOCK))
 
     def unpack_reference(self, packed: Tensor, room_OI: Tensor) -> None:
         """In plain torch: code · scale, which is exact, times 1 / s_enc in fp32, then rounded to the workspace's
@@ -161,10 +135,6 @@ class NVFP4Format(bundles.WeightFormat):
         """
         outputs, inputs = room_OI.shape
         codes, scales, decode = parts_of(packed, outputs, inputs)
-        for rows in _strips(outputs, inputs, packed.device):
+        for rows in fp4.strips(outputs, inputs, packed.device):
             x = fp4.values(fp4.unpaired(codes[rows])) * scales[rows].float().repeat_interleave(BLOCK, 1)
             room_OI[rows].copy_((x * decode)[:, :inputs])
-
-    def note(self, device: torch.device) -> str | None:
-        """A note on why the format is slow on the device, or None."""
-        return UNPACKER.note(device)

@@ -73,7 +73,7 @@ class Layer:
         return [t.to(device) for t in made]
 
     def call(self, attention: Attention, *tensors: torch.Tensor, longest: int = 0) -> torch.Tensor:
-        """Of q, k, v, sinks if it has them, and borders."""
+        """Call the op with q, k, v, the sinks if the layer has them, and the borders."""
         q, k, v, *sinks, borders = tensors
         named = self.settings | dict(zip(["sinks"], sinks, strict=False))
         return attention(q, k, v, borders, longest or len(q), self.keys**-0.5, **named)
