@@ -9,11 +9,14 @@ computed is not seen.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,7 @@ def search_path_dir(search_path: str) -> Path | None:
 def locate(top_level: str) -> Path | None:
     """The directory of a top-level package, or the file of a top-level module; nothing is imported."""
     try:
-        spec = find_spec(top_level)
+        spec = _spec(top_level)
     except (ImportError, ValueError, AttributeError):
         return None
     if spec is None:
@@ -119,6 +122,23 @@ def locate(top_level: str) -> Path | None:
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
     return Path(spec.origin) if spec.origin else None
+
+
+def _spec(top_level: str) -> ModuleSpec | None:
+    """What an import would take, without setuptools' own finder.
+
+    That one has no module of a distribution, and once it is asked for ``pip`` it lets Python's own distutils through,
+    with which setuptools, and so Inductor's compiler for CPUs, cannot be imported any more (before Python 3.12).
+    """
+    if top_level in sys.modules:
+        return find_spec(top_level)
+    for finder in sys.meta_path:
+        find: Any = getattr(finder, "find_spec", None)
+        if find is not None and type(finder).__module__ != "_distutils_hack":
+            spec: ModuleSpec | None = find(top_level, None)
+            if spec is not None:
+                return spec
+    return None
 
 
 def module_file(name: str) -> Path | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,3 +99,21 @@ def test_a_new_package_wants_the_core_that_it_was_made_with(tmp_path: Path, caps
     assert main(["plugins", "new", "other", "--kind", "recipe", "--output", str(tmp_path)]) == 0
     text = (tmp_path / "surogate-recipe-other/pyproject.toml").read_text()
     assert 'dependencies = ["surogate-core>=0.1,<0.2"]' in text
+
+
+def test_ranks_of_the_fabric_template_may_close_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+    """The last rank removes the directory while another looks into it."""
+    assert main(["plugins", "new", "closing", "--kind", "fabric", "--output", str(tmp_path)]) == 0
+    monkeypatch.syspath_prepend(tmp_path / "surogate-fabric-closing" / "src")
+    links = importlib.import_module("surogate_fabric_closing.links")
+    fabric = links.ClosingFabric(links.ClosingOptions(), SimpleNamespace(rank=0, world=2))
+    fabric._place = tmp_path / "shared"
+    fabric._place.mkdir()
+    touch = Path.touch
+
+    def touched_then_gone(path: Path) -> None:
+        touch(path)
+        shutil.rmtree(path.parent)
+
+    monkeypatch.setattr(Path, "touch", touched_then_gone)
+    fabric.close()

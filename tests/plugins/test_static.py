@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,12 @@ def test_a_missing_module_is_said(module: str) -> None:
 def test_a_file_that_does_not_parse_is_said(install_plugin: Any) -> None:
     install_plugin("garbled", "def f(:\n")
     assert "cannot be read" in static_view("plugin_garbled").problem
+
+
+def test_a_look_at_pip_leaves_setuptools_importable() -> None:
+    """A lock of the whole environment and its bill look at every module; Inductor imports setuptools later."""
+    code = "from surogate_core.plugins.static import locate; locate('pip'); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_unmet_requirements_are_named(install_plugin: Any) -> None:
