@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,11 +108,9 @@ def test_ranks_of_the_fabric_template_may_close_at_once(tmp_path: Path, monkeypa
     fabric = links.ClosingFabric(links.ClosingOptions(), SimpleNamespace(rank=0, world=2))
     fabric._place = tmp_path / "shared"
     fabric._place.mkdir()
-    touch = Path.touch
 
-    def touched_then_gone(path: Path) -> None:
-        touch(path)
-        shutil.rmtree(path.parent)
+    def gone(path: Path, pattern: str) -> Any:
+        raise FileNotFoundError(path)  # `glob` sees that it is there, and it is not when it is read
 
-    monkeypatch.setattr(Path, "touch", touched_then_gone)
+    monkeypatch.setattr(Path, "glob", gone)
     fabric.close()
