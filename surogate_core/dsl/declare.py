@@ -7,7 +7,7 @@ while a block is being traced, to tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from surogate_core.dsl.dims import Dim, Number, Setting, number_of, size_of
 from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
 from surogate_core.dsl.heads import Head, ScoreHead
 from surogate_core.dsl.mixers import Calls, Mixer, Spec, begin, declared_in
-from surogate_core.dsl.rope import covering, longest_covered, longest_fixed, scaled_config
+from surogate_core.dsl.rope import angles_of, covering, longest_covered, longest_fixed, scaled_config, switches
 from surogate_core.dsl.sides import Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.dsl.tensors import Param as Param
@@ -379,7 +379,7 @@ class Model:
     @property
     def positions(self) -> float:
         """Tokens of the longest document that the model knows; infinite if it has no end. A family whose positions end
-        elsewhere than ``max_position_embeddings`` and RoPE's scaling say overrides it, and the three that follow.
+        elsewhere than ``max_position_embeddings`` and RoPE's scaling say overrides it, and the five that follow.
         """
         return longest_covered(self.config)
 
@@ -387,6 +387,19 @@ class Model:
     def fixed_positions(self) -> float:
         """Tokens of the longest document whose first angles do not depend on its length; mostly infinite."""
         return longest_fixed(self.config)
+
+    @property
+    def switches(self) -> frozenset[int]:
+        """Lengths beyond which all angles of a document are others, and then stay (longrope): a text that grows beyond
+        one of them goes through the layers anew. Mostly none.
+        """
+        return switches(self.config)
+
+    def angles(self, length: int) -> Hashable:
+        """A key of the angles of a document of `length` tokens: documents with equal keys have equal angles at equal
+        positions.
+        """
+        return angles_of(self.config, length)
 
     def covering(self, length: int) -> dict[str, Any]:
         """The ``config.json`` of a model from scratch, with positions for documents of `length` tokens if that changes

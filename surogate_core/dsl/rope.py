@@ -268,14 +268,29 @@ def longest_covered(config: Mapping[str, Any]) -> float:
 
 def longest_fixed(config: Mapping[str, Any]) -> float:
     """Tokens of the longest document whose first angles do not depend on its length; infinite but for `BY_LENGTH`."""
+    return min((float(end) for _, end in _ends(config)), default=math.inf)
+
+
+def switches(config: Mapping[str, Any]) -> frozenset[int]:
+    """Lengths beyond which all angles of a document are others, and then stay: the ends of longrope's short factors."""
+    return frozenset(end for kind, end in _ends(config) if kind == "longrope")
+
+
+def angles_of(config: Mapping[str, Any], length: int) -> tuple[int, ...]:
+    """A key of the angles of a document of `length` tokens: documents with equal keys have equal angles."""
+    return tuple(int(length > end) if kind == "longrope" else max(length, end) for kind, end in _ends(config))
+
+
+def _ends(config: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(kind, tokens of the longest document with the first angles) of each RoPE of `BY_LENGTH`."""
     found = []
     for one in _of_layer_types(config) or [dict(config)]:
         parameters = _parameters(one)[1]
         kind = _kind(parameters)
         original = one.get(_ORIGINAL) or parameters.get(_ORIGINAL) if kind == "longrope" else None
         if kind in BY_LENGTH:
-            found.append(float(original or Dim("max_position_embeddings").size(one)))
-    return min(found, default=math.inf)
+            found.append((kind, int(original or Dim("max_position_embeddings").size(one))))
+    return found
 
 
 def check_covers(covered: float, longest: int) -> None:

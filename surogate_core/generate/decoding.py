@@ -387,8 +387,8 @@ class SteppedRunner:
     # ---------------------------------------------------------------------------- steps
 
     def advance(self, running: Sequence[Running]) -> list[Chosen]:
-        """The first token of those that have none, otherwise a block of tokens of each."""
-        new = [sequence for sequence in running if not sequence.ids]
+        """A token of those that were prefilled, otherwise a block of tokens of each."""
+        new = [sequence for sequence in running if sequence.filled]
         if new:
             self._loaded = []
             found: dict[int, Chosen] = {id(s): [pair] for s, pair in zip(new, self._first(new), strict=True)}
@@ -409,16 +409,16 @@ class SteppedRunner:
         return block.read()
 
     def _first(self, new: Sequence[Running]) -> list[tuple[int, float]]:
-        """The token after each prompt."""
+        """The token after each prefill."""
         samplings = [s.request.sampling for s in new]
-        rows = Rows.of(samplings, [s.key for s in new], [0] * len(new), self.weights.device)
+        rows = Rows.of(samplings, [s.key for s in new], [len(s.ids) for s in new], self.weights.device)
         slots_N = torch.tensor([s.slot for s in new], device=self.weights.device)
         seen_NV = None
         if _penalised(samplings):
             seen_SV = self._seen()
             for sequence in new:
                 seen_SV[sequence.slot] = False
-                seen_SV[sequence.slot, torch.tensor(sequence.request.prompt, device=seen_SV.device)] = True
+                seen_SV[sequence.slot, torch.tensor(sequence.text, device=seen_SV.device)] = True
             seen_NV = seen_SV[slots_N]
         with using(self._table):
             x_ND = torch.stack([s.hidden_D for s in new])

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -49,6 +50,8 @@ class NativeEngine:
         """For each slot the prompt whose keys and values it begins with."""
         self._used, self._uses = [0] * self.slots, count(1)
         """For each slot when it was given away last."""
+        model = own.plan.assembly.model
+        self._switches, self._angles = model.switches, model.angles
         self._last = [torch.empty(0)] * self.slots
         """For each slot the last layer's output for the last token of that prompt."""
 
@@ -109,7 +112,7 @@ class NativeEngine:
                 free.append(sequence.slot)
                 found = Completion(ids=tuple(sequence.ids), logprobs=tuple(sequence.logprobs), reason=reason)
                 ended(sequence.index, found)
-            running = going
+            running = self._grown(going)
 
     def forget(self) -> None:
         """Prompts are prefilled anew, since weights have changed. What follows does not depend on earlier calls."""
@@ -198,6 +201,8 @@ class NativeEngine:
                 return slot, len(prompt)
             if self.cache.whole:
                 continue
+            if self._angles(len(prompt)) != self._angles(len(other)):
+                continue
             pairs = zip(prompt[:-1], other, strict=False)
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt) - 1, len(other)))
             if common // SEGMENT * SEGMENT > most:
@@ -214,6 +219,7 @@ class NativeEngine:
                     f"the model's logits are not numbers: {weight or 'no weight'} has NaN or infinity. "
                     f"Fix: use weights of a run that did not diverge, or another model_dtype"
                 )
+            sequence.filled = False
             sequence.ids.append(token)
             sequence.logprobs.append(logprob)
             if on_token(sequence.index, token, logprob) or token in request.stop_ids:
@@ -222,7 +228,21 @@ class NativeEngine:
                 return "length"
             if sequence.constraint is not None:
                 sequence.constraint.take(token)
+            if sequence.length - 1 in self._switches:
+                break  # what follows was chosen with the old angles
         return None
+
+    def _grown(self, running: list[Running]) -> list[Running]:
+        """The sequences, of which those whose last token changed the angles of all others go through the layers anew.
+
+        They become new ones: a block of steps that was started before has wrong tokens for the old ones.
+        """
+        crossed = [n for n, sequence in enumerate(running) if sequence.length - 1 in self._switches]
+        fills = [Fill(slot=running[n].slot, ids=running[n].text) for n in crossed]
+        for number, fill, x_ND in zip(crossed, fills, self._prefill(fills), strict=True):
+            self._prompts[fill.slot] = ()
+            running[number] = replace(running[number], hidden_D=x_ND[len(fill.ids) - 1].clone(), filled=True)
+        return running
 
     def _prefill(self, fills: Sequence[Fill]) -> Iterable[Tensor]:
         """See `Runner.prefill`."""

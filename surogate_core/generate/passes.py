@@ -79,7 +79,7 @@ class FixedRunner:
 
     def advance(self, running: Sequence[Running]) -> list[Chosen]:
         """One token of each."""
-        self._decode([sequence for sequence in running if sequence.ids])
+        self._decode([sequence for sequence in running if not sequence.filled])
         found: list[Chosen] = []
         for first in range(0, len(running), ROWS):
             found += self._choose(running[first : first + ROWS])
@@ -117,7 +117,7 @@ class FixedRunner:
         if any(s.repetition_penalty != 1 for s in samplings):
             seen_NV = torch.zeros(ROWS, size, dtype=torch.bool)
             for row, sequence in enumerate(padded):
-                seen_NV[row, [*sequence.request.prompt, *sequence.ids]] = True
+                seen_NV[row, list(sequence.text)] = True
         allowed_NV, masks_NW = None, packed_masks(some, size)
         if masks_NW is not None:
             masks_NW = torch.nn.functional.pad(masks_NW, (0, 0, 0, ROWS - len(some)), value=-1)

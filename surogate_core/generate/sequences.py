@@ -25,10 +25,17 @@ class Running:
     key: tuple[int, int]
     hidden_D: Tensor = field(default_factory=lambda: torch.empty(0))
     """The last layer's output for the last token that went through the layers."""
+    filled: bool = True
+    """Whether that is its last token, since a prefill ended with it."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     constraint: Constraint | None = None
     """What the request's grammar allows after these tokens."""
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """The prompt and the tokens so far."""
+        return (*self.request.prompt, *self.ids)
 
     @property
     def length(self) -> int:
@@ -72,7 +79,9 @@ class Runner(Protocol):
         """
 
     def advance(self, running: Sequence[Running]) -> Sequence[Chosen]:
-        """The next tokens of each, at least one of them has some. The caller adds them to `ids`, up to an end."""
+        """The next tokens of each, at least one of them has some. The caller adds them to `ids`, up to an end, and
+        clears `filled`.
+        """
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """[N, V] of the last layer's output of any number of rows."""

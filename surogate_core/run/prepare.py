@@ -190,8 +190,8 @@ def check_sampled_positions(config: RunConfig, registry: Registry, resolved: Res
         return
     message = (
         f"is {config.sequence_len:,}, and {resolved.title} has RoPE whose angles change when a text grows "
-        f"beyond {int(fixed):,} tokens. Sampling keeps the keys of shorter texts, so the sampled and the trained model "
-        f"would differ."
+        f"beyond {int(fixed):,} tokens. A token is sampled with the angles of the text before it and trained with "
+        f"those of the whole text, so the sampled and the trained model would differ."
     )
     fix = f"sequence_len: {int(fixed)}" + (", or another rope_scaling" if config.rope_scaling is not None else "")
     raise ConfigError([Problem(key="sequence_len", message=message, fix=fix)])

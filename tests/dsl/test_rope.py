@@ -15,6 +15,7 @@ from transformers.models.phi3 import modeling_phi3
 
 from surogate_core.dsl.rope import (
     Rope,
+    angles_of,
     check_covers,
     covering,
     document_lengths,
@@ -23,6 +24,7 @@ from surogate_core.dsl.rope import (
     of_layer_type,
     rotated,
     scaled_config,
+    switches,
 )
 from surogate_core.errors import UserError
 from surogate_testing import tiny
@@ -167,6 +169,8 @@ def test_longrope_has_short_and_long_factors(more: dict[str, Any], beside: dict[
         assert torch.equal(rope.frequencies(torch.tensor([length]))[0], expected)
         assert rope.amplitude == amplitude
     assert (longest_covered(config), longest_fixed(config)) == (131072, 4096)
+    assert switches(config) == {4096}
+    assert [angles_of(config, length) for length in (1, 4096, 4097, 9999)] == [(0,), (0,), (1,), (1,)]
 
 
 @pytest.mark.parametrize(
@@ -400,6 +404,8 @@ def test_a_rope_for_each_layer_type_is_the_familys_to_read() -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
     config["rope_parameters"] = {"sliding_attention": plain, "full_attention": dynamic}
     assert (longest_covered(config), longest_fixed(config)) == (float("inf"), 4096)
+    assert switches(config) == frozenset()
+    assert [angles_of(config, length) for length in (1, 4096, 4097)] == [(4096,), (4096,), (4097,)]
 
 
 @pytest.mark.parametrize("name", SCALINGS)

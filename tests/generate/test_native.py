@@ -174,7 +174,17 @@ def test_stop_tokens_and_lengths(shared):
     assert len(free.ids) == 7
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}])
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0 + 2 * i for i in range(8)],
+    "original_max_position_embeddings": 24,
+}
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}, LONGROPE]
+)
 def test_scaled_positions_are_transformers(rope):
     config = tiny_config(
         max_position_embeddings=24, rope_parameters={"rope_theta": 10_000.0, **rope}, tie_word_embeddings=True
@@ -195,9 +205,62 @@ def test_scaled_positions_are_transformers(rope):
     )
     given = torch.tensor([ids])
     theirs = model.generate(
-        given, attention_mask=torch.ones_like(given), max_new_tokens=20, do_sample=False, eos_token_id=None
+        given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
+        use_cache=rope is not LONGROPE,  # its cache keeps the keys of the short factors
     )
     assert list(found.ids) == theirs[0, len(ids) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def long() -> Weights:
+    """A model whose angles change beyond 24 tokens."""
+    config = tiny_config(rope_parameters={"rope_theta": 10_000.0, **LONGROPE}, initializer_range=0.3)
+    return weights(config, build=qwen3().build, lora=tiny.lora(targets=()))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_text_that_grows_beyond_the_short_factors_has_the_long_ones(stepped, long):
+    """Every token is chosen with the angles of the text before it, whatever was in the slot and runs beside it."""
+    prompts = [PROMPTS[1], PROMPTS[3], (*PROMPTS[1], *PROMPTS[3][:7]), PROMPTS[1][:9], PROMPTS[2]]
+    penalty = Sampling(temperature=1.2, repetition_penalty=1.5, top_p=0.9)
+    asked = [
+        Request(prompt=tuple(ids), max_new_tokens=13 + n, number=n, sampling=penalty if n % 2 else SAMPLED)
+        for n, ids in enumerate(prompts)
+    ]
+    settings = RolloutSettings(slots=2, context=64, frozen=True)
+    engine = NativeEngine(long, settings, stepped=stepped)
+    found = engine.generate(asked)
+    assert [len(one.ids) for one in found] == [13, 14, 15, 16, 17]
+    other = NativeEngine(long, settings)
+    for request, one in zip(asked, found, strict=True):
+        for count, (token, logprob) in enumerate(zip(one.ids, one.logprobs, strict=True)):
+            (logprobs,) = other.logprobs([(*request.prompt, *one.ids[:count], token)])
+            if len(request.prompt) + count != 24:  # this document is longer than the text that the token was chosen by
+                assert logprob == pytest.approx(logprobs[-1], abs=1e-4)
+    # A second time, where slots have keys of the same texts with either factors.
+    for one, again in zip(found, engine.generate(asked), strict=True):
+        assert (again.ids, again.reason) == (one.ids, one.reason)
+        assert again.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def test_prompts_share_nothing_if_their_angles_differ(long, monkeypatch):
+    starts: list[int] = []
+    prefill = NativeEngine._prefill
+
+    def noted(self, fills):
+        starts.extend(fill.start for fill in fills)
+        return prefill(self, fills)
+
+    monkeypatch.setattr(NativeEngine, "_prefill", noted)
+    ids = tuple(PROMPTS[2])
+    engine = NativeEngine(long, RolloutSettings(slots=1, context=64, frozen=True))
+    for length in (20, 24, 30, 40):
+        engine.generate([Request(prompt=ids[:length], max_new_tokens=1, sampling=SAMPLED)])
+    assert starts == [0, 16, 0, 16]
 
 
 def test_a_tiled_product_is_the_plain_one():

@@ -159,7 +159,9 @@ def test_every_rope_generates_like_transformers(
     (line,) = capsys.readouterr().out.splitlines()
     tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base).eval()
     given = tokenizer(words[1], return_tensors="pt")
-    found = model.generate(**given, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+    # With longrope the cache of transformers keeps the keys of the short factors, except in the Phi-3 family.
+    greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": kind != "longrope"}
+    found = model.generate(**given, max_new_tokens=60, **greedy)
     assert found.shape[1] > 60
     expected = tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
     assert json.loads(line)["text"] == expected
