@@ -64,6 +64,58 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0)
         return _RMSNorm.apply(x_ND, weight_D, eps, offset)
 
 
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    return x.unflatten(-1, (groups, -1))
+
+
+class _GatedRMSNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, gate_ND: Tensor, weight_D: Tensor, eps: float, groups: int, gate_first: bool
+    ) -> Tensor:
+        silu_ND = torch.nn.functional.silu(wide(gate_ND))
+        normed = _grouped(wide(x_ND) * silu_ND if gate_first else wide(x_ND), groups)
+        inverse = torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x_ND, gate_ND, weight_D, inverse)
+        ctx.settings = groups, gate_first
+        y_ND = weight_D * (normed * inverse).flatten(-2).to(x_ND.dtype)
+        return y_ND if gate_first else (y_ND * silu_ND).to(x_ND.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, gate_ND, weight_D, inverse = ctx.saved_tensors
+        groups, gate_first = ctx.settings
+        x, gate, weight, dy = wide(x_ND), wide(gate_ND), wide(weight_D), wide(dy_ND)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        dsilu = sigmoid + silu * (1 - sigmoid)
+        hats = _grouped(x * silu if gate_first else x, groups) * inverse
+        hat = hats.flatten(-2)
+        scaled = dy if gate_first else dy * silu
+        dhats = _grouped(scaled * weight, groups)
+        dnormed = ((dhats - hats * (dhats * hats).mean(-1, keepdim=True)) * inverse).flatten(-2)
+        dx, dgate = (dnormed * silu, dnormed * x * dsilu) if gate_first else (dnormed, dy * weight * hat * dsilu)
+        dweight = None
+        if ctx.needs_input_grad[2]:
+            dweight = (scaled * hat).flatten(0, -2).sum(0).to(weight_D.dtype)
+        return dx.to(x_ND.dtype), dgate.to(gate_ND.dtype), dweight, None, None, None
+
+
+@op
+def gated_rms_norm(
+    x_ND: Tensor, gate_ND: Tensor, weight_D: Tensor, eps: float, *, groups: int = 1, gate_first: bool = False
+) -> Tensor:
+    """rms_norm(x) · silu(gate), or rms_norm(x · silu(gate)) if `gate_first`; the gate and statistics in fp32.
+
+    The norm first is the gated delta rule's (arXiv 2412.06464), the gate first Mamba-2's (arXiv 2405.21060). The last
+    dim consists of `groups` of equal size, each with a mean square of its own. The normalised value is rounded to x's
+    dtype before it is scaled, as transformers does.
+    """
+    with region("rmsnorm"):
+        return _GatedRMSNorm.apply(x_ND, gate_ND, weight_D, eps, groups, gate_first)
+
+
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
@@ -141,6 +193,26 @@ def clamped_swiglu(gate_NF: Tensor, up_NF: Tensor, limit: float, alpha: float) -
     """
     with region("swiglu"):
         return _ClampedSwiGLU.apply(gate_NF, up_NF, limit, alpha)
+
+
+class _SquaredReLU(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NF: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NF)
+        return torch.relu(x_NF).square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NF: Tensor) -> Tensor:
+        (x_NF,) = ctx.saved_tensors
+        return (2 * wide(dy_NF) * torch.relu(wide(x_NF))).to(x_NF.dtype)
+
+
+@op
+def squared_relu(x_NF: Tensor) -> Tensor:
+    """max(x, 0)² (arXiv 2109.08668)."""
+    with region("swiglu"):
+        return _SquaredReLU.apply(x_NF)
 
 
 def _rotate(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:

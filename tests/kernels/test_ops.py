@@ -11,6 +11,8 @@ from functools import partial
 import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from surogate_core.kernels import cpu, ops
 from surogate_core.kernels.panels import PanelShape
@@ -48,7 +50,7 @@ def find(name: str, kernel: str) -> Op:
 
 def test_every_op_is_tested() -> None:
     tested = {"rms_norm", "swiglu", "rope", "norm_rope", "cross_entropy", "attention", "dropout", "adapted_linears"}
-    tested |= {"geglu", "clamped_swiglu"}
+    tested |= {"geglu", "clamped_swiglu", "gated_rms_norm", "squared_relu"}
     found = {name for name, kernel in references.items() if kernel.function.__module__ == ops.__name__}
     assert found == tested, "an op without a test: add it here and to a test of this directory"
     assert {k.op for k in cpu.kernels()} <= tested
@@ -101,6 +103,49 @@ def test_rms_norm_of_a_frozen_weight_gives_no_weight_gradient(kernel: str, dtype
     trained = weight.clone().requires_grad_()
     expected, _ = torch.autograd.grad(find("rms_norm", kernel)(x, trained, EPS).sum(), [x, trained])
     assert torch.equal(dx, expected)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("gate_first", [False, True], ids=["norm-first", "gate-first"])
+def test_gated_rms_norm(dtype: torch.dtype, gate_first: bool) -> None:
+    """Random, large, tiny and zero values, and one group or several."""
+    cases = itertools.product(((5, 48), (4, 3, 16)), (1, 2, 8), (1.0, 1e4, 1e-12, 0.0), LAYOUTS)
+    for shape, groups, scale, layout in cases:
+        with note(shape, groups, scale, layout):
+            x = LAYOUTS[layout](random(*shape, scale=scale, dtype=dtype))
+            gate = LAYOUTS[layout](random(*shape, seed=2, scale=4.0, dtype=dtype))
+            weight = random(shape[-1], seed=1, dtype=dtype)
+            own, definition = (
+                partial(op, eps=EPS, groups=groups, gate_first=gate_first)
+                for op in (ops.gated_rms_norm, op_cases.gated_rms_norm)
+            )
+            compared = compare(own, definition, [x, gate, weight])
+            assert compared.values[0].dtype == dtype
+            assert compared.error() <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_rms_norm_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+    x, gate, weight = random(5, 48, dtype=dtype), random(5, 48, seed=1, dtype=dtype), random(48, seed=2, dtype=dtype)
+    for theirs, settings in (
+        (Qwen3_5RMSNormGated(48, EPS), {}),
+        (NemotronHRMSNormGated(48, 48 // 3, EPS), {"groups": 3, "gate_first": True}),
+    ):
+        theirs.weight.data = weight
+        assert torch.equal(ops.gated_rms_norm(x, gate, weight, EPS, **settings), theirs(x, gate))
+
+
+@pytest.mark.parametrize("gate_first", [False, True], ids=["norm-first", "gate-first"])
+def test_gated_rms_norm_of_a_frozen_weight_gives_no_weight_gradient(gate_first: bool) -> None:
+    x, gate, weight = (random(4, 16, seed=s).requires_grad_(s < 2) for s in range(3))
+    weight = weight[0]
+    y = ops.gated_rms_norm(x, gate, weight, EPS, gate_first=gate_first)
+    dx, dgate = torch.autograd.grad(y.sum(), [x, gate])
+    weight.requires_grad_()
+    y = ops.gated_rms_norm(x, gate, weight, EPS, gate_first=gate_first)
+    expected = torch.autograd.grad(y.sum(), [x, gate, weight])
+    assert torch.equal(dx, expected[0])
+    assert torch.equal(dgate, expected[1])
 
 
 # ----------------------------------------------------------------------------- norm_rope
@@ -214,6 +259,15 @@ def test_clamped_swiglu(dtype: torch.dtype) -> None:
         )
         with note(limit, layout):
             assert compare(own, definition, [gate, up]).error() <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_squared_relu(dtype: torch.dtype) -> None:
+    """Random, large, tiny and zero values."""
+    for shape, scale, layout in itertools.product(((5, 48), (1, 1), (3, 7)), (1.0, 1e8, 1e-15, 0.0), LAYOUTS):
+        x = LAYOUTS[layout](random(*shape, scale=scale, dtype=dtype))
+        with note(shape, scale, layout):
+            assert compare(ops.squared_relu, op_cases.squared_relu, [x]).error() <= BOUNDS[dtype]
 
 
 # ---------------------------------------------------------------------------------- rope

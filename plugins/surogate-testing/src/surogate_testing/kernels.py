@@ -56,6 +56,31 @@ def _rms_norm() -> Iterator[Inputs]:
     yield made(48, 64, what="an offset", offset=1.0)
 
 
+def _gated_rms_norm() -> Iterator[Inputs]:
+    def made(*shape: int, what: str = "", eps: float = EPS, apart: bool = False, **named: Any) -> Inputs:
+        leaves = {"x": normal(*shape, seed=0), "gate": normal(*shape, seed=2), "weight": normal(shape[-1], seed=1)}
+        return Inputs(leaves=leaves, call=lambda f, t: f(*t, eps, **named), what=what, apart=apart)
+
+    yield made(48, 64)
+    yield made(200, 64, what="200 rows")
+    yield made(1, 64, what="one row")
+    yield made(6, 8, 64, what="x of 3 dimensions")
+    yield made(48, 64, what="gaps between rows", apart=True)
+    yield made(48, 64, what="the gate first", gate_first=True)
+    yield made(48, 80, what="two groups, the gate first", gate_first=True, groups=2)
+    yield made(48, 1024, what="eight groups of 128, the gate first", gate_first=True, groups=8)
+
+
+def _squared_relu() -> Iterator[Inputs]:
+    def made(*shape: int, what: str = "", apart: bool = False) -> Inputs:
+        return Inputs(leaves={"x": normal(*shape, seed=0)}, call=lambda f, t: f(*t), what=what, apart=apart)
+
+    yield made(48, 64)
+    yield made(200, 40, what="200 rows of 40 features")
+    yield made(1, 64, what="one row")
+    yield made(48, 64, what="gaps between rows", apart=True)
+
+
 def _gated(*settings: float) -> Iterator[Inputs]:
     """Inputs of an activation with a gate, which takes `settings` after both."""
 
@@ -164,9 +189,11 @@ def _adapted_linears() -> Iterator[Inputs]:
 
 CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "rms_norm": _rms_norm,
+    "gated_rms_norm": _gated_rms_norm,
     "swiglu": _gated,
     "geglu": _gated,
     "clamped_swiglu": partial(_gated, 0.9, 1.702),
+    "squared_relu": _squared_relu,
     "rope": _rope,
     "norm_rope": _norm_rope,
     "attention": _attention,

@@ -31,6 +31,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (offset + weight)
 
 
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, groups: int = 1, gate_first: bool = False
+) -> Tensor:
+    """rms_norm of each group of x, times silu(gate) behind the norm or before it."""
+    silu = gate / (1 + torch.exp(-gate))
+    x = x * silu if gate_first else x
+    normed = torch.cat([rms_norm(part, torch.ones_like(part[..., 0, None]), eps) for part in x.chunk(groups, -1)], -1)
+    return normed * weight * (1 if gate_first else silu)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """x² where x is positive, otherwise 0."""
+    return torch.where(x > 0, x * x, torch.zeros_like(x))
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     return gate / (1 + torch.exp(-gate)) * up
