@@ -99,8 +99,9 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   generation has the log-probabilities of the forward, in prompts and sampled tokens, with documents longer than every
   window and than a chunk of a scan. A model directory, with the `config.json` that transformers writes if it knows
   the family, is fine-tuned with adapters, evaluated, merged, continued and exported as the commands do it, and the
-  results agree. Blocks are traced, full in fp32 and with adapters in bf16, under every recipe that runs on a CPU,
-  emulated or not, and every parameter has a gradient. A family with experts: each layer reports K times its tokens,
+  results agree. Adapters on all projections give equal logits here, exported in PEFT, and folded in by PEFT and by
+  `surogate merge`; what PEFT cannot read is said. Blocks are traced, full in fp32 and with adapters in bf16,
+  under every recipe that runs on a CPU, emulated or not, and every parameter has a gradient. A family with experts: each layer reports K times its tokens,
   of equal probabilities the lowest number wins, recomputing changes no bit, `train_router` trains the routers with
   the gradient of a full training, and adapters of each expert add scale · B A to its weight.
 - `recipe`: product and gradients have their shape, dtype, a relative error of at most 0.25 and the same bits twice;

@@ -488,9 +488,9 @@ class Model:
         return {prefix: slots for prefix, slots in found.items() if slots}
 
     def expert_names(self) -> frozenset[str]:
-        """The last names of the projections that files have for each expert."""
+        """The last names of the projections that adapters have for each expert."""
         slots = (slot for layer in self.expert_slots().values() for slot in layer)
-        return frozenset(slot.module.rpartition(".")[2] for slot in slots if not slot.always)
+        return frozenset(slot.module.rpartition(".")[2] for slot in slots if not slot.adapted)
 
     def fused_tensors(self) -> dict[str, Fused]:
         """Name → the tensors of experts that some files keep as one tensor."""

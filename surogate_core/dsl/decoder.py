@@ -55,14 +55,18 @@ def attention_slots(
     *,
     bias: bool | Setting = False,
     out_bias: bool | Setting | None = None,
+    output_gate: bool = False,
     **attention: Any,
 ) -> tuple[Linear, Linear, Linear, Linear, Attention]:
     """(q, k, v, o, attend). `bias`: whether q, k and v have one; `out_bias`: whether o has one, by default as they.
 
-    `attention`: further arguments of `Attention`, such as `window` and `scale`.
+    `output_gate`: whether q gives each head, behind the query, as many features of a gate. The sigmoid of the gate
+    multiplies what the head gives to o (arXiv 2505.06708). `attention`: further arguments of `Attention`, such as
+    `window` and `scale`.
     """
+    queries = heads * head_dim
     return (
-        Linear("self_attn.q_proj", D, heads * head_dim, region="qkv", bias=bias),
+        Linear("self_attn.q_proj", D, queries + queries if output_gate else queries, region="qkv", bias=bias),
         Linear("self_attn.k_proj", D, kv_heads * head_dim, region="qkv", bias=bias),
         Linear("self_attn.v_proj", D, kv_heads * head_dim, region="qkv", bias=bias),
         Linear("self_attn.o_proj", heads * head_dim, D, region="att", bias=bias if out_bias is None else out_bias),
@@ -120,7 +124,7 @@ def fused_mlp_slots() -> tuple[None, None, Linear, Linear]:
 
 LAYER_TYPE = "layer_type"
 """Key of the configuration of a layer's block: the layer's type in a family that reads ``layer_types``."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def layer_window(config: Mapping[str, Any]) -> int:
@@ -165,11 +169,18 @@ class AttentionBlock(Block):
 
     def attention(self, h_ND: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]: the attention of rows after their norm."""
-        q_NHE, k_NKE, v_NKE = self.positioned(*self.projections(h_ND), tables)
-        return self.o(self.attend(q_NHE, k_NKE, v_NKE, sinks=self.sinks).flatten(1))
+        q_NHE, k_NKE, v_NKE = self.projections(h_ND)
+        gate_NHE = None
+        if q_NHE.shape[1] != size_of(type(self).attend.heads, self.config):
+            q_NHE, gate_NHE = q_NHE.unflatten(1, (-1, 2)).unbind(2)
+        q_NHE, k_NKE, v_NKE = self.positioned(q_NHE, k_NKE, v_NKE, tables)
+        y_NHE = self.attend(q_NHE, k_NKE, v_NKE, sinks=self.sinks)
+        return self.o((y_NHE if gate_NHE is None else y_NHE * torch.sigmoid(gate_NHE)).flatten(1))
 
     def projections(self, h_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, E], keys [N, K, E] and values [N, K, E] of rows after their norm."""
+        """Queries [N, H, E], keys [N, K, E] and values [N, K, E] of rows after their norm; with an output gate
+        [N, 2·H, E], each query followed by its gate.
+        """
         if self.qkv is None:
             parts = [slot(h_ND) for slot in (self.q, self.k, self.v)]
         else:
@@ -265,6 +276,8 @@ class Decoder(Model):
     """Values of keys that a ``config.json`` of the family may leave out, as transformers has them, such as
     ``rope_theta``. The model's `config` has them.
     """
+    kinds: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
+    """Types that ``layer_types`` may have. Layers of type ``linear_attention`` have a block of the family's own."""
     default_window: ClassVar[int | None] = None
     """``sliding_window`` where the key is absent; null is no window."""
 
@@ -313,7 +326,7 @@ class Decoder(Model):
         defaults = [self.default_type(number) for number in range(count)]
         if None in defaults:
             return ()
-        return _checked_types(self.window, defaults if given is None else given, count)
+        return _checked_types(self.kinds, self.window, defaults if given is None else given, count)
 
     @property
     def window(self) -> Any:
@@ -360,7 +373,7 @@ class Decoder(Model):
         return stack.block
 
 
-def _checked_types(window: Any, given: Any, count: int) -> tuple[str, ...]:
+def _checked_types(kinds: tuple[str, ...], window: Any, given: Any, count: int) -> tuple[str, ...]:
     """The types of `count` layers. Raises `UserError` for another number, another type, or a window that is missing."""
     if not isinstance(given, list | tuple) or len(given) != count:
         found = f"has {len(given)} entries" if isinstance(given, list | tuple) else f"is {given!r}"
@@ -368,9 +381,9 @@ def _checked_types(window: Any, given: Any, count: int) -> tuple[str, ...]:
             f"config.json: `layer_types` {found}, and the model has {count} layers (`num_hidden_layers`). "
             f"Fix: use the model's own config.json."
         )
-    if other := sorted({str(kind) for kind in given} - {FULL, SLIDING}):
+    if other := sorted({str(kind) for kind in given} - set(kinds)):
         raise not_computed(
-            [f"`layer_types` has layers of type `{other[0]}`, and only {FULL} and {SLIDING} are available"]
+            [f"`layer_types` has layers of type `{other[0]}`, and only {' and '.join(kinds)} are available"]
         )
     if SLIDING in given and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise UserError(

@@ -45,6 +45,8 @@ class Fused:
     """Whether all files of the model have this tensor, so that exports and adapters do too."""
     transposed: bool = False
     """Whether files have it as [E, I, rows]; quantised ones have it as any other."""
+    adapted: bool = False
+    """Whether an adapter is of this tensor, whatever tensors files have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,8 @@ class ExpertSlot:
     """Name, relative to the block, of the tensor that holds this weight of all experts in some files."""
     always: bool = False
     transposed: bool = False
-    """These two as of `Fused`."""
+    adapted: bool = False
+    """These three as of `Fused`."""
     adapter: Adapter | None
     index: int
     """Separates the dropout masks of the block's slots."""
@@ -110,6 +113,7 @@ def fused_tensors(prefix: str, slots: Sequence[ExpertSlot]) -> dict[str, Fused]:
             shape=(group[0].count, sum(slot.outputs for slot in group), group[0].inputs),
             always=group[0].always,
             transposed=group[0].transposed,
+            adapted=group[0].adapted,
             parts=tuple(
                 (f"{prefix}{slot.module}.weight".replace(EXPERT, str(e)), (slot.outputs, slot.inputs))
                 for e in range(group[0].count)
@@ -126,6 +130,7 @@ class Experts:
     `fused`: the name under which some files have this weight of all experts as one tensor [count, rows, inputs].
     Projections with the same name follow each other in its rows, in the order of their declaration. `always`: all files
     have this tensor, and so do exports; it has one projection. `transposed`: they have it as [count, inputs, rows].
+    `adapted`: adapters that other programs read are of this tensor, though files have tensors of each expert.
     """
 
     def __init__(
@@ -140,10 +145,11 @@ class Experts:
         fused: str | None = None,
         always: bool = False,
         transposed: bool = False,
+        adapted: bool = False,
     ):
         assert EXPERT in module
-        assert fused or not (always or transposed)
-        self.always, self.transposed = always, transposed
+        assert fused or not (always or transposed or adapted)
+        self.always, self.transposed, self.adapted = always, transposed, adapted or always
         self.module, self.count, self.choices = module, count, choices
         self.inputs, self.outputs, self.region, self.fused = inputs, outputs, region, fused
 
@@ -166,6 +172,7 @@ class Experts:
             fused=self.fused,
             always=self.always,
             transposed=self.transposed,
+            adapted=self.adapted,
             adapter=adapter,
             index=index,
         )

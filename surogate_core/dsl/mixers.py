@@ -384,7 +384,7 @@ def begin(block: Block, tables: Mapping[str, Tensor]) -> tuple[Calls, Mapping[st
 
 
 def declared_in(cls: type) -> tuple[Mixer, ...]:
-    """The mixers of a block's class, in order. Raises `PluginError` if another attribute hides one."""
+    """The mixers of a class, in order; None takes one of a base away. `PluginError` if something else hides one."""
     found: dict[str, Mixer] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
@@ -392,6 +392,8 @@ def declared_in(cls: type) -> tuple[Mixer, ...]:
                 if name not in found and any(name in vars(b) for b in cls.__mro__ if b.__module__ == BASE):
                     raise PluginError(f"{_name_of(cls)}: the mixer {name} hides what every block has. Fix: rename it")
                 found[name] = value
+            elif value is None:
+                found.pop(name, None)
             elif name in found:
                 raise PluginError(
                     f"{_name_of(cls)}: {name} is a mixer of a base class and {type(value).__name__} here. Fix: rename "

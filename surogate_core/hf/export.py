@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,12 +224,15 @@ def _peft_targets(ranks: Mapping[str, int], scale: float, expert_names: Collecti
     return fields
 
 
-def _peft_parameters(ranks: Mapping[str, int], scale: float, parameters: Sequence[str]) -> dict[str, Any]:
-    """The same for a model whose experts are one tensor in all files: PEFT targets that as a parameter."""
-    experts = {module for module in ranks if _EXPERT_MODULE.search(module)}
-    rank = next(ranks[module] for module in ranks if module in experts)
-    others = {_in_layer(module): other for module, other in ranks.items() if module not in experts}
-    patterns = {re.escape(name): other for name, other in others.items() if other != rank}
+def _peft_parameters(ranks: Mapping[str, int], scale: float, parameters: Mapping[str, int]) -> dict[str, Any]:
+    """The same for a model with adapters of all experts in one tensor: PEFT targets the weight as a parameter.
+
+    `parameters`: name → rank.
+    """
+    rank = min(parameters.values())
+    others = {_in_layer(m): other for m, other in ranks.items() if not _EXPERT_MODULE.search(m)}
+    own = {_in_layer(name): other for name, other in parameters.items()}
+    patterns = {re.escape(name): other for name, other in {**others, **own}.items() if other != rank}
     fields: dict[str, Any] = {
         "r": rank,
         "lora_alpha": _number(scale * rank),

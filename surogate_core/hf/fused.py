@@ -100,29 +100,54 @@ def rejoined(tensors: Iterable[tuple[str, Tensor]], fused: Mapping[str, Fused]) 
     assert not waiting, f"an expert of {next(iter(waiting))} is missing"
 
 
-def adapters_joined(tensors: Mapping[str, Tensor], fused: Mapping[str, Fused]) -> tuple[dict[str, Tensor], list[str]]:
-    """(tensors of an adapter, the parameters that PEFT must target): with one A and B of all experts, as
-    `expert_adapters` describes them, where all files of the model have one tensor of all experts.
+def adapters_joined(
+    tensors: Mapping[str, Tensor], fused: Mapping[str, Fused]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """(tensors of an adapter, the parameters that PEFT must target → their ranks): with one A and B of all experts, as
+    `expert_adapters` describes them, where adapters are of one tensor of all experts.
 
     PEFT wraps the parameters of a module one after the other, so the name of the first one has ``.base_layer``.
     """
-    import torch
-
     kept: dict[str, Tensor] = dict(tensors)
-    modules: dict[str, list[tuple[str, Tensor, Tensor]]] = {}
+    modules: dict[str, list[tuple[str, int, Tensor, Tensor]]] = {}
     for name, one in fused.items():
-        parts = [part.removesuffix(".weight") for part, _ in one.parts]
-        if one.always and f"{parts[0]}.lora_A.weight" in kept:
-            of_a, of_b = ([kept.pop(f"{part}.lora_{side}.weight") for part in parts] for side in "AB")
-            whole = torch.cat(of_a), torch.stack(of_b, -1).flatten(1)
-            modules.setdefault(name.rpartition(".")[0], []).append((name, *whole))
-    targets = []
+        if one.adapted and (whole := _of_all_experts(kept, one)) is not None:
+            a, b = whole
+            modules.setdefault(name.rpartition(".")[0], []).append((name, len(a) // one.shape[0], a, b))
+    targets = {}
     for module, found in modules.items():
-        for number, (name, a, b) in enumerate(found):
+        for number, (name, rank, a, b) in enumerate(found):
             place = module + ".base_layer" * (len(found) - 1 - number)
             kept |= {f"{place}.lora_A.weight": a, f"{place}.lora_B.weight": b}
-            targets.append(name)
+            targets[name] = rank
     return kept, targets
+
+
+def _of_all_experts(tensors: dict[str, Tensor], one: Fused) -> tuple[Tensor, Tensor] | None:
+    """(A [E·r, inputs], B [rows, r·E]) of the adapters of each expert, which are taken out; None without any.
+
+    The projections of an expert have different A, one below the other, so that r is the sum of their ranks, and B has a
+    block for each of them: zeros for a projection without an adapter.
+    """
+    import torch
+
+    each = len(one.parts) // one.shape[0]
+    of_a, of_b = [], []
+    for expert in range(one.shape[0]):
+        a, b = [], []
+        for part, (outputs, inputs) in one.parts[expert * each : (expert + 1) * each]:
+            module = part.removesuffix(".weight")
+            none = torch.zeros(0, inputs), torch.zeros(outputs, 0)
+            found = tuple(tensors.pop(f"{module}.lora_{side}.weight", None) for side in "AB")
+            pair = none if found[0] is None or found[1] is None else (found[0], found[1])
+            a.append(pair[0])
+            b.append(pair[1])
+        kept = [value for value in a if len(value)]
+        if not kept:
+            return None
+        of_a.append(torch.cat(kept))
+        of_b.append(torch.block_diag(*(value.to(kept[0]) for value in b)))
+    return torch.cat(of_a), torch.stack(of_b, -1).flatten(1)
 
 
 def _views(part: QuantisedPart | None, one: Fused) -> list[View]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM, SmolLM3Config, SmolL
 
 from surogate_core.dsl import Attention, Setting, Stack
 from surogate_core.dsl.decoder import LAYERS, PREFIX, Decoder, DenseBlock, E, H, K, attention_slots, mlp_slots, qk_norms
+from surogate_core.dsl.tensors import TensorSpec
 from surogate_core.errors import UserError
 from surogate_testing import tiny
 from surogate_testing.parity import TINY, TOLERANCE, ModelPair
@@ -57,6 +59,12 @@ class NormedBlock(DenseBlock):
     q_norm, k_norm = qk_norms()
 
 
+class GatedBlock(NormedBlock):
+    """With an output gate."""
+
+    q, k, v, o, attend = attention_slots(output_gate=True)
+
+
 class UnrotatedBlock(NormedBlock):
     """The same without the rotary embedding."""
 
@@ -100,6 +108,34 @@ def test_norms_act_without_the_rotary_embedding_too() -> None:
 
     assert all(tiny.relative_error(a, b) > 1e-3 for a, b in combinations(logits(9), 2))
     assert all(tiny.relative_error(a, b) < 1e-5 for a, b in combinations(logits(1), 2))
+
+
+def test_an_output_gate_multiplies_what_each_head_gives_by_its_sigmoid() -> None:
+    """A gate of zeros is the factor 1/2 of o; rows of a head's gate are behind those of its query."""
+    config, source = {**TINY, "model_type": "own"}, tiny.random_source()
+
+    def drawn(spec: TensorSpec) -> torch.Tensor:
+        value = source(spec)
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    def logits(block: type[DenseBlock], change: Callable[[TensorSpec], torch.Tensor]) -> torch.Tensor:
+        engine = tiny.engine(config, build=family_of(block).build, source=change)
+        return engine.logits(tiny.batch(tiny.documents((9,))))[:9]
+
+    def halved(spec: TensorSpec) -> torch.Tensor:
+        return drawn(spec) * (0.5 if "o_proj" in spec.hf_name else 1.0)
+
+    def gated(spec: TensorSpec) -> torch.Tensor:
+        if "q_proj" not in spec.hf_name:
+            return drawn(spec)
+        outputs, inputs = spec.shape
+        queries = drawn(replace(spec, shape=(outputs // 2, inputs))).unflatten(0, (config["num_attention_heads"], -1))
+        return torch.cat((queries, torch.zeros_like(queries)), dim=1).flatten(0, 1)
+
+    expected = logits(NormedBlock, halved)
+    assert tiny.relative_error(logits(GatedBlock, gated), expected) < 1e-6
+    assert tiny.relative_error(logits(GatedBlock, drawn), expected) > 1e-2
 
 
 @pytest.mark.parametrize(("block", "asked"), [(DenseBlock, True), (NormedBlock, False)])

@@ -125,6 +125,10 @@ def test_a_mixer_that_something_hides_is_an_error() -> None:
             def attend(self, x: Tensor) -> Tensor:
                 return x
 
+    class Without(tiny.TinyBlock):
+        attend = None
+
+    assert Without(tiny.CONFIG).mixer_specs() == ()
     with pytest.raises(PluginError, match=r"the mixer bind hides what every block has"):
 
         class Binds(tiny.TinyBlock):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -105,6 +105,8 @@ class FamilyFacts:
     """Names of `LONG` that are compared."""
     ropes: Sequence[str] = ()
     """Types of layers where each has a RoPE of its own, first the one that `LONG` scales."""
+    settled: Callable[[Any], None] = lambda model: None
+    """Changes values of the small random model in place, such as decays, which then let documents see far back."""
     sizes: Sequence[str] = SIZES
     """Keys without which no model is built."""
     absent: Sequence[str] = ("rope_theta", "rms_norm_eps", "tie_word_embeddings", "hidden_act")
@@ -161,7 +163,11 @@ class FamilyFacts:
         # A copy, because transformers changes what it is given.
         settings = json.loads(json.dumps(settings))
         return ModelPair.of(
-            self.architecture, self.config(**settings), self.family.build, lengths=lengths or self.lengths
+            self.architecture,
+            self.config(**settings),
+            self.family.build,
+            lengths=lengths or self.lengths,
+            settled=self.settled,
         )
 
     def long_pair(self, rope: Mapping[str, Any]) -> ModelPair:
