@@ -28,7 +28,7 @@ from surogate_core.bundles.handed import (
 )
 from surogate_core.bundles.kernels import Kernel, KernelPack
 from surogate_core.bundles.launchers import Job, Launcher
-from surogate_core.bundles.models import ModelFamily, decoder_presets
+from surogate_core.bundles.models import ModelFamily, check_export, decoder_presets
 from surogate_core.bundles.monitors import Monitor, MonitorSpec, ReportSpec
 from surogate_core.bundles.objectives import Objective, ObjectiveSpec
 from surogate_core.bundles.offloaders import GradientStore, OffloaderSpec, Store, Stores, TensorKind
@@ -197,6 +197,7 @@ __all__ = [
     "Turn",
     "WeightFormat",
     "WeightFormatSpec",
+    "check_export",
     "decoder_presets",
     "options_from_flat",
     "part_of",

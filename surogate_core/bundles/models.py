@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.errors import UserError
+
 if TYPE_CHECKING:
     from surogate_core.dsl import Model
 
@@ -31,6 +33,18 @@ class ModelFamily:
     """Modules that define ops of its own (`surogate_core.kernels.registry.op`), e.g. ``acme_scan.ops``. A run of the
     family imports them before it chooses kernels, so that kernel packs of other plugins may have kernels for them.
     """
+
+
+def check_export(format: str, reader: str, fits: Mapping[str, bool]) -> None:
+    """Raise `UserError` for the first key of a ``config.json`` that does not fit. `reader`: what reads files of that
+    format, such as ``llama.cpp's gemma3``.
+    """
+    for key, one in fits.items():
+        if not one:
+            raise UserError(
+                f"--format {format}: config.json: `{key}` has a value that {reader} does not compute. "
+                f"Fix: serve the model with transformers or vLLM."
+            )
 
 
 def decoder_presets(

@@ -413,6 +413,10 @@ class Model:
         """
         return scaled_config(self.config, scaling, positions)
 
+    def complete_config(self) -> dict[str, Any]:
+        """`config` with sizes and settings that it may leave out, for programs that have other defaults."""
+        return self.config
+
     @property
     def hf_class(self) -> str:
         """The class of transformers that loads it."""

@@ -312,6 +312,16 @@ class Decoder(Model):
         for what, number in numbers.items():
             number_of(number, self.config, f"the factor of {what}")
 
+    def complete_config(self) -> dict[str, Any]:
+        """`config` with the sizes of attention and the eps of norms, which it may leave out."""
+        attend, eps = self._block.attend, self._block.eps
+        sizes = {"num_key_value_heads": attend.kv_heads, "head_dim": attend.features}
+        return {
+            **self.config,
+            **{key: size_of(size, self.config) for key, size in sizes.items()},
+            "rms_norm_eps": eps.value(self.config) if isinstance(eps, Setting) else eps,
+        }
+
     def default_type(self, number: int) -> str | None:
         """The type of a layer where ``layer_types`` is absent; None in a family that does not read it.
 

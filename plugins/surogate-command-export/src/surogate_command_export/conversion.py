@@ -159,10 +159,10 @@ def _job(
     def get(name: str) -> Tensor:
         return fold(name, weights.get(name), stack)
 
-    describe = prepared.resolved.family.exports.get(spec.name)
+    describe, config = prepared.resolved.family.exports.get(spec.name), model.complete_config()
     return bundles.ExportJob(
         name=name,
-        config={**model.config, "tie_word_embeddings": model.tied},
+        config={**config, "tie_word_embeddings": model.tied},
         shapes=shapes,
         dtypes={n: torch.bfloat16 if weights.is_quantised(n) else weights.header(n)[1] for n in shapes},
         get=get,
@@ -170,7 +170,7 @@ def _job(
         stop_ids=prepared.stop_ids,
         sampling=prepared.sampling,
         generation_config=prepared.generation_config,
-        family=describe(model.config) if describe is not None else {},
+        family=describe(config) if describe is not None else {},
         file=file,
         place=place,
         progress=progress,

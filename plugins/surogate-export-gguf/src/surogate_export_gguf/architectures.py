@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from surogate_core.plugin import UserError, bundles, dsl
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _QK = re.compile(r"\.attn_([qk])\.(weight|bias)$")
+_LAYER = re.compile(r"\.(\d+)\.")
+Figure = bool | int | float | str
+"""A value of the file's keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +37,23 @@ class Family:
     """Whether RoPE turns neighbouring features, so that rows of q and k are in another order than Hugging Face's."""
     has_frequency_factors: bool = False
     """Whether RoPE's frequencies may have a factor each, as Llama 3's have."""
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    """Hugging Face name → name in the file of modules that the package `gguf` has no name for in this architecture,
-    both without ``.weight`` and with ``{}`` for the number of the layer.
+    tensors: Mapping[str, str | Mapping[str, slice]] = field(default_factory=dict)
+    """Hugging Face name → name in the file, of what the package `gguf` has no name for in this architecture. Both are
+    without ``.weight`` for a module and whole for another tensor, with ``{}`` for the number of the layer and without
+    that of an expert. A mapping instead of a name divides the outputs: names in the file with their slices.
     """
-    figures: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Whole names of fp32 vectors that only the file has, with their values: ``rope_freqs.weight``."""
+    figures: Mapping[str, Figure | Sequence[Figure]] = field(default_factory=dict)
     """Further keys of the file, without the architecture's name in front, such as ``attention.sliding_window``. A key
     that the file has anyway gets this value.
     """
+    notes: Sequence[str] = ()
+    """What a user of the file should know."""
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of ``config.json`` with the values by which the file's RoPE is described, of a model with several."""
+    """Keys of ``config.json`` with the values by which RoPE and the features of a head are described, of a model whose
+    layers differ.
+    """
     convert: Callable[[str, torch.Tensor], torch.Tensor] | None = None
     """(Hugging Face name, weight) → the weight as the file has it, of the same shape."""
 
@@ -73,11 +85,19 @@ class Tensor:
     parts: tuple[str, ...]
     """The model's tensors that it is made of: one, or one for each expert."""
     shape: tuple[int, ...]
+    outputs: slice | None = None
+    """The outputs that it has of each; None: all."""
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has the type of the file; vectors and routers are f32."""
-        return len(self.shape) > 1 and ".ffn_gate_inp." not in self.name
+        """Whether it has the type of the file; vectors, biases of experts and routers are f32."""
+        return len(self.shape) > 1 and self.name.endswith(".weight") and ".ffn_gate_inp." not in self.name
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """Its outputs of a tensor of the model."""
+        if self.outputs is None:
+            return weight
+        return weight[..., self.outputs] if self.name.endswith(".bias") else weight[self.outputs]
 
 
 class Architecture:
@@ -91,7 +111,8 @@ class Architecture:
             int(job.config["num_attention_heads"]),
             int(job.config.get("num_key_value_heads") or job.config["num_attention_heads"]),
         )
-        self.head_dim = int(job.config.get("head_dim") or job.config["hidden_size"] // self.heads)
+        config = {**job.config, **self.family.rope}
+        self.head_dim = int(config.get("head_dim") or config["hidden_size"] // self.heads)
         self.vocab_size = job.shapes["model.embed_tokens.weight"][0]
         self.layers = int(job.config["num_hidden_layers"])
         self._check()
@@ -110,35 +131,46 @@ class Architecture:
             raise _not_there("rope_scaling", f"llama3, which {self.name} lacks")
         if kind == "yarn" and not self.rope.parameters.get("truncate", True):
             raise _not_there("rope_scaling", "yarn with truncate=false, which llama.cpp lacks")
+        if self.family.interleaved and self.rope.rotary != self.head_dim:
+            raise _not_there("partial_rotary_factor", f"below 1, which {self.name} lacks")
 
     def _tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Tensor]:
         """The tensors of the file in the order of the model's."""
         names = gguf.get_tensor_name_map(self.family.arch, self.layers)
         parts: dict[str, list[str]] = {}
+        divided: dict[str, slice] = {}
         for name in shapes:
-            found = self._own_name(name) or names.get_name(
-                _EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias")
-            )
-            if found is None or (found.endswith(".bias") and found.split(".")[-2] not in self.family.biases):
-                raise UserError(
-                    f"--format gguf: {name} has no place in a {self.name} file. "
-                    f"Fix: `surogate merge` writes a Hugging Face directory with it."
-                )
-            parts.setdefault(found, []).append(name)
+            whole = _EXPERT.sub(".experts.", name)
+            found = self._own_names(whole) or {names.get_name(whole, try_suffixes=(".weight", ".bias")): None}
+            for place, outputs in found.items():
+                if place is None or (place.endswith(".bias") and place.split(".")[-2] not in self.family.biases):
+                    raise UserError(
+                        f"--format gguf: {name} has no place in a {self.name} file. "
+                        f"Fix: `surogate merge` writes a Hugging Face directory with it."
+                    )
+                parts.setdefault(place, []).append(name)
+                if outputs is not None:
+                    divided[place] = outputs
         made = []
-        for name, own in parts.items():
+        for place, own in parts.items():
             own.sort(key=_number_of_expert)
-            one = shapes[own[0]]
-            made.append(Tensor(name, tuple(own), (len(own), *one) if _EXPERT.search(own[0]) else one))
+            tensor = Tensor(place, tuple(own), (), divided.get(place))
+            one = tuple(tensor.of(torch.empty(shapes[own[0]], device="meta")).shape)
+            made.append(replace(tensor, shape=(len(own), *one) if _EXPERT.search(own[0]) else one))
         return made
 
-    def _own_name(self, name: str) -> str | None:
-        """The name that the family gives a tensor; None where it gives none."""
-        module, _, suffix = name.rpartition(".")
-        layer = re.search(r"\.(\d+)\.", module)
+    def _own_names(self, name: str) -> Mapping[str | None, slice | None]:
+        """The names that the family gives a tensor, with the slices of its outputs; none where it gives none."""
+        layer = _LAYER.search(name)
         number = layer[1] if layer else ""
-        found = self.family.tensors.get(module.replace(f".{number}.", ".{}.", 1) if layer else module)
-        return None if found is None else f"{found.format(number)}.{suffix}"
+        pattern = name.replace(f".{number}.", ".{}.", 1) if layer else name
+        module, _, last = pattern.rpartition(".")
+        suffix = ""
+        found = self.family.tensors.get(pattern)
+        if found is None and last in ("weight", "bias"):
+            found, suffix = self.family.tensors.get(module, {}), f".{last}"
+        parts: Mapping[str, slice | None] = {found: None} if isinstance(found, str) else found or {}
+        return {f"{place.format(number)}{suffix}": outputs for place, outputs in parts.items()}
 
     def converted(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A tensor of the model as the file has it."""
@@ -165,7 +197,10 @@ class Architecture:
         self._add_rope(writer)
         for key, value in self.family.figures.items():
             writer.kv_data[0].pop(f"{self.name}.{key}", None)
-            writer.add_key_value(f"{self.name}.{key}", value, _type_of(value))
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                writer.add_array(f"{self.name}.{key}", list(value))
+            else:
+                writer.add_key_value(f"{self.name}.{key}", value, _type_of(value))
 
     def _context(self) -> int:
         """Tokens of the longest sequence. Some models with yarn state the positions before it."""
@@ -175,7 +210,7 @@ class Architecture:
 
     def _add_rope(self, writer: gguf.GGUFWriter) -> None:
         rope, parameters = self.rope, self.rope.parameters
-        writer.add_rope_dimension_count(self.head_dim)
+        writer.add_rope_dimension_count(rope.rotary)
         writer.add_rope_freq_base(float(rope.theta))
         if rope.kind == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -193,16 +228,17 @@ class Architecture:
             # llama.cpp multiplies this by 0.1 ln(factor) + 1, the usual amplitude.
             writer.add_rope_scaling_attn_factors(rope.amplitude / _usual_amplitude(factor))
 
-    def frequency_factors(self) -> Any:
-        """[E/2] fp32: what each RoPE frequency of Llama 3 is divided by; None without."""
-        if self.rope.kind != "llama3":
-            return None
-        plain = {k: v for k, v in self.config.items() if k not in ("rope_scaling", "rope_parameters")}
-        unscaled = dsl.Rope({**plain, "rope_theta": self.rope.theta}, self.head_dim).frequencies()
-        return (unscaled / self.rope.frequencies()).numpy()
+    def vectors(self) -> dict[str, NDArray[np.float32]]:
+        """The vectors that only the file has: the family's, and what each RoPE frequency of Llama 3 is divided by."""
+        found = {name: np.array(values, dtype=np.float32) for name, values in self.family.vectors.items()}
+        if self.rope.kind == "llama3":
+            plain = {k: v for k, v in self.config.items() if k not in ("rope_scaling", "rope_parameters")}
+            unscaled = dsl.Rope({**plain, "rope_theta": self.rope.theta}, self.head_dim).frequencies()
+            found["rope_freqs.weight"] = (unscaled / self.rope.frequencies()).numpy()
+        return found
 
 
-def _type_of(value: bool | int | float | str) -> gguf.GGUFValueType:
+def _type_of(value: Any) -> gguf.GGUFValueType:
     """The type in which llama.cpp reads a figure: sizes and counts are unsigned."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return gguf.GGUFValueType.UINT32 if is_count else gguf.GGUFValueType.get_type(value)

@@ -43,7 +43,7 @@ def write(job: bundles.ExportJob, options: GgufOptions) -> bundles.Exported:
     vocabulary = Vocabulary.of(job, architecture.vocab_size)
     chosen = _type(job, options)
     types = {tensor.name: _type_of(tensor, chosen) for tensor in architecture.tensors}
-    notes = list(vocabulary.notes)
+    notes = [*architecture.family.notes, *vocabulary.notes]
     texts: dict[Path, str] = {}
     if options.ollama is not None:
         path = Path(options.ollama).expanduser()
@@ -96,9 +96,9 @@ def _write_tensors(
     types: dict[str, gguf.GGMLQuantizationType],
     writer: gguf.GGUFWriter,
 ) -> None:
-    factors = architecture.frequency_factors()
-    if factors is not None:
-        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    vectors = architecture.vectors()
+    for name, values in vectors.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     total = 0
     for tensor in architecture.tensors:
         kind = types[tensor.name]
@@ -112,8 +112,8 @@ def _write_tensors(
         writer.write_header_to_file(job.file)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        if factors is not None:
-            writer.write_tensor_data(factors)
+        for values in vectors.values():
+            writer.write_tensor_data(values)
         done = 0
         for tensor in architecture.tensors:
             data = _data(job, tensor, types[tensor.name], architecture)
@@ -126,7 +126,7 @@ def _write_tensors(
 
 def _data(job: bundles.ExportJob, tensor: Tensor, kind: gguf.GGMLQuantizationType, architecture: Architecture) -> Data:
     heads = architecture.heads_of(tensor.name)
-    weights = ((name, architecture.converted(name, job.get(name))) for name in tensor.parts)
+    weights = ((name, tensor.of(architecture.converted(name, job.get(name)))) for name in tensor.parts)
     parts = [_converted(name, _ordered(weight, heads), kind) for name, weight in weights]
     return np.stack(parts) if len(tensor.shape) > len(job.shapes[tensor.parts[0]]) else parts[0]
 

@@ -24,7 +24,9 @@ def surogate_model_family() -> bundles.ModelFamily:
     """GLM-4-0414, dense."""
     from surogate_model_glm4.presets import PRESETS
 
-    return bundles.ModelFamily(name="glm4", hf_model_types=("glm4",), build=_build, presets=PRESETS)
+    return bundles.ModelFamily(
+        name="glm4", hf_model_types=("glm4",), build=_build, presets=PRESETS, exports={"gguf": _gguf}
+    )
 
 
 def _build(config: Mapping[str, Any]) -> dsl.Model:
@@ -32,3 +34,8 @@ def _build(config: Mapping[str, Any]) -> dsl.Model:
     from surogate_model_glm4.model import build
 
     return build(config)
+
+
+def _gguf(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a GGUF file needs to know. llama.cpp rotates neighbouring features, as the model does."""
+    return {"arch": "glm4", "biases": ("attn_q", "attn_k", "attn_v")}
