@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +154,7 @@ def test_the_command_fails_on_what_is_neither(monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_all_that_is_installed(install_plugin: Any, capsys: Any) -> None:
     install_plugin("copying", OFFLOADER)
     assert main(["plugins", "check", "--matrix"]) == 0
@@ -163,9 +163,6 @@ def test_all_that_is_installed(install_plugin: Any, capsys: Any) -> None:
     counts = re.search(r"(\d+) pairs of choices: (\d+) trained together, (\d+) refused by name, 0 neither", printed)
     assert counts is not None
     assert int(counts[1]) == len(pairs_of(factors_of(registry))) == int(counts[2]) + int(counts[3])
-    summary = printed[printed.index(f"\n{counts[1]} pairs") :].strip()
-    page = Path(__file__).resolve().parents[2] / "docs" / "plugins.md"
-    assert summary in page.read_text(encoding="utf-8"), f"scripts/make_plugins_page.py has others: {summary}"
     assert re.search(r"^\d+ combinations: \d+ trained, \d+ refused, 0 crashed$", printed, re.MULTILINE)
 
 
