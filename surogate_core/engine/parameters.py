@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -90,6 +91,8 @@ class Parameters:
         self.groups, self.host_groups = self.flat.groups, self.flat.host_groups
         self.copies, self.sharded = self.flat.copies, self.flat.sharded
         self._frozen: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        """What no run trains beside weights that are trained and sharded: every rank keeps it."""
         self._panels = Panels(found, plan, self.flat.master, dtype=dtype, device=device)
         self.shared = self._panels.shared
 
@@ -193,7 +196,11 @@ class Parameters:
         stored = [s.hf_name for s in piece.specs if s.hf_name not in self.flat.compute]
         group = self.sharded
         if group is not None and self._shared_weights is not None and stored:
-            self._shared_weights.put_trained(piece.key, group.owned_copies(piece.key), group.places(stored))
+            self._buffers |= {name: self._frozen.pop(name) for name in stored if name not in group.shapes}
+            if trained := [name for name in stored if name in group.shapes]:
+                self._shared_weights.put_trained(piece.key, group.owned_copies(piece.key), group.places(trained))
+            else:
+                self.weights.put(piece.key, [])
             return
         tensors = [self.flat.streamed[n] if n in self.flat.streamed else self._frozen[n] for n in stored]
         self.weights.put(piece.key, tensors)
@@ -239,10 +246,8 @@ class Parameters:
         stored = iter(self.weights.fetch(piece.key))
         for edge, value in self._panels.edges.get(piece.key, ()):
             edge.copy_(value)
-        return [
-            self.flat.compute[s.hf_name] if s.hf_name in self.flat.compute else self._wide(s, next(stored))
-            for s in piece.specs
-        ]
+        kept = ChainMap(self.flat.compute, self._buffers)
+        return [kept[s.hf_name] if s.hf_name in kept else self._wide(s, next(stored)) for s in piece.specs]
 
     def edge_bytes(self) -> int:
         """Bytes of the A's and B's that are stored outside of shared panels."""

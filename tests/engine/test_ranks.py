@@ -32,6 +32,7 @@ QUICK = {
     ("level 1, weights, in 8 bits, bf16 masters", 4),
     ("fp32 parameters, level 3, bf16 masters", 2),
     ("fp32 parameters, lora on a sharded base", 2),
+    ("buffers, level 3", 2),
 }
 IN_WORLDS = [
     pytest.param(case, world, marks=[] if (case, world) in QUICK else pytest.mark.slow)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl import Dim, Param, Stack
-from surogate_core.dsl.inits import log_of_uniform
+from surogate_core.dsl.inits import constant, log_of_uniform, uniform
 from surogate_core.kernels import ops
 from surogate_testing import tiny
 
@@ -35,3 +35,20 @@ class Decaying(tiny.SmallModel):
     """Two of these blocks."""
 
     layers = Stack(DecayingBlock, Dim("num_hidden_layers"), "layers.{i}.")
+
+
+class BufferedBlock(DecayingBlock):
+    """With numbers that no run trains, in the model's dtype and in fp32."""
+
+    factor = Param("factor", 1, init=constant(0.5), role="scalar", trained=False)
+    shift = Param("shift", D, init=uniform(-1, 1), role="scalar", dtype="fp32", trained=False)
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        """[N, D] → [N, D]."""
+        return (super().forward(x, tables) * self.factor + self.shift).to(x.dtype)
+
+
+class Buffered(tiny.SmallModel):
+    """Two of these blocks."""
+
+    layers = Stack(BufferedBlock, Dim("num_hidden_layers"), "layers.{i}.")

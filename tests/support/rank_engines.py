@@ -97,6 +97,13 @@ CASES: dict[str, dict[str, Any]] = {
         "master_dtype": torch.bfloat16,
         "dtype": torch.bfloat16,
     },
+    "buffers, level 3": {"zero_level": 3, "build": decaying.Buffered, "dtype": torch.bfloat16},
+    "buffers, level 1, weights": {
+        "zero_level": 1,
+        "shard_weights": True,
+        "build": decaying.Buffered,
+        "dtype": torch.bfloat16,
+    },
     "fp32 parameters, lora on a sharded base": {
         "lora": tiny.lora(dropout=0.1),
         "shard_weights": True,
