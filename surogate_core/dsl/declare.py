@@ -365,6 +365,10 @@ class Model:
     """The head. In a class: the head of the family's language models; in an instance: the head that `config` names."""
     heads: ClassVar[tuple[type[Head], ...]] = (ScoreHead,)
     """Classes of heads that a model of the family may have instead."""
+    carried: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors that files have beside the model's, such as ``mtp.`` of layers that predict
+    further tokens. No run computes with them; exports have them as the files do.
+    """
 
     def __init__(self, config: Mapping[str, Any]):
         self.config = dict(config)

@@ -189,9 +189,12 @@ class Routes:
     ends_E: Tensor
 
     @classmethod
-    def of(cls, logits_NE: Tensor, choices: int, *, renormalise: bool) -> Routes:
-        """The `choices` most probable experts of each token; `renormalise`: their weights sum to 1."""
-        return cls(*ops.route(logits_NE, choices, renormalise))
+    def of(cls, logits_NE: Tensor, choices: int, *, renormalise: bool, **extensions: Any) -> Routes:
+        """The `choices` most probable experts of each token; `renormalise`: their weights sum to 1.
+
+        `extensions`: those of the op `route`, such as `sigmoid`.
+        """
+        return cls(*ops.route(logits_NE, choices, renormalise, **extensions))
 
     def scaled(self, scale_E: Tensor) -> Routes:
         """Routes whose weights are multiplied by a factor of each expert."""

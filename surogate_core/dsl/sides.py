@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
 from surogate_core.dsl.experts import Routes
+from surogate_core.kernels.experts import TOTAL
 from surogate_core.kernels.ops import wide
 
 Role = Literal[
@@ -110,10 +111,12 @@ def router_sides(experts: Dim) -> tuple[Side, Side, Side, Side]:
     )
 
 
-def router_figures(logits_NE: Tensor, routes: Routes, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The side outputs of a layer; padding does not count."""
+def router_figures(
+    logits_NE: Tensor, routes: Routes, tables: Mapping[str, Tensor], *, sigmoid: bool = False
+) -> dict[str, Tensor]:
+    """The side outputs of a layer; padding does not count. `sigmoid`: probabilities are the sigmoids over their sum."""
     real_N = tables[REAL] if REAL in tables else torch.ones_like(logits_NE[:, 0], dtype=torch.bool)
-    probability_E, z, mass = _Sums.apply(logits_NE, real_N, routes.experts_NK)
+    probability_E, z, mass = _Sums.apply(logits_NE, real_N, routes.experts_NK, sigmoid)
     tokens_E = _tokens(routes.experts_NK, logits_NE.shape[1], real_N)
     return {TOKENS: tokens_E, PROBABILITY: probability_E, Z: z, MASS: mass}
 
@@ -125,6 +128,13 @@ def _tokens(experts_NK: Tensor, count: int, real_N: Tensor) -> Tensor:
     return chosen_NKE.sum((0, 1)).float()
 
 
+def _shares(logits_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(sigmoids [N, E], their sums [N, 1], their quotients)."""
+    scores_NE = torch.sigmoid(logits_NE)
+    total_N1 = scores_NE.sum(-1, keepdim=True) + TOTAL
+    return scores_NE, total_N1, scores_NE / total_N1
+
+
 class _Sums(Function):
     """(router_probability [E], router_z, router_mass) of logits [N, E], over the positions that are tokens.
 
@@ -132,11 +142,15 @@ class _Sums(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NE: Tensor, real_N: Tensor, experts_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits_NE: Tensor, real_N: Tensor, experts_NK: Tensor, sigmoid: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(logits_NE, real_N)
+        ctx.sigmoid = sigmoid
         wide_NE = wide(logits_NE)
         z_N = torch.logsumexp(wide_NE, dim=-1)
-        probabilities_NE = torch.where(real_N[:, None], torch.softmax(wide_NE, dim=-1), 0.0)
+        probabilities_NE = _shares(wide_NE)[2] if sigmoid else torch.softmax(wide_NE, dim=-1)
+        probabilities_NE = torch.where(real_N[:, None], probabilities_NE, 0.0)
         mass = probabilities_NE.gather(1, experts_NK.long()).sum()
         ctx.mark_non_differentiable(mass)
         return probabilities_NE.sum(0), torch.where(real_N, z_N.square(), 0.0).sum(), mass
@@ -147,7 +161,12 @@ class _Sums(Function):
         logits_NE, real_N = ctx.saved_tensors
         wide_NE = wide(logits_NE)
         probabilities_NE = torch.softmax(wide_NE, dim=-1)
-        inner_N1 = (probabilities_NE * dprobability_E).sum(-1, keepdim=True)
-        factor_NE = dprobability_E - inner_N1 + 2 * dz * torch.logsumexp(wide_NE, dim=-1, keepdim=True)
-        dlogits_NE = torch.where(real_N[:, None], probabilities_NE * factor_NE, 0.0)
-        return dlogits_NE.to(logits_NE.dtype), None, None
+        of_z_N1 = 2 * dz * torch.logsumexp(wide_NE, dim=-1, keepdim=True)
+        if ctx.sigmoid:
+            scores_NE, total_N1, shares_NE = _shares(wide_NE)
+            dscores_NE = (dprobability_E - (shares_NE * dprobability_E).sum(-1, keepdim=True)) / total_N1
+            dlogits_NE = dscores_NE * scores_NE * (1 - scores_NE) + probabilities_NE * of_z_N1
+        else:
+            inner_N1 = (probabilities_NE * dprobability_E).sum(-1, keepdim=True)
+            dlogits_NE = probabilities_NE * (dprobability_E - inner_N1 + of_z_N1)
+        return torch.where(real_N[:, None], dlogits_NE, 0.0).to(logits_NE.dtype), None, None, None

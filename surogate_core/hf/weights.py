@@ -339,13 +339,21 @@ def locate(source: str | Path, *, revision: str | None = None, weights: bool = T
     return snapshot
 
 
-def unused_note(unused: Sequence[str], *, other_head: str | None) -> str | None:
+def unused_note(unused: Sequence[str], *, other_head: str | None, carried: tuple[str, ...] = ()) -> str | None:
     """A note about tensors that the model does not use; None if this is expected. `other_head`: the weight of the head
-    that the model has another one instead of.
+    that the model has another one instead of; `carried`: `Model.carried`.
 
     If the block lacks a bias of the files, the model would differ from the trained one.
     """
     strange = [n for n in unused if not n.endswith("rotary_emb.inv_freq") and n != other_head]
+    if kept := [n for n in strange if n.startswith(carried)] if carried else []:
+        own = unused_note([n for n in strange if n not in set(kept)], other_head=None)
+        count = "1 tensor" if len(kept) == 1 else f"{len(kept)} tensors"
+        note = (
+            f"The model's files hold {count} that no run trains ({kept[0]}{' …' if kept[1:] else ''}). "
+            f"An exported model has what the files have."
+        )
+        return note if own is None else f"{own} {note}"
     if not strange:
         return None
     listed = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")

@@ -37,8 +37,23 @@ def sort_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
         return order_R.int(), slot_R.view(experts_NK.shape).int(), ends_E.int()
 
 
-def route_backward(dweights_NK: Tensor, logits_NE: Tensor, experts_NK: Tensor, *, renormalise: bool) -> Tensor:
+TOTAL = 1e-20
+"""Added to the sum of sigmoids that weights are divided by, as transformers does: it may be zero."""
+
+
+def route_backward(
+    dweights_NK: Tensor,
+    logits_NE: Tensor,
+    experts_NK: Tensor,
+    *,
+    renormalise: bool,
+    sigmoid: bool = False,
+    scale: float = 1.0,
+) -> Tensor:
     """[N, E] in the dtype of the logits: their gradient, from the weights' gradient; for kernels of `route` too."""
+    if sigmoid:
+        return _sigmoid_backward(dweights_NK * scale, logits_NE, experts_NK, renormalise=renormalise)
+    assert scale == 1
     probabilities_NE = torch.softmax(wide(logits_NE), dim=-1)
     index_NK = experts_NK.long()
     chosen_NK = probabilities_NE.gather(1, index_NK)
@@ -53,21 +68,62 @@ def route_backward(dweights_NK: Tensor, logits_NE: Tensor, experts_NK: Tensor, *
     return (probabilities_NE * (dlogits_NE - inner_N1)).to(logits_NE.dtype)
 
 
+def _sigmoid_backward(dweights_NK: Tensor, logits_NE: Tensor, experts_NK: Tensor, *, renormalise: bool) -> Tensor:
+    scores_NE = torch.sigmoid(wide(logits_NE))
+    dchosen_NK = dweights_NK
+    if renormalise:
+        chosen_NK = scores_NE.gather(1, experts_NK.long())
+        total_N1 = chosen_NK.sum(dim=-1, keepdim=True) + TOTAL
+        inner_N1 = (dweights_NK * chosen_NK / total_N1).sum(dim=-1, keepdim=True)
+        dchosen_NK = (dweights_NK - inner_N1) / total_N1
+    dscores_NE = torch.zeros_like(scores_NE).scatter(1, experts_NK.long(), dchosen_NK)
+    return (dscores_NE * scores_NE * (1 - scores_NE)).to(logits_NE.dtype)
+
+
+def _in_groups(scores_NE: Tensor, groups: int, chosen: int) -> Tensor:
+    """[N, E]: the scores within the `chosen` groups whose two best scores have the largest sums, -inf in the others.
+
+    Of equal sums the group with the lowest number comes first.
+    """
+    parts_NGE = scores_NE.unflatten(1, (groups, -1))
+    best_NG = parts_NGE.topk(2, dim=-1).values.sum(-1)
+    numbers = torch.sort(best_NG, dim=-1, descending=True, stable=True).indices[:, chosen:]
+    absent_NG = torch.zeros_like(best_NG, dtype=torch.bool).scatter(1, numbers, True)
+    return parts_NGE.masked_fill(absent_NG[..., None], float("-inf")).flatten(1)
+
+
 class _Route(Function):
     @staticmethod
-    def forward(ctx: Any, logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, ...]:
-        probabilities_NE = torch.softmax(wide(logits_NE), dim=-1)
+    def forward(
+        ctx: Any,
+        logits_NE: Tensor,
+        count: int,
+        renormalise: bool,
+        sigmoid: bool,
+        correction_E: Tensor | None,
+        groups: int,
+        group_choices: int,
+        scale: float,
+    ) -> tuple[Tensor, ...]:
+        logits = wide(logits_NE)
+        scores_NE = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, dim=-1)
+        ranked_NE = scores_NE if correction_E is None else scores_NE + wide(correction_E)
+        if group_choices < groups:
+            ranked_NE = _in_groups(ranked_NE, groups, group_choices)
         # A stable sort: of equal probabilities the expert with the lowest number comes first.
-        numbers = torch.sort(probabilities_NE, dim=-1, descending=True, stable=True).indices
+        numbers = torch.sort(ranked_NE, dim=-1, descending=True, stable=True).indices
         with choice():
             experts_NK = numbers[:, :count].int()
         # Not the sort's values, which a recomputation would sort again for.
-        weights_NK = probabilities_NE.gather(1, experts_NK.long())
+        weights_NK = scores_NE.gather(1, experts_NK.long())
         if renormalise:
-            weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
+            total_N1 = weights_NK.sum(dim=-1, keepdim=True)
+            weights_NK = weights_NK / (total_N1 + TOTAL if sigmoid else total_N1)
+        if scale != 1:
+            weights_NK = weights_NK * scale
         order_R, slot_NK, ends_E = sort_by_expert(experts_NK, logits_NE.shape[1])
         ctx.save_for_backward(logits_NE, experts_NK)
-        ctx.renormalise = renormalise
+        ctx.settings = {"renormalise": renormalise, "sigmoid": sigmoid, "scale": scale}
         found = (weights_NK.contiguous(), experts_NK.contiguous(), order_R, slot_NK, ends_E)
         ctx.mark_non_differentiable(*found[1:])
         return found
@@ -75,17 +131,34 @@ class _Route(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_NK: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-        return route_backward(dweights_NK, *ctx.saved_tensors, renormalise=ctx.renormalise), None, None
+        return route_backward(dweights_NK, *ctx.saved_tensors, **ctx.settings), *[None] * 7
 
 
 @op
-def route(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def route(
+    logits_NE: Tensor,
+    count: int,
+    renormalise: bool,
+    *,
+    sigmoid: bool = False,
+    correction_E: Tensor | None = None,
+    groups: int = 1,
+    group_choices: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(weights_NK fp32, experts_NK, order_R, slot_NK, ends_E int32): the `count` most probable experts of each token.
 
     Probabilities are the softmax over all experts in fp32; of equal ones the lowest number wins. The weights are those
     of the chosen ones, divided by their sum if `renormalise`. For the others see `sort_by_expert`.
+
+    `sigmoid`: scores are sigmoids of the logits instead, and `scale` multiplies the weights (DeepSeek-V3,
+    arXiv 2412.19437). The choice is by the scores plus `correction_E`, which has no gradient and no part in the
+    weights, among the experts of the `group_choices` of `groups` whose two best have the largest sums.
     """
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(logits_NE, count, renormalise)
+    assert sigmoid or scale == 1
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(
+        logits_NE, count, renormalise, sigmoid, correction_E, groups, group_choices, scale
+    )
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -201,7 +202,7 @@ def _export_model(
     # Folding starts from the files, whose dtypes are kept, and rounds once. With a quantised base it starts from the
     # weights that the adapter was trained on.
     files = resolved.weights if config.lora and trained.weight_format is None else None
-    tensors = _of_files(files, trained) if files else parameters.base_tensors()
+    tensors = _of_files(files, trained) if files else chain(parameters.base_tensors(), _carried(resolved))
     export_full(
         places(config)[0],
         _shown("the model", folded(tensors, stack), len(parameters.specs), progress),
@@ -211,6 +212,14 @@ def _export_model(
         generation_config=generation_of(resolved.weights, values, tokenizer),
         fused=resolved.model.fused_tensors(),
     )
+
+
+def _carried(resolved: ResolvedModel) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the files that no run computes with (`Model.carried`)."""
+    if resolved.weights is not None and resolved.model.carried:
+        for name in resolved.weights.names():
+            if name.startswith(resolved.model.carried):
+                yield name, resolved.weights.get(name)
 
 
 def _of_files(files: ModelDir, trained: Trained) -> Iterator[tuple[str, Tensor]]:

@@ -168,7 +168,8 @@ def fetch_base(config: RunConfig, registry: Registry, show: Show, *, digests: bo
         *_init_notes(config, recipe, resolve_weight_format(config, registry, resolved.model)),
     ]
     notes += weight_format_notes(config, registry, resolved, device)
-    notes += [n for n in (unused_note(unused, other_head=resolved.model.other_head), *resolved.notes) if n]
+    left = unused_note(unused, other_head=resolved.model.other_head, carried=resolved.model.carried)
+    notes += [n for n in (left, *resolved.notes) if n]
     contents = None
     if resolved.weights is not None and digests:
         # In the background: a run that resumes nothing needs the digests only for its first checkpoint.

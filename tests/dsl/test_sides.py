@@ -19,19 +19,24 @@ def logits() -> Tensor:
     return torch.randn(N, E, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("used", [N, 7, 0])
-def test_sums_are_those_of_the_tokens_without_padding(used: int) -> None:
+def test_sums_are_those_of_the_tokens_without_padding(used: int, sigmoid: bool) -> None:
+    def probabilities(logits_NE: Tensor) -> Tensor:
+        scores_NE = logits_NE.sigmoid()
+        return scores_NE / scores_NE.sum(-1, keepdim=True) if sigmoid else torch.softmax(logits_NE, -1)
+
     logits_NE = logits()
     routes = Routes.of(logits_NE, CHOICES, renormalise=True)
-    sides = router_figures(logits_NE, routes, {"real": torch.arange(N) < used})
+    sides = router_figures(logits_NE, routes, {"real": torch.arange(N) < used}, sigmoid=sigmoid)
     chosen = routes.experts_NK[:used].flatten().tolist()
     assert sides[TOKENS].tolist() == [chosen.count(e) for e in range(E)]
     real_NE = logits_NE[:used]
-    expected_E = torch.softmax(real_NE, -1).sum(0)
+    expected_E = probabilities(real_NE).sum(0)
     z = torch.logsumexp(real_NE, -1).square().sum()
     torch.testing.assert_close(sides[PROBABILITY], expected_E)
     torch.testing.assert_close(sides[Z], z)
-    torch.testing.assert_close(sides[MASS], torch.softmax(real_NE, -1).topk(CHOICES).values.sum())
+    torch.testing.assert_close(sides[MASS], probabilities(real_NE).topk(CHOICES).values.sum())
     assert not sides[MASS].requires_grad
     factors_E = torch.arange(1.0, E + 1, dtype=torch.float64)
     (found,) = torch.autograd.grad((sides[PROBABILITY] * factors_E).sum() + 0.5 * sides[Z], logits_NE)

@@ -363,6 +363,10 @@ def test_tensors_without_use_are_told(
     expected = ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
     assert unused_note(expected, other_head="lm_head.weight") is None
     assert "a, b, c and 1 more" in str(unused_note(list("abcd"), other_head=None))
+    both = str(unused_note(["a", "mtp.0", "mtp.1"], other_head=None, carried=("mtp.",)))
+    assert "left out: a." in both
+    assert "2 tensors that no run trains (mtp.0 …)" in both
+    assert "left out" not in str(unused_note(["mtp.0"], other_head=None, carried=("mtp.",)))
 
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 
 from surogate_core.dsl.experts import Routes
 from surogate_core.kernels.experts import ExpertAdapter, combine, grouped_linears, route, sort_by_expert
+from surogate_core.kernels.registry import references
 
 TOKENS, EXPERTS, CHOICES, WIDTH, INNER, RANK = 13, 6, 3, 8, 10, 4
 
@@ -133,6 +136,45 @@ def test_of_equal_probabilities_the_lowest_expert_wins() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     _, experts, *_ = route(logits, 2, True)
     assert experts.tolist() == [[1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("groups", "chosen"), [(1, 1), (3, 1), (3, 2), (2, 2)])
+def test_sigmoids_with_a_correction_in_groups(groups: int, chosen: int, renormalise: bool) -> None:
+    """The router of Nemotron-H, which is DeepSeek-V3's, with its gradient."""
+    config = NemotronHConfig(
+        hidden_size=WIDTH,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
+        n_group=groups,
+        topk_group=chosen,
+        norm_topk_prob=renormalise,
+        routed_scaling_factor=2.5,
+    )
+    theirs = NemotronHTopkRouter(config)
+    x, theirs.weight.data = draw(TOKENS, WIDTH, dtype=torch.float32), draw(EXPERTS, WIDTH, seed=1).float().detach()
+    theirs.e_score_correction_bias.copy_(draw(EXPERTS, seed=2).detach())
+    logits, expected, chosen_NK = theirs(x)
+    mine = logits.detach().double().requires_grad_()
+    correction = theirs.e_score_correction_bias
+    how = {"sigmoid": True, "correction_E": correction, "groups": groups, "group_choices": chosen, "scale": 2.5}
+    weights, experts, *_ = references["route"].function(mine, 2, renormalise, **how)
+    assert experts.long().sort(1).values.equal(chosen_NK.sort(1).values)
+    dense, wanted = (torch.zeros(TOKENS, EXPERTS, dtype=torch.float64) for _ in range(2))
+    dense, wanted = dense.scatter(1, experts.long(), weights), wanted.scatter(1, chosen_NK, expected.double())
+    torch.testing.assert_close(dense, wanted, rtol=1e-6, atol=1e-7)
+    factors = draw(TOKENS, EXPERTS, seed=3).detach()
+    (found,) = torch.autograd.grad((dense * factors).sum(), mine)
+    (gradient,) = torch.autograd.grad((wanted * factors).sum(), logits)
+    torch.testing.assert_close(found, gradient.double(), rtol=1e-5, atol=1e-7)
+
+
+def test_sigmoids_that_vanish_are_weighted_by_zeros() -> None:
+    logits = torch.full((2, EXPERTS), -200.0).requires_grad_()
+    weights, experts, *_ = route(logits, 2, True, sigmoid=True)
+    assert weights.tolist() == [[0.0, 0.0]] * 2
+    assert experts.tolist() == [[0, 1]] * 2
+    assert torch.autograd.grad(weights.sum(), logits)[0].isfinite().all()
 
 
 def test_rows_are_sorted_stably_and_no_row_is_lost() -> None:

@@ -155,7 +155,8 @@ class FamilyFacts:
                 else AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
             )
         buffers = {name: b for name, b in model.named_buffers() if name in model.state_dict()}
-        return {name: tuple(p.shape) for name, p in ({**dict(model.named_parameters()), **buffers}).items()}
+        shapes = {name: tuple(p.shape) for name, p in ({**dict(model.named_parameters()), **buffers}).items()}
+        return tiny.with_body(shapes, self.family.build(config))
 
     def pair(self, lengths: Sequence[int] = (), **changes: Any) -> ModelPair:
         """A model of transformers and one of the family with the same random weights."""

@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from surogate_core.service.kernels import TORCH_PACK, KernelTable
 from surogate_core.service.model import EXPERT, Adapter, LoRA, Recompute, TensorSpec, expanded, split
 from surogate_testing.check import ensure
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 TOKENS = 32
 """Tokens of a micro-batch."""
@@ -200,10 +201,18 @@ def tensor_source(tensors: Mapping[str, Tensor]) -> Source:
     return source
 
 
+def with_body(tensors: Mapping[str, T], model: dsl.Model) -> dict[str, T]:
+    """What belongs to tensors of transformers' class, by the names that files have. transformers calls the body of
+    every model ``model``; files of a family may have another name for it.
+    """
+    body = next(prefix for prefix, _ in model.blocks(0)).partition(".")[0]
+    return {f"{body}.{n.removeprefix('model.')}" if n.startswith("model.") else n: t for n, t in tensors.items()}
+
+
 def in_files(tensors: Mapping[str, Tensor], model: dsl.Model) -> dict[str, Tensor]:
     """Tensors of transformers' class by the names that files have, where each expert has its own."""
     fused, found = model.fused_tensors(), {}
-    for name, value in tensors.items():
+    for name, value in with_body(tensors, model).items():
         if name not in fused:
             found[name] = value
             continue
