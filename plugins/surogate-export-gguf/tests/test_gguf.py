@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,7 +288,23 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 LLAMA3 = [pre_tokenizers.Split(Regex(WORDS + r"\p{N}{1,3}" + REST), "isolated"), QWEN[1]]
 
 
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+START, SHORT = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+LOWERED, UPPERED = START + UPPER + "*" + LOWER + "+", START + UPPER + "+" + LOWER + "*"
+MISTRAL = LOWERED + "|" + UPPERED + r"|\p{N}" + SYMBOLS
+O200K = LOWERED + SHORT + "|" + UPPERED + SHORT + r"|\p{N}{1,3}" + SYMBOLS
+
+
+def split_by(pattern: str, behavior: str = "isolated", *, invert: bool = False) -> list[Any]:
+    return [pre_tokenizers.Split(Regex(pattern), behavior, invert), QWEN[1]]
+
+
 PRES = [
+    (split_by(MISTRAL), {"ignore_merges": True}, "tekken"),
+    (split_by(O200K), {}, "gpt-4o"),
+    (split_by(O200K), {"ignore_merges": True}, "gpt-4o"),
+    (split_by(WORDS + r"\p{N}{1,3}" + REST, "removed", invert=True), {}, "smaug-bpe"),
     (QWEN, {}, "qwen2"),
     (LLAMA3, {"ignore_merges": True}, "llama-bpe"),
     (LLAMA3, {}, "smaug-bpe"),
@@ -338,7 +355,10 @@ def of_pieces(*, scheme: str | None = None, merges: Callable[[list[Any]], list[A
     pairs = [(t[:i], t[i:]) for t in made for i in range(1, len(t)) if t[:i] in vocab and t[i:] in vocab]
     fallback = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges(pairs), **fallback))
-    if scheme is None:
+    if scheme == "gemma":
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    elif scheme is None:
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         backend.normalizer = normalizers.Sequence(steps)
     else:
@@ -348,7 +368,19 @@ def of_pieces(*, scheme: str | None = None, merges: Callable[[list[Any]], list[A
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize("scheme", [None, "always", "never", "first"])
+def test_words_that_merges_do_not_give_are_said(make: Make) -> None:
+    tokenizer = a_tokenizer(split_by(O200K), ignore_merges=True)
+    job, _ = make("llama", like=tokenizer)
+    assert SPEC.write(job, GgufOptions()).notes == ()
+    values = json.loads(tokenizer.backend_tokenizer.to_str())
+    values["model"]["vocab"]["zqz"] = 390
+    backend = Tokenizer.from_str(json.dumps(values))
+    job, _ = make("llama", like=PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>"))
+    (note,) = SPEC.write(job, GgufOptions()).notes
+    assert "writes 1 words of the vocabulary, such as 'zqz', as several tokens" in note
+
+
+@pytest.mark.parametrize("scheme", [None, "always", "never", "first", "gemma"])
 def test_tokenizers_of_sentencepiece(scheme: str | None, make: Make) -> None:
     tokenizer = of_pieces(scheme=scheme)
     job, _ = make("llama", like=tokenizer)
@@ -356,7 +388,7 @@ def test_tokenizers_of_sentencepiece(scheme: str | None, make: Make) -> None:
     assert any("in front of a text behind a special token" in note for note in done.notes) == (scheme == "first")
     fields = gguf.GGUFReader(job.place).fields
     assert fields["tokenizer.ggml.model"].contents() == "llama"
-    assert fields["tokenizer.ggml.add_space_prefix"].contents() is (scheme != "never")
+    assert fields["tokenizer.ggml.add_space_prefix"].contents() is (scheme not in ("never", "gemma"))
     assert fields["tokenizer.ggml.token_type"].contents()[:4] == [2, 3, 3, 6]
     llama_cpp = pytest.importorskip("llama_cpp")
     llama = llama_cpp.Llama(str(job.place), vocab_only=True, verbose=False)

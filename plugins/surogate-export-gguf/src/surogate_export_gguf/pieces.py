@@ -12,6 +12,8 @@ from typing import Any
 
 SPACE = "▁"
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+"""Gemma's pre-tokenizer, which finds nothing to split: no space is left."""
 UNREACHED = -1e9
 """Score of a token that no pair makes."""
 
@@ -27,7 +29,7 @@ def prefix(values: Mapping[str, Any]) -> str | None:
     """
     steps, metaspace = _steps(values.get("normalizer")), values.get("pre_tokenizer")
     prepends, replaces = {"type": "Prepend", "prepend": SPACE}, _replaces(steps[-1]) if steps else False
-    if replaces and metaspace is None:
+    if replaces and metaspace in (None, _SPACES):
         return "always" if steps[:-1] == [prepends] else "never" if len(steps) == 1 else None
     if steps or not metaspace or metaspace["type"] != "Metaspace":
         return None

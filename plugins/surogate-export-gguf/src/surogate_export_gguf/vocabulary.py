@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_START, _SHORT = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_TEKKEN = rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\p{{N}}{_SYMBOLS}"
+_O200K = rf"{_START}{_UPPER}*{_LOWER}+{_SHORT}|{_START}{_UPPER}+{_LOWER}*{_SHORT}|\p{{N}}{{1,3}}{_SYMBOLS}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BYTES, _GPT2_BYTES = ("bytes", False), ("bytes", True)
 _DIGITS = ("digits", True)
@@ -31,8 +36,13 @@ SPLITS: Mapping[tuple[Any, ...], str] = {
     (False, _GPT2_BYTES): "gpt-2",
     (False, ("split", _GPT2), _BYTES): "gpt-2",
     (False, _DIGITS, _GPT2_BYTES): "smollm",
+    (True, ("split", _TEKKEN), _BYTES): "tekken",
+    (False, ("split", _O200K), _BYTES): "gpt-4o",
+    (True, ("split", _O200K), _BYTES): "gpt-4o",
 }
 """(whether whole words come before merges, the steps of the pre-tokenizer) → ``tokenizer.ggml.pre``."""
+MERGES_FIRST = frozenset({"gpt-4o"})
+"""Those of which llama.cpp merges a word that is in the vocabulary as any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +127,23 @@ def _refusal(why: str) -> UserError:
 
 def _bytes(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of byte-level BPE."""
-    return {"model": "gpt2", "pre": _pre(values), "merges": _merges(values)}
+    pre, merges, notes = _pre(values), _merges(values), []
+    if pre in MERGES_FIRST and values["model"].get("ignore_merges") and (lost := _lost(values)):
+        notes.append(
+            f"llama.cpp writes {len(lost):,} words of the vocabulary, such as {lost[0]!r}, as several tokens, since "
+            f"their merges do not give them."
+        )
+    return {"model": "gpt2", "pre": pre, "merges": merges, "notes": notes}
+
+
+def _lost(values: Mapping[str, Any]) -> list[str]:
+    """The words of a vocabulary that its merges do not give."""
+    from tokenizers.models import BPE
+
+    special = {added["content"] for added in values["added_tokens"]}
+    pairs = (pair.split(" ") for pair in _merges(values))
+    model = BPE(values["model"]["vocab"], [(first, second) for first, second in pairs])
+    return [word for word in values["model"]["vocab"] if word not in special and len(model.tokenize(word)) != 1]
 
 
 def _pieces(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +186,9 @@ def _steps(step: Mapping[str, Any] | None) -> tuple[Any, ...]:
     kind = step["type"]
     if kind == "Sequence":
         return tuple(inner for one in step["pretokenizers"] for inner in _steps(one))
-    if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"] and "Regex" in step["pattern"]:
+    # A pattern that matches every character leaves nothing to remove.
+    kept = {"Isolated": False, "Removed": True}
+    if kind == "Split" and kept.get(step["behavior"]) is step["invert"] and "Regex" in step["pattern"]:
         return (("split", step["pattern"]["Regex"]),)
     if kind == "Digits":
         return (("digits", step["individual_digits"]),)
