@@ -7,7 +7,8 @@ F feed-forward features (in attention: features of a value), V vocabulary, S doc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -286,7 +287,22 @@ def attention_weights(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> 
     return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
 
 
+def _within(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention without a window that no document exceeds, so that any kernel computes it as plain attention."""
+
+    @wraps(attention)
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, **named: Any
+    ) -> Tensor:
+        if named.get("window", 0) >= max_seqlen:
+            named["window"] = 0
+        return attention(q, k, v, cu_seqlens, max_seqlen, scale, **named)
+
+    return call
+
+
 @over_shared_rows
+@_within
 @op
 def attention(
     q_NHE: Tensor,
@@ -307,8 +323,9 @@ def attention(
     whole micro-batch; kernels see all positions of this rank's heads.
 
     `window`: a position sees itself and the window - 1 positions before it, and its whole document if 0 (as
-    transformers' sliding_window). `softcap`: see `capped`, applied to the scaled scores. `sinks` [H]: a logit of each
-    head that joins the softmax and carries no value (gpt-oss, arXiv 2508.10925); ranks that share rows all have H.
+    transformers' sliding_window). Kernels are asked for windows below `max_seqlen` alone. `softcap`: see `capped`,
+    applied to the scaled scores. `sinks` [H]: a logit of each head that joins the softmax and carries no value
+    (gpt-oss, arXiv 2508.10925); ranks that share rows all have H.
     """
     with region("att"):
         return _attention(q_NHE, k_NKE, v_NKF, cu_seqlens_S, scale, window, softcap, sinks)

@@ -202,6 +202,17 @@ def test_a_window_as_long_as_the_documents_hides_nothing() -> None:
     assert not torch.equal(ops.attention(*tensors, window=7), ops.attention(*tensors))
 
 
+def test_no_kernel_is_asked_for_a_window_that_no_document_exceeds() -> None:
+    """So one that knows none serves, and the bits are those without a window."""
+    tensors = (*make(13, (4, 2), 8, torch.float32), borders_of([0, 5, 13]))
+    for longest, window, label in ((13, 13, "attention"), (13, 1 << 20, "attention"), (13, 12, "attention(window)")):
+        with using(KernelTable.build(torch.device("cpu"), [TORCH_PACK])) as table:
+            y = ops.attention(*tensors, longest, 0.3, window=window, sinks=None)
+            plain = ops.attention(*tensors, longest, 0.3)
+        assert (label, "float32") in table.labels
+        assert torch.equal(y, plain)
+
+
 def test_positions_before_the_window_change_no_bit() -> None:
     q, k, v = make(13, (4, 2), 8, torch.float32)
     settings = {"window": 4, "softcap": 2.0, "sinks": random(4, dtype=torch.float32)}

@@ -211,8 +211,6 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`ops.attention` for heads of 64, 128 or 256 features, with a window and sinks; `scale` > 0."""
-    if window >= max_seqlen:
-        window = 0
     if q.shape[-1] == 128 and max_seqlen > SHORT and not window and sinks is None:
         return _attention_long(q, k, v, cu_seqlens, float(scale))
     return _attention(q, k, v, cu_seqlens, float(scale), window=window, sinks=sinks)

@@ -272,9 +272,6 @@ def attention(
     plain = not named and compute.one_size(q, k, v) and q.shape[2] <= FLASH_WIDEST
     if plain and q.shape[2] not in HEAD_SIZES:
         return compute.flash_attention(q, k, v, cu_seqlens, max_seqlen, scale)
-    # A document has no position before the window's.
-    if named.get("window", 0) >= max_seqlen:
-        named = {name: value for name, value in named.items() if name != "window"}
     return _attention(q, k, v, cu_seqlens, scale, **named)
 
 

@@ -40,6 +40,7 @@ PRESETS = bundles.decoder_presets(
     {
         "3b": (3072, 26, 32, 8, 9216, {"rope_parameters": _stretched(1e6, 16384), "tie_word_embeddings": True}),
         "8b": (4096, 34, 32, 8, 14336, {"rope_parameters": _stretched(1e6, 16384)}),
+        # Pruned from Mistral Small 3.1, whose base it keeps.
         "14b": (5120, 40, 32, 8, 16384, {"rope_parameters": _stretched(1e9, 16384)}),
     },
     tiny={"head_dim": 32, "pad_token_id": None, "rope_parameters": _stretched(1e4, 16)},
