@@ -1,7 +1,8 @@
 """PEFT's adapters of one tensor of all experts (`target_parameters`), seen as adapters of each expert.
 
 A is [E·r, inputs] with experts in the outer place, B is [outputs, r·E] with experts in the inner place. Up to PEFT 0.18
-inputs and outputs are exchanged. gate and up share A where they are one tensor; here each has it.
+inputs and outputs are exchanged. gate and up share A where they are one tensor; here each has it. Where `hf.fused`
+joined adapters of their own, each gets its part of A and its block of B back.
 """
 
 from __future__ import annotations
@@ -124,16 +125,33 @@ class OfAllExperts:
         rank = self._shape(module, "A")[0] // count
         found: dict[str, Any] = {}
         first = 0
+        blocks = self._blocks(module, one, rank) if not old else 1
+        rank //= blocks
         for number, (name, (outputs, _)) in enumerate(one.parts):
             expert, span = number * count // len(one.parts), slice(first, first + outputs)
             first = (first + outputs) % rows
             outer, inner = partial(_outer, count=count, expert=expert), partial(_inner, count=count, expert=expert)
             own = self.prefix + name.removesuffix(".weight")
-            take_a = partial(_turned, take=inner) if old else outer
+            ranks = slice(number % blocks * rank, (number % blocks + 1) * rank)
+            take_a = partial(_turned, take=inner) if old else partial(_rows, take=outer, span=ranks)
             take_b = partial(_rows, take=partial(_turned, take=outer) if old else inner, span=span)
+            if blocks > 1:
+                take_b = partial(_columns, take=take_b, span=ranks)
             found[f"{own}.lora_A.weight"] = (b if old else a, take_a, (rank, columns))
             found[f"{own}.lora_B.weight"] = (a if old else b, take_b, (outputs, rank))
         return found
+
+    def _blocks(self, module: str, one: Fused, rank: int) -> int:
+        """The projections of an expert if B has a block of equal rank for each of them and zeros elsewhere; else 1."""
+        each = len(one.parts) // one.shape[0]
+        if not one.adapted or each == 1 or rank % each:
+            return 1
+        b = self.file[f"{module}.lora_B.weight"].unflatten(1, (each, rank // each, one.shape[0])).clone()
+        first = 0
+        for number, (_, (outputs, _)) in enumerate(one.parts[:each]):
+            b[first : first + outputs, number] = 0
+            first += outputs
+        return 1 if b.any() else each
 
 
 def _outer(tensor: Tensor, *, count: int, expert: int) -> Tensor:
@@ -152,6 +170,10 @@ def _turned(tensor: Tensor, *, take: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _rows(tensor: Tensor, *, take: Callable[[Tensor], Tensor], span: slice) -> Tensor:
     return take(tensor)[span]
+
+
+def _columns(tensor: Tensor, *, take: Callable[[Tensor], Tensor], span: slice) -> Tensor:
+    return take(tensor)[:, span]
 
 
 def _is_older(version: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from surogate_core.dsl.experts import Fused
 from surogate_core.files.tensorfile import TensorFile
 from surogate_core.hf.expert_adapters import OfAllExperts, is_of_all_experts
+from surogate_core.hf.fused import adapters_joined
 
 COUNT, RANK, PLACE = 3, 2, "m.experts"
 
@@ -21,10 +24,15 @@ def fused(name: str, outputs: dict[str, int], inputs: int) -> dict[str, Fused]:
     return {f"{PLACE}.{name}": Fused(shape=(COUNT, sum(outputs.values()), inputs), parts=parts)}
 
 
-def opened(path: Path, tensors: dict[str, Tensor], version: str | None = None) -> OfAllExperts:
+def opened(
+    path: Path,
+    tensors: dict[str, Tensor],
+    version: str | None = None,
+    kind: Callable[[str], tuple[int, float]] = lambda name: (RANK, 1.5),
+) -> OfAllExperts:
     save_file({f"p.{name}": tensor for name, tensor in tensors.items()}, path / "a.safetensors")
     file = TensorFile(path / "a.safetensors")
-    return OfAllExperts(file=file, prefix="p.", version=version, kind=lambda name: (RANK, 1.5))
+    return OfAllExperts(file=file, prefix="p.", version=version, kind=kind)
 
 
 def factors(rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -63,6 +71,48 @@ def test_each_expert_has_its_product(tmp_path: Path, old: bool) -> None:
             assert torch.equal(sides[1], b[e])
             shapes = [found.infos[f"p.{PLACE}.{e}.{name}.lora_{side}.weight"].shape for side in "AB"]
             assert shapes == [tuple(side.shape) for side in sides]
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as joined", "trained on by PEFT"])
+def test_adapters_of_their_own_come_back_from_one_of_all_experts(tmp_path: Path, changed: bool) -> None:
+    """A block of B for each projection; one with values elsewhere is of an adapter that both share."""
+    torch.manual_seed(0)
+    sizes = {"gate_proj": 6, "up_proj": 4}
+    base = {n: replace(one, adapted=True) for n, one in fused("gate_up_proj", sizes, 8).items()}
+    own = {}
+    for e in range(COUNT):
+        for name, rows in sizes.items():
+            own[f"{PLACE}.{e}.{name}.lora_A.weight"] = torch.randn(RANK, 8)
+            own[f"{PLACE}.{e}.{name}.lora_B.weight"] = torch.randn(rows, RANK)
+    joined, targets = adapters_joined({**own, "q.lora_A.weight": torch.randn(2, 8)}, base)
+    assert targets == {f"{PLACE}.gate_up_proj": 2 * RANK}
+    assert sorted(joined) == [f"{PLACE}.lora_A.weight", f"{PLACE}.lora_B.weight", "q.lora_A.weight"]
+    a, b = (joined[f"{PLACE}.lora_{side}.weight"] for side in "AB")
+    if changed:
+        b[0, -1] = 1.0
+    found, scales, problems = opened(tmp_path, joined, kind=lambda name: (2 * RANK, 1.5)).apart(base)
+    assert not problems
+    assert set(scales.values()) == {1.5}
+    for name, tensor in own.items():
+        shape = found.infos[f"p.{name}"].shape
+        assert shape == tuple(found[f"p.{name}"].shape)
+        assert changed or torch.equal(found[f"p.{name}"], tensor)
+    for e in range(COUNT):
+        product = b.view(10, -1, COUNT)[:, :, e] @ a.view(COUNT, -1, 8)[e]
+        sides = [[found[f"p.{PLACE}.{e}.{n}.lora_{side}.weight"] for side in "BA"] for n in sizes]
+        torch.testing.assert_close(torch.cat([up @ down for up, down in sides]), product)
+
+
+def test_a_projection_without_an_adapter_has_rows_of_zeros(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = {n: replace(one, adapted=True) for n, one in fused("gate_up_proj", {"gate": 6, "up": 4}, 8).items()}
+    own = {f"{PLACE}.{e}.up.lora_A.weight": torch.randn(RANK, 8) for e in range(COUNT)}
+    own |= {f"{PLACE}.{e}.up.lora_B.weight": torch.randn(4, RANK) for e in range(COUNT)}
+    joined, targets = adapters_joined(own, base)
+    assert targets == {f"{PLACE}.gate_up_proj": RANK}
+    assert not joined[f"{PLACE}.lora_B.weight"][:6].any()
+    found, _, _ = opened(tmp_path, joined).apart(base)
+    assert all(torch.equal(found[f"p.{name}"], tensor) for name, tensor in own.items())
 
 
 @pytest.mark.parametrize(

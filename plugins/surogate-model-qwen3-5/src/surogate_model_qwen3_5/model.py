@@ -8,7 +8,7 @@ features of the shared expert, M experts, K experts of a token, R = N·K rows so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -202,7 +202,7 @@ class Qwen35(decoder.Decoder):
         "partial_rotary_factor": 0.25,
     }
     kinds = (decoder.LINEAR, decoder.FULL)
-    reads: tuple[str, ...] = (
+    reads: ClassVar[Collection[str]] = (
         "attention_bias",
         "full_attention_interval",
         "linear_num_value_heads",
@@ -252,7 +252,12 @@ class Qwen35Moe(Qwen35):
 
     architecture = "Qwen3_5MoeForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {**Qwen35.defaults, "shared_expert_intermediate_size": 512}
-    reads = (*Qwen35.reads, "num_experts", "num_local_experts", "shared_expert_intermediate_size")
+    reads: ClassVar[Collection[str]] = (
+        *Qwen35.reads,
+        "num_experts",
+        "num_local_experts",
+        "shared_expert_intermediate_size",
+    )
     computes: ClassVar[Mapping[str, Any]] = {**Qwen35.computes, "norm_topk_prob": True}
 
     def is_sparse(self, number: int) -> bool:
