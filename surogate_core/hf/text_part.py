@@ -43,10 +43,13 @@ def text_part(
     """(the files of the language model alone, a note) for a model of several parts; otherwise the files themselves."""
     if not isinstance(files.config.get("text_config"), Mapping):
         return files, None
-    config = text_config(files.config, families())
+    offered = families()
+    config = text_config(files.config, offered)
     if config is None:
         return files, None
-    kept = {name: own for name in files.stored_names() if (own := _own_name(name)) is not None}
+    family = next(one for one in offered.values() if config["model_type"] in one.hf_model_types)
+    carried = family.build(config).carried
+    kept = {name: own for name in files.stored_names() if (own := _own_name(name, carried)) is not None}
     left = len(files.stored_names()) - len(kept)
     note = (
         f"{title} is a {files.config.get('model_type')} of several parts. Its language model is read and trained, as "
@@ -56,9 +59,11 @@ def text_part(
     return files.part(kept, config, place=PLACE), note
 
 
-def _own_name(name: str) -> str | None:
-    """A tensor's name in files of the language model alone; None if it belongs to another part."""
+def _own_name(name: str, carried: tuple[str, ...]) -> str | None:
+    """A tensor's name in files of the language model alone; None if it belongs to another part. `carried`: as of
+    `Model`.
+    """
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
-    return name if name.startswith(_HEAD) else None
+    return name if name.startswith((_HEAD, *carried)) else None

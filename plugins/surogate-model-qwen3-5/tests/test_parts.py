@@ -65,6 +65,7 @@ def test_its_logits_and_its_adapter_are_those_of_the_whole_model(kind: str, tmp_
     files, note = text_part(ModelDir.open(tmp_path / "whole"), lambda: {"qwen3-5": FAMILY}, "whole")
     assert note is not None
     assert f"whole is a {kind} of several parts. Its language model is read and trained, as {kind}_text" in note
+    assert "mtp.fc.weight" in files.names(), "an export has it"
     built = FAMILY.build(files.config)
     files, drawn = files.with_experts(built.fused_tensors()), tiny.random_source()
     stored = tiny.tensor_source({name: files.get(name) for name in files.names()})

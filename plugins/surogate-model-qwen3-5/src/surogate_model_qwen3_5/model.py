@@ -211,6 +211,7 @@ class Qwen35(decoder.Decoder):
     computes: ClassVar[Mapping[str, Any]] = {"attn_output_gate": True}
     layers = dsl.Stack(AttentionLayer, decoder.LAYERS, decoder.PREFIX)
     head = replace(decoder.Decoder.head, offset=1.0)
+    carried = ("mtp.",)
 
     def default_type(self, number: int) -> str:
         """The last of each `full_attention_interval` layers attends."""
