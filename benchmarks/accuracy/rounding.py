@@ -33,7 +33,7 @@ from surogate_core.data import pipeline
 from surogate_core.data.sampler import EvalBatches
 from surogate_core.dsl.declare import Multiply
 from surogate_core.dsl.slots import Gemm, TracedSlot, plain_gemm
-from surogate_core.engine.planning.pieces import Piece
+from surogate_core.engine.planning.pieces import Piece, Relayed
 from surogate_core.generate.losses import DocumentSums, documents_of
 from surogate_core.generate.weights import Layer, Weights
 from surogate_core.inference.generation import named, prepare
@@ -103,8 +103,10 @@ class RoundedWeights(Weights):
         tensors = {s.name: t for s, t in zip(piece.specs, self.parameters.inputs(piece), strict=True)}
         bound = piece.block.bind(tensors, piece.slots, Multiply(gemm), experts=piece.experts)
 
-        def run(x_ND: Tensor, tables: Sequence[Tensor]) -> Tensor:
+        def run(x_ND: Tensor, tables: Sequence[Tensor], relayed: Relayed) -> Tensor:
+            bound.taken = piece.taken(relayed)
             y_ND, _ = bound.outputs(x_ND, dict(zip(self.plan.tables, tables, strict=True)))
+            piece.keep(relayed, [bound.given[spec.name] for spec in piece.gives])
             return y_ND
 
         return run

@@ -12,7 +12,7 @@ from surogate_core.dsl.experts import Experts, ExpertSlot, Routes, TracedExperts
 from surogate_core.dsl.heads import Head, LMHead, ScoreHead
 from surogate_core.dsl.mixers import Attention, Convolution, Recurrence
 from surogate_core.dsl.rope import Rope
-from surogate_core.dsl.sides import Side, router_figures, router_sides
+from surogate_core.dsl.sides import Given, Received, Side, router_figures, router_sides
 from surogate_core.dsl.slots import LinearSlot, TracedSlot
 
 __all__ = [
@@ -23,12 +23,14 @@ __all__ = [
     "Embedding",
     "ExpertSlot",
     "Experts",
+    "Given",
     "Head",
     "LMHead",
     "Linear",
     "LinearSlot",
     "Model",
     "Param",
+    "Received",
     "Recurrence",
     "Rope",
     "Routes",

@@ -17,9 +17,9 @@ from torch import Tensor
 from surogate_core.dsl.dims import Dim, Number, Setting, number_of, size_of
 from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
 from surogate_core.dsl.heads import Head, ScoreHead
-from surogate_core.dsl.mixers import Calls, Mixer, Spec, begin, declared_in
+from surogate_core.dsl.mixers import Calls, KeyValues, Mixer, Spec, begin, declared_in
 from surogate_core.dsl.rope import angles_of, covering, longest_covered, longest_fixed, scaled_config, switches
-from surogate_core.dsl.sides import Side, SideSpec
+from surogate_core.dsl.sides import Given, Received, RelayedSpec, Side, SideSpec
 from surogate_core.dsl.slots import Adapter, BoundJoin, BoundPanel, BoundSlot, Gemm, Join, LinearSlot, Panel
 from surogate_core.dsl.tensors import Param as Param
 from surogate_core.dsl.tensors import TensorSpec as TensorSpec
@@ -106,6 +106,10 @@ class Block:
     _sides: ClassVar[tuple[Side, ...]] = ()
     _experts: ClassVar[tuple[Experts, ...]] = ()
     _mixers: ClassVar[tuple[Mixer, ...]] = ()
+    _given: ClassVar[tuple[Given, ...]] = ()
+    _taken: ClassVar[tuple[Received, ...]] = ()
+    reads_ids: ClassVar[bool] = False
+    """Whether `forward` reads the rows' tokens, ``tables["input_ids"]`` [N] int64."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -115,6 +119,8 @@ class Block:
         cls._linears = tuple(v for v in declared if isinstance(v, Linear))
         cls._sides = tuple(v for v in declared if isinstance(v, Side))
         cls._experts = tuple(v for v in declared if isinstance(v, Experts))
+        cls._given = tuple(v for v in declared if isinstance(v, Given))
+        cls._taken = tuple(v for v in declared if isinstance(v, Received))
         cls._mixers = declared_in(cls)
 
     def __init__(self, config: Mapping[str, Any], max_seqlen: int = 0):
@@ -123,6 +129,10 @@ class Block:
         self.tensors: Mapping[str, Tensor] = {}
         self.slots: Mapping[str, BoundSlot] = {}
         self.experts: Mapping[str, BoundExperts] = {}
+        self.taken: Mapping[str, Tensor] = {}
+        """The values of earlier layers by name, for the next run of `outputs`."""
+        self.given: dict[str, Tensor] = {}
+        """The values for later layers by name, of the last run of `outputs`."""
         self._calls = Calls(self, None)
         self._specs: tuple[Spec, ...] | None = None
 
@@ -145,12 +155,15 @@ class Block:
 
     def outputs(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(y_ND, side outputs by name) of `forward`. Raises `TypeError` if they are not the declared ones, and
-        `PluginError` if a mixer is not called once, or if y has another shape or dtype than x.
+        `PluginError` if a mixer is not called once, or if y has another shape or dtype than x. The values for later
+        layers are in `given`.
         """
         self._calls, tables = begin(self, tables)
-        given = self.forward(x, tables)
+        self.given = {}
+        found = self.forward(x, tables)
         self._calls.finish()
-        y, sides = given if isinstance(given, tuple) else (given, {})
+        self._check_given(len(x))
+        y, sides = found if isinstance(found, tuple) else (found, {})
         declared, kind = {side.name for side in self._sides}, type(self)
         if (y.shape, y.dtype) != (x.shape, x.dtype):
             raise PluginError(
@@ -163,6 +176,29 @@ class Block:
                 f"declares {sorted(declared)}. Fix: return (x, {{name: tensor}}) with the declared names."
             )
         return y, sides
+
+    def _check_given(self, rows: int) -> None:
+        found = {name: tuple(value.shape) for name, value in self.given.items()}
+        declared = {spec.name: (rows, *spec.shape) for spec in self.given_specs()}
+        if found != declared:
+            kind = type(self)
+            raise PluginError(
+                f"{kind.__module__}.{kind.__name__}: forward gives later layers {found}, and the class declares "
+                f"{declared}. Fix: call each Given once, with such a tensor."
+            )
+
+    def given_specs(self) -> tuple[RelayedSpec, ...]:
+        """The values that it gives to later layers, in the order in which its program returns them."""
+        given = (spec for one in self._given for spec in one.specs(self.config))
+        lent = (
+            one for spec in self.mixer_specs() if isinstance(spec, KeyValues) and spec.lends for one in spec.relayed
+        )
+        return (*given, *lent)
+
+    def taken_specs(self) -> tuple[RelayedSpec, ...]:
+        """The values that it takes of earlier layers, in the order in which its program takes them."""
+        specs = (spec for spec in self.mixer_specs() if isinstance(spec, KeyValues) and spec.borrows)
+        return (*(one.spec(self.config) for one in self._taken), *(one for spec in specs for one in spec.relayed))
 
     def side_specs(self) -> tuple[SideSpec, ...]:
         """The side outputs with their shapes, in the order of their declaration."""
@@ -314,7 +350,9 @@ class Block:
             return x_NI.new_empty(x_NI.shape[0], slot.outputs)
 
         plain = tuple(replace(s, adapter=None) for s in slots)
-        self.bind(tensors, plain, Multiply(record)).outputs(x, tables)
+        bound = self.bind(tensors, plain, Multiply(record))
+        bound.taken = {spec.name: x.new_empty(len(x), *spec.shape) for spec in self.taken_specs()}
+        bound.outputs(x, tables)
         known = {s.name: s for s in slots}
         return [[known[s.name] for s in group] for _, group in readers]
 
@@ -489,6 +527,17 @@ class Model:
                 block = made.setdefault(_canonical(config), stack.block(config, max_seqlen))
                 yield stack.prefix.format(i=number), block
                 number += 1
+
+    def source(self, number: int, name: str) -> tuple[int, str]:
+        """(number of an earlier layer, what it calls the value) of what layer `number` takes under `name`. Numbers are
+        those of `blocks`. Keys and values of an `Attention` are called ``attend.keys`` and ``attend.values``, with the
+        name that its class gives it. A family whose layers take something overrides it.
+        """
+        kind = type(self)
+        raise PluginError(
+            f"{kind.__module__}.{kind.__name__}: layer {number} takes `{name}` of an earlier layer, and `source` does "
+            f"not say of which. Fix: define source(self, number, name)."
+        )
 
     def expert_slots(self) -> dict[str, tuple[ExpertSlot, ...]]:
         """Layer's prefix → the projections of its experts, without adapters; only layers that have experts."""

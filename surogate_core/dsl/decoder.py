@@ -137,7 +137,8 @@ class AttentionBlock(Block):
 
     A subclass with other sizes or biases declares the five of `attention_slots` anew, one with norms of queries and
     keys the two of `qk_norms` or `whole_qk_norms`, one with a fused projection the six of `fused_attention_slots`;
-    `rope` may be a `Setting`. Norms that are None are not there.
+    `rope` may be a `Setting`. Norms that are None are not there. One whose `Attention` borrows keys and values has None
+    for `k`, `v` and `k_norm`.
     """
 
     eps = EPS
@@ -169,13 +170,32 @@ class AttentionBlock(Block):
 
     def attention(self, h_ND: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]: the attention of rows after their norm."""
-        q_NHE, k_NKE, v_NKE = self.projections(h_ND)
+        k_NKE: Tensor | None = None
+        v_NKE: Tensor | None = None
+        if type(self).attend.borrows:
+            q_NHE = self.queries(h_ND)
+        else:
+            q_NHE, k_NKE, v_NKE = self.projections(h_ND)
         gate_NHE = None
         if q_NHE.shape[1] != size_of(type(self).attend.heads, self.config):
             q_NHE, gate_NHE = q_NHE.unflatten(1, (-1, 2)).unbind(2)
-        q_NHE, k_NKE, v_NKE = self.positioned(q_NHE, k_NKE, v_NKE, tables)
+        if k_NKE is None or v_NKE is None:
+            q_NHE = self.positioned_queries(q_NHE, tables)
+        else:
+            q_NHE, k_NKE, v_NKE = self.positioned(q_NHE, k_NKE, v_NKE, tables)
         y_NHE = self.attend(q_NHE, k_NKE, v_NKE, sinks=self.sinks)
         return self.o((y_NHE if gate_NHE is None else y_NHE * torch.sigmoid(gate_NHE)).flatten(1))
+
+    def queries(self, h_ND: Tensor) -> Tensor:
+        """[N, H, E], or [N, 2·H, E] as `projections`: the queries of a layer that borrows keys and values."""
+        q = self.q(h_ND)
+        return self._heads(self.normed(q, self.q_norm) if self.q_norm is not None and self._norms_whole else q)
+
+    def positioned_queries(self, q_NHE: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+        """[N, H, E]: these queries after the norms of their heads and RoPE."""
+        if self.q_norm is not None and not self._norms_whole:
+            q_NHE = self.normed(q_NHE, self.q_norm)
+        return rotated(q_NHE, *self.angles(tables), interleaved=self.interleaved) if self.rope else q_NHE
 
     def projections(self, h_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, E], keys [N, K, E] and values [N, K, E] of rows after their norm; with an output gate

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Number, number_of, size_of
+from surogate_core.dsl.sides import RelayedSpec
 from surogate_core.errors import PluginError, UserError
 from surogate_core.kernels import ops
 from surogate_core.kernels.convolutions import causal_convolution_scan
@@ -57,6 +58,20 @@ class KeyValues:
     softcap: float
     sinks: bool = False
     """Whether each head has a further score whose value is zero."""
+    lends: bool = False
+    """Whether later layers have its keys and values too."""
+    borrows: bool = False
+    """Whether its keys and values are those of an earlier layer."""
+    lender: tuple[int, int] | None = None
+    """In generation, where they are borrowed: the number of that layer, and of its mixer."""
+
+    @property
+    def relayed(self) -> tuple[RelayedSpec, RelayedSpec]:
+        """The keys and values that layers give each other, in this order."""
+        return (
+            RelayedSpec(f"{self.name}.keys", (self.kv_heads, self.keys)),
+            RelayedSpec(f"{self.name}.values", (self.kv_heads, self.values)),
+        )
 
     @property
     def extensions(self) -> frozenset[str]:
@@ -200,6 +215,9 @@ class Attention(Mixer):
     `features` E of queries and keys, `values` F of values (by default E), `scale` of the scores (by default E^-0.5),
     `window`: positions that one sees, itself among them (0: all before it), `softcap` c: scores become c·tanh(s / c),
     `sinks`: whether it is called with a further score of each head, whose value is zero.
+
+    `lends`: later layers have its keys and values too. `borrows`: it is called with queries alone, `attend(q)`, and has
+    the keys and values of the layer that `Model.source` names, whose `Attention` lends them.
     """
 
     def __init__(
@@ -213,7 +231,12 @@ class Attention(Mixer):
         window: Number = 0,
         softcap: Number = 0.0,
         sinks: bool = False,
+        lends: bool = False,
+        borrows: bool = False,
     ):
+        if lends and borrows:
+            raise ValueError("an Attention lends the keys and values that it makes, or borrows those of another layer")
+        self.lends, self.borrows = lends, borrows
         self.heads, self.kv_heads, self.features = heads, kv_heads, features
         self.values = features if values is None else values
         self.scale, self.window, self.softcap, self.sinks = scale, window, softcap, sinks
@@ -243,6 +266,8 @@ class Attention(Mixer):
             window=int(number("window", self.window, least=0, whole=True, absent=0)),
             softcap=number("soft cap", self.softcap, least=0, absent=0),
             sinks=self.sinks,
+            lends=self.lends,
+            borrows=self.borrows,
         )
 
 
@@ -251,10 +276,22 @@ class _Attend:
     mixer: Attention
     block: Block
 
-    def __call__(self, q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        """[N, H, F]; `sinks` [H]."""
+    def __call__(
+        self, q_NHE: Tensor, k_NKE: Tensor | None = None, v_NKF: Tensor | None = None, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """[N, H, F]; `sinks` [H]. Keys and values where they are not borrowed."""
         number, spec, how = self.mixer._call(self.block)
         assert isinstance(spec, KeyValues)
+        if (k_NKE is None or v_NKF is None) != spec.borrows:
+            called, fix = ("with", "call it with queries alone") if spec.borrows else ("without", "give both")
+            raise PluginError(
+                f"{_name_of(type(self.block))}: {spec.name} is called {called} keys and values, and is declared with "
+                f"borrows={spec.borrows}. Fix: {fix}"
+            )
+        if k_NKE is None or v_NKF is None:
+            k_NKE, v_NKF = (self.block.taken[one.name] for one in spec.relayed)
+        elif spec.lends:
+            self.block.given.update((one.name, rows) for one, rows in zip(spec.relayed, (k_NKE, v_NKF), strict=True))
         spec.check(type(self.block), q_NHE, k_NKE, v_NKF, sinks)
         return how.attend(number, spec, q_NHE, k_NKE, v_NKF, sinks)
 

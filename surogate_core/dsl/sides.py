@@ -1,7 +1,11 @@
-"""Side outputs: small named tensors that a block returns beside its output.
+"""What a block has beside its rows: side outputs, and values that one layer gives to later ones.
 
-They are further outputs of a traced forward. Its backward takes a gradient for each that is part of the loss. A layer
-with experts reports what its router chose: `router_sides`, `router_figures`.
+Side outputs are small named tensors that a block returns beside its output, further outputs of a traced forward. Its
+backward takes a gradient for each that is part of the loss. A layer with experts reports what its router chose:
+`router_sides`, `router_figures`.
+
+A relayed value has rows like the hidden state. The layer that gives it has it as a further output, and each layer that
+takes it as a further input; the gradients of all that take it are added for the layer that gives it.
 
 Shape suffixes: N tokens, E experts, K experts of a token.
 """
@@ -40,6 +44,72 @@ experts. The engine makes router_aux_loss and router_z_loss of them: terms of th
 """
 REAL = "real"
 """The table, [N] bool, that says which positions are tokens, not padding. Blocks with side outputs get it."""
+IDS = "input_ids"
+"""The table, [N] int64, of the rows' tokens. A block gets it if its class says `reads_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedSpec:
+    """A relayed value, as the layer calls it that gives or takes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The shape of one row."""
+
+
+class Given:
+    """Declares what a layer gives to later layers: a value whose rows have these dims, or `count` of them.
+
+    Read on a block it is a function, which `forward` calls once: with [N, *dims], or with [N, count, *dims], of which a
+    later layer takes one. With a count the values are called ``name.0``, ``name.1`` and so on.
+    """
+
+    name = ""
+
+    def __init__(self, *dims: Dim | int, count: Dim | int | None = None):
+        self.dims, self.count = dims, count
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, bound: Any, owner: type) -> Any:
+        if bound is None:
+            return self
+
+        def give(value: Tensor) -> None:
+            names = [spec.name for spec in self.specs(bound.config)]
+            bound.given.update(zip(names, [value] if self.count is None else value.unbind(1), strict=True))
+
+        return give
+
+    def specs(self, config: Mapping[str, Any]) -> tuple[RelayedSpec, ...]:
+        """The values under a ``config.json`` mapping."""
+        shape = tuple(size_of(dim, config) for dim in self.dims)
+        if self.count is None:
+            return (RelayedSpec(self.name, shape),)
+        return tuple(RelayedSpec(f"{self.name}.{number}", shape) for number in range(size_of(self.count, config)))
+
+
+class Received:
+    """Declares what a layer takes of an earlier one, which `Model.source` names: a value whose rows have these dims.
+
+    Read on a block it is the tensor [N, *dims].
+    """
+
+    name = ""
+
+    def __init__(self, *dims: Dim | int):
+        self.dims = dims
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, bound: Any, owner: type) -> Any:
+        return self if bound is None else bound.taken[self.name]
+
+    def spec(self, config: Mapping[str, Any]) -> RelayedSpec:
+        """The value under a ``config.json`` mapping."""
+        return RelayedSpec(self.name, tuple(size_of(dim, config) for dim in self.dims))
 
 
 class Side:

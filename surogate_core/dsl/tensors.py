@@ -55,8 +55,9 @@ class Param:
     `init`: the values that it has in a model from random weights (`surogate_core.dsl.inits`), or a `Setting` of them.
 
     `role` "router": the matrix that chooses experts. It keeps the model's dtype under every recipe and weight format,
-    and `train_router` trains it beside adapters. "weight": any other matrix. "scalar": numbers that are no matrix and
-    do not decay, such as the decay rates of a recurrence or the sinks of attention heads.
+    and `train_router` trains it beside adapters. "embedding": a table with a row for each token. "weight": any other
+    matrix. "scalar": numbers that are no matrix and do not decay, such as the decay rates of a recurrence or the sinks
+    of attention heads.
 
     `dtype` "fp32": it stays in fp32 in masters, programs, stores and exports, whatever dtype the model has.
 
@@ -68,7 +69,7 @@ class Param:
         hf_name: str,
         *dims: Dim | int,
         init: Init | Setting = "ones",
-        role: Literal["norm", "weight", "router", "scalar"] = "norm",
+        role: Literal["norm", "weight", "embedding", "router", "scalar"] = "norm",
         dtype: Literal["fp32"] | None = None,
         trained: bool = True,
     ):

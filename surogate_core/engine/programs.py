@@ -99,8 +99,10 @@ class ProgramBuilder:
         """Whether the piece's programs read the recipe's state, and their backward returns observations."""
         return self.columns > 0 and bool(piece.slots) and piece.key not in self.plan.plain
 
-    def _activation(self, tokens: int, *, requires_grad: bool) -> Signature:
-        return Signature((tokens, self.plan.assembly.model.width), self.parameters.dtype, self.device, requires_grad)
+    def _activation(self, tokens: int, *features: int, requires_grad: bool) -> Signature:
+        """Rows of other `features` than the hidden state's D, if any are named."""
+        shape = features or (self.plan.assembly.model.width,)
+        return Signature((tokens, *shape), self.parameters.dtype, self.device, requires_grad)
 
     def layer_inputs(self, piece: Piece) -> list[Signature]:
         """What the function of a layer takes."""
@@ -111,10 +113,13 @@ class ProgramBuilder:
         rows = []
         if self.reads_rows(piece):
             rows.append(Signature((len(piece.slots), self.columns), torch.float32, self.device, True))
-        return [*self._inputs(piece), *panels, *rows, activation, *self.plan.tables.values(), *seeds]
+        taken = [self._activation(self.settings.tokens, *s.shape, requires_grad=True) for s in piece.takes]
+        return [*self._inputs(piece), *panels, *rows, activation, *taken, *self.plan.tables.values(), *seeds]
 
     def layer_function(self, piece: Piece, *, training: bool) -> Function:
-        """The layer as a function of as many tokens as its arguments have; in training it gives side outputs too."""
+        """The layer as a function of as many tokens as its arguments have; in training it gives side outputs too. What
+        it gives to later layers follows.
+        """
         block, names = piece.block, list(self.plan.tables)
         parameters, losses = self.parameters, self.settings.router_losses
         panels: list[Panel | Join] = [*parameters.panels.get(piece.key, ()), *parameters.joins.get(piece.key, ())]
@@ -132,7 +137,8 @@ class ProgramBuilder:
 
         def run(*flat: Tensor) -> Tensor | Sequence[Tensor]:
             tensors = {spec.name: value for spec, value in zip(piece.specs, flat, strict=False)}
-            x, tables, (masks, seed) = flat[count], dict(zip(names, flat[count + 1 : -2], strict=True)), flat[-2:]
+            x, (masks, seed), first = flat[count], flat[-2:], count + 1 + len(piece.takes)
+            tables = dict(zip(names, flat[first:-2], strict=True))
             bound = block.bind(
                 tensors,
                 piece.slots,
@@ -142,10 +148,13 @@ class ProgramBuilder:
                 seed=seed if training else None,
                 masks=masks if training else None,
             )
+            bound.taken = {spec.name: value for spec, value in zip(piece.takes, flat[count + 1 :], strict=False)}
             y, sides = bound.outputs(x, tables)
-            if not piece.sides or not training:
-                return y
-            return y, *reported(sides, piece.sides, losses)
+            # Copied, because AOTAutograd exports no output that is a view, or an input.
+            given = [bound.given[s.name].clone(memory_format=torch.contiguous_format) for s in piece.gives]
+            y = y.clone() if y is x else y
+            reports = reported(sides, piece.sides, losses) if training else []
+            return (y, *reports, *given) if reports or given else y
 
         return run
 
@@ -166,9 +175,10 @@ class ProgramBuilder:
     def layer(self, piece: Piece) -> Program:
         """Forward and backward of a layer.
 
-        It takes [*tensors, *panels, *joins(, rows), x_ND, *tables, *`Inputs.seeds_of`], and gives y_ND and the side
-        outputs. Those that are terms of the loss have a gradient after y's. The gradient of the rows contains the
-        observations of their slots. A gradient may be a `dsl.products.Product`.
+        It takes [*tensors, *panels, *joins(, rows), x_ND, *taken, *tables, *`Inputs.seeds_of`], and gives y_ND, the
+        side outputs and what it gives to later layers. After y's gradient come those of side outputs that are terms of
+        the loss, and of what it gives; the gradients of what it takes come after x's. The gradient of the rows contains
+        the observations of their slots. A gradient may be a `dsl.products.Product`.
         """
         found = self._layers_by_key.get(piece.key)
         if found is None:

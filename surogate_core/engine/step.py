@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surogate_core.bundles import GradientStore, RecipeState, Store, TensorKind
 from surogate_core.dsl.products import Product, add_products, write_gradients
+from surogate_core.dsl.sides import IDS
 from surogate_core.engine.figures import FigureSums
 from surogate_core.engine.gradient_norm import FlatNorm
 from surogate_core.engine.inputs import MicroStepInputs
@@ -161,6 +162,10 @@ class _Flow:
     tables: list[Tensor] = field(default_factory=list)
     x: Tensor | None = None
     dx: Tensor | None = None
+    relayed: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    """(number of a layer, name) → what it gave to later layers."""
+    drelayed: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    """The same → the sum of its gradients so far."""
     residuals: Sequence[Tensor] = ()
     gradients: Sequence[tuple[Tensor, Tensor | Product]] = ()
     """(sum, gradient to add to it) of the piece's trainable tensors."""
@@ -294,7 +299,8 @@ class MicroStep:
         assembly = self.plan.assembly
         tables = self.inputs.tables(assembly.model, assembly.settings.dtype)
         real = [] if self.inputs.real is None else [self.inputs.real]
-        return [*tables.values(), self.inputs.cu_seqlens, *real]
+        ids = [self.inputs.input_ids] if IDS in self.plan.tables else []
+        return [*tables.values(), self.inputs.cu_seqlens, *real, *ids]
 
     def _layer_inputs(self, key: str, flow: _Flow, x: Tensor) -> list[Tensor]:
         piece = self.plan.layer(key)
@@ -302,7 +308,8 @@ class MicroStep:
         shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
         panels = (tensor for _, tensor in shared)
         rows = [] if self.rows is None or not self.programs.reads_rows(piece) else [self.rows.rows(key)]
-        return [*tensors, *panels, *rows, x, *flow.tables, *self.inputs.seeds_of(self.plan.numbers[key])]
+        taken = piece.taken(flow.relayed).values()
+        return [*tensors, *panels, *rows, x, *taken, *flow.tables, *self.inputs.seeds_of(self.plan.numbers[key])]
 
     def _forward(self, key: str, flow: _Flow, *, training: bool) -> None:
         if key == EMBED:
@@ -315,9 +322,14 @@ class MicroStep:
         if training:
             flow.x, *others = self.programs.layer(piece).forward(self._layer_inputs(key, flow, x))
             self.sides.collect(piece, others[: len(piece.sides)])
-            flow.residuals = (x, *others[len(piece.sides) :])
+            given, kept = len(piece.sides), len(piece.sides) + len(piece.gives)
+            piece.keep(flow.relayed, others[given:kept])
+            flow.residuals = (x, *others[kept:])
         else:
-            (flow.x,) = self.programs.evaluation_layer(piece)(self._layer_inputs(key, flow, x))
+            flow.x, *others = self.programs.evaluation_layer(piece)(self._layer_inputs(key, flow, x))
+            piece.keep(flow.relayed, others)
+            for source in self.plan.last_taken(piece):
+                del flow.relayed[source]
 
     def _loss(self, flow: _Flow, *, training: bool) -> None:
         x, flow.x = flow.x, None
@@ -421,8 +433,17 @@ class MicroStep:
         x, *kept = flow.residuals
         flow.residuals = ()
         piece = self.plan.layer(key)
-        arguments = [*self._layer_inputs(key, flow, x), *kept, dx, *self.sides.tangents(piece)]
-        *gradients, flow.dx = self.programs.layer(piece).backward(arguments)
+        given = [flow.drelayed.pop((piece.number, spec.name)) for spec in piece.gives]
+        arguments = [*self._layer_inputs(key, flow, x), *kept, dx, *self.sides.tangents(piece), *given]
+        found = self.programs.layer(piece).backward(arguments)
+        taken = len(found) - len(piece.sources)
+        *gradients, flow.dx = found[:taken]
+        for source, gradient in zip(piece.sources, found[taken:], strict=True):
+            # Not in place, because a program may return one tensor as two gradients.
+            summed = flow.drelayed.get(source)
+            flow.drelayed[source] = gradient.contiguous() if summed is None else summed + gradient
+        for source in self.plan.first_taken(piece):
+            del flow.relayed[source]
         if self.rows is not None and self.programs.reads_rows(piece):
             self.rows.observe(key, gradients.pop())
         pairs = list(zip(self.stores.gradients.fetch(key), gradients, strict=True))

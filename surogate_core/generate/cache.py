@@ -11,7 +11,7 @@ heads, E head features, M = H/K query heads of a key head.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,8 +32,22 @@ _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def mixers_of(weights: Weights) -> list[tuple[Spec, ...]]:
-    """What the block of each layer declares."""
-    return [() if piece.block is None else piece.block.mixer_specs() for piece in weights.plan.layers]
+    """What the block of each layer declares; an attention that borrows keys and values knows whose."""
+    found: list[tuple[Spec, ...]] = []
+    for piece in weights.plan.layers:
+        specs = () if piece.block is None else piece.block.mixer_specs()
+        sources = {spec.name: source for spec, source in zip(piece.takes, piece.sources, strict=True)}
+        found.append(tuple(_with_lender(spec, sources, found) for spec in specs))
+    return found
+
+
+def _with_lender(spec: Spec, sources: Mapping[str, tuple[int, str]], earlier: Sequence[Sequence[Spec]]) -> Spec:
+    if not isinstance(spec, KeyValues) or not spec.borrows:
+        return spec
+    keys, _ = spec.relayed
+    layer, name = sources[keys.name]
+    lenders = (isinstance(one, KeyValues) and one.lends and one.relayed[0].name == name for one in earlier[layer])
+    return replace(spec, lender=(layer, next(number for number, found in enumerate(lenders) if found)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +130,11 @@ def _begin(now: Sequence[Tensor], behind: Sequence[Tensor], sources: Slots, targ
 def places_of(spec: KeyValues, context: int) -> int:
     """Positions of a slot that an attention keeps: all, or a ring if that and its copy are less than half as many.
 
-    A segment of a prompt is written before its first row reads, so a ring has room for it beside the window.
+    A segment of a prompt is written before its first row reads, so a ring has room for it beside the window. Layers
+    that borrow read when all segments are written, which no ring has room for.
     """
+    if spec.lends or spec.borrows:
+        return context
     ring = -(-(spec.window + SEGMENT) // SEGMENT) * SEGMENT
     return ring if spec.window and 4 * ring <= context else context
 
@@ -241,11 +258,16 @@ class Cache:
         self.slots, self.context, self.device, self.mixers = slots, context, device, mixers
 
         def kept(spec: Spec) -> AttentionCache | Carried:
-            if isinstance(spec, KeyValues):
-                return AttentionCache.of(spec, slots, context, dtype, device)
-            return Carried.of(spec, slots, device)
+            if not isinstance(spec, KeyValues):
+                return Carried.of(spec, slots, device)
+            if spec.lender is not None:
+                layer, number = spec.lender
+                return self.layers[layer][number]
+            return AttentionCache.of(spec, slots, context, dtype, device)
 
-        self.layers = [[kept(spec) for spec in specs] for specs in mixers]
+        self.layers: list[list[AttentionCache | Carried]] = []
+        for specs in mixers:
+            self.layers.append([kept(spec) for spec in specs])
         self.whole = any(one.behind for one in self._all())
         """Whether slots can begin with whole prompts only, and prompts go through the layers in the order of their
         positions: states and rings have nothing of the positions before."""
@@ -257,6 +279,8 @@ class Cache:
         def of(spec: Spec) -> int:
             if isinstance(spec, States):
                 return 2 * torch.float32.itemsize * sum(map(prod, spec.shapes))
+            if spec.lender is not None:
+                return 0
             places = places_of(spec, context)
             return (places if places == context else 2 * places) * features_of(spec) * dtype.itemsize
 
@@ -288,7 +312,8 @@ class Cache:
                 behind[slots_G] = now[slots_G]
 
     def _all(self) -> Iterator[AttentionCache | Carried]:
-        return (one for layer in self.layers for one in layer)
+        """Each once, although layers may share one."""
+        return iter({id(one): one for layer in self.layers for one in layer}.values())
 
 
 def features_of(spec: KeyValues) -> int:

@@ -9,8 +9,9 @@ Shape suffixes: N rows, S slots, D features, V vocabulary, B steps of a block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ from surogate_core.kernels.registry import using
 
 if TYPE_CHECKING:
     from surogate_core.bundles import Sampling
-    from surogate_core.engine.planning.pieces import Piece
+    from surogate_core.engine.planning.pieces import Piece, Relayed
 
 BLOCK = 8
 """Steps between two looks at the tokens. While the host looks, the next block runs."""
@@ -115,7 +116,8 @@ def working_bytes(weights: Weights, mixers: Sequence[Sequence[Spec]], slots: int
     pairs = heads * rows**2 * PAIR_BYTES
     features = max(map(_features, plan.layers), default=0)
     activations = rows * (2 * features + 6 * model.width) * itemsize
-    outputs = 2 * kept * model.width * itemsize
+    relayed = sum(math.prod(spec.shape) for piece in plan.layers for spec in piece.gives)
+    outputs = kept * (2 * model.width + relayed) * itemsize
     keys = min(SCORES, tokens * _widest(mixers)) * SCORE_BYTES
     return activations + outputs + keys + pairs + max(slots, FEWEST) * model.vocab_size * LOGIT_BYTES
 
@@ -302,12 +304,12 @@ class SteppedRunner:
         parts = [number for number, fill in enumerate(fills) if not self._packs or fill.start]
         passes = [*self._packed(fills, whole), *self._segmented(fills, parts)]
         xs = [self.weights.embedded(one.ids_N) for one in passes]
-        tables = [tables_of(self.weights, one.positions_N, one.lasts_N, one.real_N) for one in passes]
+        tables = [tables_of(self.weights, p.ids_N, p.positions_N, p.lasts_N, p.real_N) for p in passes]
         with using(self._table), mixing(self._mixing):
             for number, layer in enumerate(self._layers.of(None)):
                 for index, one in enumerate(passes):
                     self._mixing.begin(number, one.reader)
-                    xs[index] = layer(xs[index], tables[index])
+                    xs[index] = layer(xs[index], tables[index], one.relayed)
         found: list[list[Tensor]] = [[] for _ in fills]
         for one, x_ND in zip(passes, xs, strict=True):
             for number, rows in one.rows:
@@ -502,13 +504,13 @@ class SteppedRunner:
         """The next token of every row, on the device alone."""
         state, count = self._state, kind.rows
         slots_N, positions_N = state.slots_N[:count], state.positions_N[:count]
-        tables = tables_of(self.weights, positions_N, positions_N, state.live_N[:count] > 0)
-        x_ND = self.weights.embedded(state.ids_N[:count])
+        tables = tables_of(self.weights, state.ids_N[:count], positions_N, positions_N, state.live_N[:count] > 0)
+        x_ND, relayed = self.weights.embedded(state.ids_N[:count]), dict[tuple[int, str], Tensor]()
         reader = LastTokens(slots_N=slots_N, positions_N=positions_N, longest=kind.longest)
         with using(self._table), mixing(self._mixing):
             for number, layer in enumerate(self._layers.of(count)):
                 self._mixing.begin(number, reader)
-                x_ND = layer(x_ND, tables)
+                x_ND = layer(x_ND, tables, relayed)
             seen_NV = self._seen()[slots_N] if kind.penalty else None
             rows = state.rows(kind)
             logits_NV = self.weights.logits(x_ND)
@@ -556,6 +558,7 @@ class _Pass:
     reader: Reader
     rows: Sequence[tuple[int, slice]]
     """Number of a prompt → its rows, in order."""
+    relayed: Relayed = field(default_factory=dict)
 
 
 def _widest(mixers: Sequence[Sequence[Spec]]) -> int:

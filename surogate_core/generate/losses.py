@@ -14,7 +14,7 @@ from torch import Tensor
 from surogate_core.batch import IGNORE_LABEL, WEIGHTS, MicroBatch
 from surogate_core.bundles.handed import ModelWeights, whole
 from surogate_core.dsl.mixers import Packed, mixing
-from surogate_core.dsl.sides import REAL
+from surogate_core.dsl.sides import IDS, REAL
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels import ops
 from surogate_core.kernels.registry import using
@@ -71,9 +71,12 @@ def logits_of(given: ModelWeights, batch: MicroBatch) -> Iterator[tuple[slice, T
         tables.append(batch.real.to(device))
     # The blocks of loaded weights know no bound of a document.
     with torch.no_grad(), using(kernels), mixing(documents):
-        x_ND = weights.embedded(batch.input_ids.to(device))
+        ids_N, relayed = batch.input_ids.to(device), dict[tuple[int, str], Tensor]()
+        if IDS in weights.plan.tables:
+            tables.append(ids_N)
+        x_ND = weights.embedded(ids_N)
         for layer in weights.layers():
-            x_ND = layer(x_ND, tables)
+            x_ND = layer(x_ND, tables, relayed)
     size = max(1, LOGITS // model.vocab_size)
     for start in range(0, len(x_ND), size):
         part = slice(start, min(start + size, len(x_ND)))

@@ -11,13 +11,14 @@ Shape suffixes: N rows, D features, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from surogate_core.dsl.mixers import mixing
-from surogate_core.dsl.sides import REAL
+from surogate_core.dsl.sides import IDS, REAL
+from surogate_core.engine.planning.pieces import Relayed
 from surogate_core.generate.cache import Cache, FromCache, SlotPlaces, with_own
 from surogate_core.generate.masks import packed_masks, unpacked
 from surogate_core.generate.sampling import Rows, choose
@@ -38,6 +39,7 @@ class _Pass:
     ids_N: Tensor
     places: SlotPlaces
     tables: Sequence[Tensor]
+    relayed: Relayed = field(default_factory=dict)
 
 
 class FixedRunner:
@@ -139,11 +141,8 @@ class FixedRunner:
         device = self.weights.device
         slots, starts = (torch.tensor(column, device=device) for column in zip(*places, strict=True))
         where = SlotPlaces(slots_G=slots, starts_G=starts, width=width, counts=counts)
-        return _Pass(
-            ids_N=torch.tensor(ids, device=device),
-            places=where,
-            tables=tables_of(self.weights, where.positions(), torch.tensor(lasts, device=device)),
-        )
+        ids_N, lasts_N = (torch.tensor(numbers, device=device) for numbers in (ids, lasts))
+        return _Pass(ids_N=ids_N, places=where, tables=tables_of(self.weights, ids_N, where.positions(), lasts_N))
 
     def _run(self, passes: Sequence[_Pass]) -> list[Tensor]:
         """The last layer's output of each. Each layer runs for all of them before the next one is fetched."""
@@ -154,11 +153,13 @@ class FixedRunner:
             for number, layer in enumerate(self.weights.layers()):
                 for index, one in enumerate(passes):
                     self._mixing.begin(number, one.places)
-                    xs[index] = layer(xs[index], one.tables)
+                    xs[index] = layer(xs[index], one.tables, one.relayed)
         return xs
 
 
-def tables_of(weights: Weights, positions_N: Tensor, lasts_N: Tensor, real_N: Tensor | None = None) -> list[Tensor]:
+def tables_of(
+    weights: Weights, ids_N: Tensor, positions_N: Tensor, lasts_N: Tensor, real_N: Tensor | None = None
+) -> list[Tensor]:
     """What every block reads. A row's angles may depend on the length of its document, which is positions up to
     `lasts_N`; so each row is asked for as a document of its first, this and its last position.
     """
@@ -168,6 +169,8 @@ def tables_of(weights: Weights, positions_N: Tensor, lasts_N: Tensor, real_N: Te
     found = [*(table[1::3].contiguous() for table in tables.values()), borders]  # as programs and kernels expect them
     if REAL in weights.plan.tables:
         found.append(torch.ones_like(positions_N, dtype=torch.bool) if real_N is None else real_N)
+    if IDS in weights.plan.tables:
+        found.append(ids_N)
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.mixers import KeyValues, Scan, States, active_mixing, mixing
-from surogate_core.dsl.sides import REAL
+from surogate_core.dsl.sides import IDS, REAL
 from surogate_core.dsl.trace import Function, Signature, without_gradients
 from surogate_core.engine.planning.pieces import Piece
 from surogate_core.generate.cache import FromCache
@@ -135,20 +135,18 @@ class Layers:
             )
         programs.progress(task, 1, 1)
 
-        def run(*flat: Tensor) -> Tensor:
-            (found,) = call(flat)
-            return found
-
-        return run
+        return lambda *flat: call(flat)
 
     def _inputs(self, piece: Piece, rows: int) -> list[Signature]:
         """What the function of a layer takes, with another number of rows."""
         plan = self.weights.plan
         *others, masks, seed = self.weights.programs.layer_inputs(piece)
-        first = len(others) - len(plan.tables)
+        tables_from = len(others) - len(plan.tables)
+        first = tables_from - len(piece.takes)
+        taken = [replace(s, shape=(rows, *s.shape[1:])) for s in others[first:tables_from]]
         model = plan.assembly.model
         shown = model.tables(torch.zeros(rows, dtype=torch.int32, device="meta"), self.weights.parameters.dtype)
-        shapes = {name: tuple(table.shape) for name, table in shown.items()} | {REAL: (rows,)}
+        shapes = {name: tuple(table.shape) for name, table in shown.items()} | {REAL: (rows,), IDS: (rows,)}
         tables = [replace(s, shape=shapes.get(name, s.shape)) for name, s in plan.tables.items()]
         activation = replace(others[first - 1], shape=(rows, model.width))
-        return [*others[: first - 1], activation, *tables, masks, seed]
+        return [*others[: first - 1], activation, *taken, *tables, masks, seed]

@@ -19,7 +19,7 @@ from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.engine.planning.pieces import Piece, Source
+from surogate_core.engine.planning.pieces import Piece, Relayed, Source
 from surogate_core.engine.planning.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.ranks.sharding import Sharing
@@ -27,8 +27,10 @@ from surogate_core.engine.step import RecipeRows, StoreSet
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh
 
-Layer = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""(x_ND, tables) → [N, D], without dropout."""
+Layer = Callable[[Tensor, Sequence[Tensor], Relayed], Tensor]
+"""(x_ND, tables, what earlier layers gave for these rows) → [N, D], without dropout. It adds what the layer gives to
+later ones, and drops what none takes any more.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +141,14 @@ class Weights:
         fixed = [*tensors, *(tensor for _, tensor in shared), *rows]
         function = function_of(piece)
 
-        def run(x_ND: Tensor, tables: Sequence[Tensor]) -> Tensor:
-            y_ND = function(*fixed, x_ND, *tables, *seeds)
-            assert isinstance(y_ND, Tensor)
+        last = self.plan.last_taken(piece)
+
+        def run(x_ND: Tensor, tables: Sequence[Tensor], relayed: Relayed) -> Tensor:
+            found = function(*fixed, x_ND, *piece.taken(relayed).values(), *tables, *seeds)
+            y_ND, *given = [found] if isinstance(found, Tensor) else found
+            piece.keep(relayed, given)
+            for source in last:
+                del relayed[source]
             return y_ND
 
         return run

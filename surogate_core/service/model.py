@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from surogate_core.dsl.mixers import KeyValues as KeyValues
     from surogate_core.dsl.mixers import States as States
     from surogate_core.dsl.mixers import mixing as mixing
+    from surogate_core.dsl.sides import IDS as IDS
     from surogate_core.dsl.sides import REAL as REAL
     from surogate_core.dsl.sides import Form as Form
     from surogate_core.dsl.sides import RouterLosses as RouterLosses

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from relaying_family import CONFIG, Relaying
 from torch import Tensor
 
 from surogate_core.dsl import Attention, Block, Convolution, Dim, Linear, Param, Stack
@@ -147,7 +148,9 @@ def close_to_one_rank(world: int, context: int, **changes: Any) -> None:
     assert difference < 5e-5, name
 
 
-@pytest.mark.slow_cases("dropout in two groups", "four ranks, two heads of keys", "one group, two replicas")
+@pytest.mark.slow_cases(
+    "dropout in two groups", "four ranks, two heads of keys", "one group, two replicas", "values of earlier layers"
+)
 @pytest.mark.parametrize(
     ("world", "context", "changes"),
     [
@@ -158,6 +161,7 @@ def close_to_one_rank(world: int, context: int, **changes: Any) -> None:
         pytest.param(2, 2, {"zero_level": 1, "recompute": True}, id="level 1, recomputed"),
         pytest.param(2, 2, {"zero_level": 0, **grouped(1)}, id="fewer heads of keys than ranks"),
         pytest.param(4, 4, {"zero_level": 0, **grouped(2)}, id="four ranks, two heads of keys"),
+        pytest.param(2, 2, {"zero_level": 0, "config": CONFIG, "build": Relaying}, id="values of earlier layers"),
         pytest.param(4, 2, {"zero_level": 1, "micro_batches": 4}, id="two groups of two ranks"),
         pytest.param(4, 2, {"zero_level": 1, "micro_batches": 4, "shard_ranks": 2}, id="two groups, two replicas"),
         pytest.param(4, 4, {"zero_level": 1, "shard_ranks": 2}, id="one group, two replicas"),

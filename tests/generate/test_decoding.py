@@ -200,7 +200,7 @@ def test_tables_have_the_layout_of_training():
     config = tiny_config()
     made = Weights.load(tiny.assembly(config, build=qwen3().build, lora=tiny.lora(targets=())), tiny.random_source())
     positions = torch.tensor([3, 0, 7])
-    found = tables_of(made, positions, torch.tensor([3, 5, 9]))
+    found = tables_of(made, torch.zeros(3, dtype=torch.int64), positions, torch.tensor([3, 5, 9]))
     signatures = made.plan.tables
     assert len(found) == len(signatures)
     for table, (name, signature) in zip(found, signatures.items(), strict=True):

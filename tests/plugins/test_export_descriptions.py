@@ -365,6 +365,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"sliding_attention": YARN, "full_attention": {"rope_type": "default"}}},
         "`rope_parameters` has a value that llama.cpp's gemma4",
     ),
+    (
+        "gemma4",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 1024},
+        "`hidden_size_per_layer_input` is 8, and inputs of layers and shared layers are not written as GGUF",
+    ),
+    ("gemma4", {"num_kv_shared_layers": 2}, "`num_kv_shared_layers` is 2, and inputs of layers and shared layers"),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
 from surogate_core.dsl.experts import ExpertSlot
-from surogate_core.dsl.sides import SideSpec
+from surogate_core.dsl.sides import RelayedSpec, SideSpec
 from surogate_core.dsl.slots import LinearSlot
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
 from surogate_core.errors import PluginError
@@ -40,6 +40,9 @@ class OneByOne:
     read: Callable[[int], Tensor | Kept]
     """The number of an expert → its weight."""
 
+
+Relayed = MutableMapping[tuple[int, str], Tensor]
+"""(number of a layer, name that it has there) → a value that the layer gives to later ones."""
 
 Source = Callable[[TensorSpec], Tensor | Kept | InFile | OneByOne]
 """Returns the initial value of a tensor with its shape, in any float dtype, on any device; `InFile` only for a trained
@@ -80,6 +83,22 @@ class Piece:
     slots: tuple[LinearSlot, ...] = ()
     sides: tuple[SideSpec, ...] = ()
     experts: tuple[ExpertSlot, ...] = ()
+    number: int = -1
+    """The layer's number, from 0."""
+    gives: tuple[RelayedSpec, ...] = ()
+    """The values that it gives to later layers."""
+    takes: tuple[RelayedSpec, ...] = ()
+    """The values that it takes of earlier layers."""
+    sources: tuple[tuple[int, str], ...] = ()
+    """For each of them the number of that layer, and its name there."""
+
+    def taken(self, relayed: Relayed) -> dict[str, Tensor]:
+        """The values that the layer takes, by the names that it has for them."""
+        return {spec.name: relayed[source] for spec, source in zip(self.takes, self.sources, strict=True)}
+
+    def keep(self, relayed: Relayed, values: Sequence[Tensor]) -> None:
+        """Keep the values that the layer gave, in the order of `gives`."""
+        relayed.update({(self.number, spec.name): v for spec, v in zip(self.gives, values, strict=True)})
 
     @property
     def frozen_experts(self) -> tuple[TensorSpec, ...]:
@@ -105,13 +124,53 @@ def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, 
     for index, (prefix, block) in enumerate(model.blocks(max_seqlen)):
         slots, experts = block.linear_slots(lora), block.expert_slots(lora)
         specs = block.tensor_specs(prefix, slots, train_base=train_base, train_router=train_router, experts=experts)
+        takes = block.taken_specs()
         found.append(
             Piece(
-                key=layer_key(index), specs=specs, block=block, slots=slots, sides=block.side_specs(), experts=experts
+                key=layer_key(index),
+                specs=specs,
+                block=block,
+                slots=slots,
+                sides=block.side_specs(),
+                experts=experts,
+                number=index,
+                gives=block.given_specs(),
+                takes=takes,
+                sources=tuple(model.source(index, spec.name) for spec in takes),
             )
         )
+    _check_relayed(found[1:])
     found.append(Piece(key=HEAD, specs=model.head_specs(train_base=train_base)))
     return tuple(found)
+
+
+def _check_relayed(layers: Sequence[Piece]) -> None:
+    """Refuse values that no earlier layer gives, or that none takes, which would have no gradient."""
+    given: dict[tuple[int, str], tuple[int, ...]] = {}
+    left = set[tuple[int, str]]()
+    for piece in layers:
+        for spec, source in zip(piece.takes, piece.sources, strict=True):
+            if given.get(source) != spec.shape:
+                known = f"gives rows of {given[source]}" if source in given else "gives none before it"
+                raise PluginError(
+                    f"{_class_of(piece)}: layer {piece.number} takes `{spec.name}` with rows of {spec.shape}, and "
+                    f"`{source[1]}` of layer {source[0]} {known}. Fix: what `source` of the model returns"
+                )
+            left.discard(source)
+        mine = {(piece.number, spec.name): spec.shape for spec in piece.gives}
+        given |= mine
+        left |= mine.keys()
+    if left:
+        number, name = min(left)
+        raise PluginError(
+            f"{_class_of(layers[number])}: layer {number} gives `{name}`, and no later layer takes it. Fix: another "
+            f"class for a layer that gives nothing, or what `source` of the model returns"
+        )
+
+
+def _class_of(piece: Piece) -> str:
+    kind = type(piece.block)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def distinct(found: tuple[Piece, ...]) -> Iterator[TensorSpec]:

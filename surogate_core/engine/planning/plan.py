@@ -5,16 +5,25 @@ The engine allocates according to it, and the memory prediction counts with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from surogate_core.dsl.sides import REAL
+from surogate_core.dsl.sides import IDS, REAL
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.engine.planning.pieces import Piece, pieces
 from surogate_core.engine.planning.weight_plan import WeightPlan, plain_layers
+
+
+def _takers(layers: Sequence[Piece]) -> dict[tuple[int, str], tuple[str, ...]]:
+    found: dict[tuple[int, str], tuple[str, ...]] = {}
+    for piece in layers:
+        for source in piece.sources:
+            found[source] = (*found.get(source, ()), piece.key)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +42,8 @@ class EnginePlan:
     """Key of a layer → its rows in the recipe's state, one row per slot."""
     numbers: Mapping[str, int]
     """Key of a layer → its number."""
+    takers: Mapping[tuple[int, str], tuple[str, ...]]
+    """(number of a layer, name) of what it gives to later layers → their keys, in order."""
 
     @classmethod
     def of(cls, assembly: Assembly, *, device: torch.device) -> EnginePlan:
@@ -46,6 +57,8 @@ class EnginePlan:
         }
         if any(piece.sides for piece in found):
             tables[REAL] = torch.zeros(settings.tokens, dtype=torch.bool, device="meta")
+        if any(piece.block is not None and piece.block.reads_ids for piece in found):
+            tables[IDS] = torch.zeros(settings.tokens, dtype=torch.int64, device="meta")
         signatures = {name: Signature(tuple(t.shape), t.dtype, device) for name, t in tables.items()}
         plain = plain_layers(found, first=settings.plain_first, last=settings.plain_last)
         rows: dict[str, slice] = {}
@@ -61,7 +74,26 @@ class EnginePlan:
             weights=WeightPlan.of(assembly, found, plain=plain, tables=signatures),
             rows=rows,
             numbers={piece.key: number for number, piece in enumerate(found[1:-1])},
+            takers=_takers(found[1:-1]),
         )
+
+    def last_taken(self, piece: Piece) -> list[tuple[int, str]]:
+        """What no layer takes after this one."""
+        return [source for source in piece.sources if self.takers[source][-1] == piece.key]
+
+    def first_taken(self, piece: Piece) -> list[tuple[int, str]]:
+        """What no layer takes before this one, so that its backward is the last to read it."""
+        return [source for source in piece.sources if self.takers[source][0] == piece.key]
+
+    @property
+    def relayed_bytes(self) -> int:
+        """Bytes of what layers give to later ones. Each value, or its gradient, is there for most of a micro-step, and
+        both are there where several layers take it.
+        """
+        settings = self.assembly.settings
+        shapes = {(piece.number, spec.name): spec.shape for piece in self.layers for spec in piece.gives}
+        elements = sum(math.prod(shapes[s]) * min(len(keys), 2) for s, keys in self.takers.items())
+        return elements * settings.tokens * settings.dtype.itemsize
 
     @property
     def embed(self) -> Piece:

@@ -125,6 +125,8 @@ class TensorBytes:
     logits: int
     """Bytes of a token's logits."""
     tables: int
+    relayed: int
+    """Bytes of what layers give to later ones, and of its gradients."""
     recipe_state: int
     slots: int
     train_embedding: bool
@@ -175,6 +177,7 @@ class TensorBytes:
             largest=max(activation, layers.largest),
             logits=model.vocab_size * settings.dtype.itemsize,
             tables=sum(s.nbytes for s in plan.tables.values()) + settings.tokens * 20,
+            relayed=plan.relayed_bytes,
             recipe_state=sum(t.nbytes for t in state.state().values()) if state else 0,
             slots=plan.slots,
             train_embedding=plan.train_embedding,
@@ -295,6 +298,7 @@ class TensorBytes:
             Held("received rows", "device", rows, "of the embedding's gradient, from the GPUs that share it out"),
             Held("residuals", rest, residuals, f"{len(self.residuals)} layers, {detail}"),
             Held("residuals in use", "device", in_use, two),
+            Held("relayed values", "device", self.relayed, "what layers give to later layers, with gradients"),
             Held("working set", "device", working, what),
             Held("tables and inputs", "device", self.tables, "positions, ids, labels"),
         ]

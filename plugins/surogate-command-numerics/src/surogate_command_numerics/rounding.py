@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surogate_core.plugin import MicroBatch, bundles, compute, dsl, ops
 from surogate_core.service.engine import Engine
-from surogate_core.service.model import Multiply
+from surogate_core.service.model import IDS, Multiply
 
 ROLES: tuple[bundles.Role, ...] = get_args(bundles.Role)
 DENSE, EXPERTS, QUIET = "projections", "experts", "experts with fewest tokens"
@@ -169,7 +169,9 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
     tables = {
         **engine.inputs.tables(engine.model, engine.settings.dtype),
         "cu_seqlens": engine.inputs.cu_seqlens,
+        IDS: engine.inputs.input_ids,
     }
+    relayed: dict[tuple[int, str], torch.Tensor] = {}
     (embedding,) = engine.parameters.inputs(engine.plan.embed)
     with torch.enable_grad():
         x_ND = engine.model.embedded(engine.inputs.input_ids, embedding).detach().requires_grad_()
@@ -182,7 +184,9 @@ def rounding_of(engine: Engine, batch: MicroBatch, roundings: Mapping[str, Round
             bound = piece.block.bind(
                 tensors, piece.slots, Multiply(record.linear, record.grouped), experts=piece.experts
             )
+            bound.taken = piece.taken(relayed)
             x_ND, _ = bound.outputs(x_ND, tables)
+            piece.keep(relayed, [bound.given[spec.name] for spec in piece.gives])
             record.layer += 1
         head = engine.plan.head
         tensors = {s.name: t for s, t in zip(head.specs, engine.parameters.inputs(head), strict=True)}

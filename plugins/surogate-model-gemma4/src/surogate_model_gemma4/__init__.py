@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.plugin import bundles, hookimpl
+from surogate_core.plugin import UserError, bundles, hookimpl
 
 if TYPE_CHECKING:
     from surogate_core.plugin import dsl
@@ -21,7 +21,7 @@ def surogate_config_path() -> str:
 
 @hookimpl
 def surogate_model_family() -> bundles.ModelFamily:
-    """Gemma 4, its text models without inputs of their own for each layer."""
+    """Gemma 4, its text models."""
     from surogate_model_gemma4.presets import PRESETS
 
     return bundles.ModelFamily(
@@ -37,10 +37,13 @@ def _build(config: Mapping[str, Any]) -> dsl.Model:
 
 
 def _gguf(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a GGUF file needs to know. Raises `UserError` for what llama.cpp does not compute."""
+    """What a GGUF file needs to know. Raises `UserError` for what llama.cpp does not compute, and for what is not
+    written.
+    """
     from surogate_model_gemma4.model import build
 
     model = build(config)
+    _check_gguf(model)
     config, types = model.config, model.layer_types
     ropes = model.ropes()
     full = ropes.get("_full_attention") or ropes[""]
@@ -90,3 +93,13 @@ def _gguf(config: Mapping[str, Any]) -> Mapping[str, Any]:
             "rope_scaling": None,
         },
     }
+
+
+def _check_gguf(model: dsl.Model) -> None:
+    """Raise `UserError` for what is not written."""
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if model.config.get(key):
+            raise UserError(
+                f"--format gguf: config.json: `{key}` is {model.config[key]}, and inputs of layers and shared layers "
+                f"are not written as GGUF. Fix: serve the model with transformers or vLLM."
+            )

@@ -1,4 +1,4 @@
-"""Published Gemma 4 shapes without inputs of their own for each layer (the text configurations of google/gemma-4-*)."""
+"""Published Gemma 4 shapes (the text configurations of google/gemma-4-*)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from surogate_core.plugin import bundles
 ROPES = {
     "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0, "rope_type": "proportional"},
     "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+}
+SMALL = {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
 }
 EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 
@@ -41,6 +48,11 @@ PRESETS = bundles.decoder_presets(
     },
     {
         "26b-a4b": (2816, 30, 16, 8, 2112, {**EXPERTS, "num_global_key_value_heads": 2, "layer_types": _types(30)}),
+        "e2b": (
+            *(1536, 35, 8, 1, 6144),
+            {**SMALL, "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "layer_types": _types(35, 5)},
+        ),
+        "e4b": (2560, 42, 8, 2, 10_240, {**SMALL, "num_kv_shared_layers": 18, "layer_types": _types(42)}),
         "31b": (5376, 60, 32, 16, 21_504, {"num_global_key_value_heads": 4, "layer_types": _types(60)}),
     },
     tiny={

@@ -7,6 +7,7 @@ key/value heads, E features of a query and a key, F features of a value, R runs 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,18 @@ from torch import Tensor
 
 from surogate_core.plugin import UserError, bundles, dsl
 from surogate_core.service.kernels import CHUNK
-from surogate_core.service.model import BORDERS, KNOWN, REAL, KeyValues, Known, Multiply, States, TensorSpec, mixing
+from surogate_core.service.model import (
+    BORDERS,
+    IDS,
+    KNOWN,
+    REAL,
+    KeyValues,
+    Known,
+    Multiply,
+    States,
+    TensorSpec,
+    mixing,
+)
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.models import tiny_preset
@@ -25,6 +37,8 @@ TOLERANCE = 1e-5
 """Largest difference of a row that should be equal, relative to the largest number of the output."""
 MOST_WINDOW = 256
 """Largest window of a preset `tiny`; documents of the checks are longer."""
+SMALLEST_TABLE = 16
+"""Tokens that blocks which read them get have smaller numbers."""
 MOVES = "Fix: what a row needs of others is an Attention, a Recurrence or a Convolution that the class declares"
 
 
@@ -83,7 +97,15 @@ def _borders(lengths: Sequence[int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _rows(bound: dsl.Block, x_ND: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
-    return bound.outputs(x_ND, tables)[0]
+    # What the block takes of earlier layers and of the tokens belongs to its rows, as they do.
+    ids_N = (1000 * x_ND[:, 0]).long() % SMALLEST_TABLE
+    bound.taken = {}
+    for number, spec in enumerate(bound.taken_specs()):
+        generator = torch.Generator().manual_seed(1000 + number)
+        mixed = x_ND @ torch.randn(x_ND.shape[1], math.prod(spec.shape), generator=generator) / x_ND.shape[1] ** 0.5
+        bound.taken |= {spec.name: mixed.view(-1, *spec.shape)}
+    y_ND, _ = bound.outputs(x_ND, {**tables, IDS: ids_N})
+    return torch.cat([y_ND, *(value.flatten(1) for value in bound.given.values())], dim=1)
 
 
 def _drawn(model: dsl.Model, rows: int, seed: int = 0) -> Tensor:
