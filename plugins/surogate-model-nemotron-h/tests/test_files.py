@@ -59,6 +59,11 @@ WIDE = ("A_log", ".D", "dt_bias", "gate.weight", "e_score_correction_bias")
 """Ends of the names of tensors that are in fp32 whatever the model's dtype."""
 
 
+@pytest.fixture(scope="module")
+def made() -> Engine:
+    return tiny.engine(config=CONFIG, build=build, dtype=torch.bfloat16, lora=tiny.lora(rank=4, expert_rank=2))
+
+
 def exported(directory: Path, made: Engine, without: str = "") -> ModelDir:
     tensors = ((name, tensor) for name, tensor in made.parameters.base_tensors() if name != without)
     card = CardFacts(title="names")
@@ -71,8 +76,7 @@ def infos(files: ModelDir) -> Mapping[str, tuple[tuple[int, ...], str]]:
     return {name: (info.shape, info.dtype) for file in files.files.values() for name, info in file.infos.items()}
 
 
-def test_an_export_has_the_names_of_the_published_files_and_keeps_fp32(tmp_path: Path) -> None:
-    made = tiny.engine(config=CONFIG, build=build, dtype=torch.bfloat16, lora=tiny.lora())
+def test_an_export_has_the_names_of_the_published_files_and_keeps_fp32(made: Engine, tmp_path: Path) -> None:
     found = infos(exported(tmp_path / "m", made))
     assert {name: shape for name, (shape, _) in found.items()} == SHAPES
     assert {name: dtype for name, (_, dtype) in found.items()} == {
@@ -80,9 +84,9 @@ def test_an_export_has_the_names_of_the_published_files_and_keeps_fp32(tmp_path:
     }
 
 
-def test_files_without_a_decay_are_refused(tmp_path: Path) -> None:
+def test_files_without_a_decay_are_refused(made: Engine, tmp_path: Path) -> None:
     name = "backbone.layers.3.mixer.A_log"
-    files = exported(tmp_path / "m", tiny.engine(config=CONFIG, build=build), without=name)
+    files = exported(tmp_path / "m", made, without=name)
     with pytest.raises(UserError, match=rf"{name} is missing"):
         files.check(SHAPES)
 
@@ -91,8 +95,7 @@ def test_tensors_that_predict_further_tokens_are_named_apart() -> None:
     assert build(CONFIG).carried == ("mtp.",)
 
 
-def test_an_adapter_has_two_matrices_for_each_projection_and_expert(tmp_path: Path) -> None:
-    made = tiny.engine(config=CONFIG, build=build, lora=tiny.lora(rank=4, expert_rank=2))
+def test_an_adapter_has_two_matrices_for_each_projection_and_expert(made: Engine, tmp_path: Path) -> None:
     out = export_adapter(
         tmp_path / "a",
         made.parameters.adapter_tensors(),
