@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -168,6 +169,39 @@ def test_the_trained_part_is_what_is_expected(templated: Callable[..., Any], way
     messages, tools = CASES[case]
     found = bracketed(tokenizer, tokenize_conversation(tokenizer, messages, tools))
     assert found == EXPECTED[name.removesuffix("-marked")][case]
+
+
+SMOLLM3 = (
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}"
+    "{%- else %}{% generation %}{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""Blocks that begin with the header of a turn and end behind its end, as SmolLM3's."""
+GLM4 = (
+    "<s>{%- for m in messages %}{{- '<|' + m.role + '|>\n' + m.content }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+"""The token of the next role ends a turn, as GLM-4's."""
+HEADERS = {
+    "smollm3": (
+        SMOLLM3,
+        f"{IM}user\nHi<|im_end|>\n⟦{IM}assistant\nHello!<|im_end|>\n⟧"
+        f"{IM}user\nWho are you?<|im_end|>\n⟦{IM}assistant\nAda.\nAnd you?<|im_end|>\n⟧",
+    ),
+    "glm4": (
+        GLM4,
+        "<s><|user|>\nHi<|assistant|>⟦\nHello!<|user|>⟧\nWho are you?<|assistant|>⟦\nAda.\nAnd you?⟧",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_the_token_that_begins_the_next_turn_is_trained_only_where_it_ends_this_one(
+    templated: Callable[..., Any], name: str
+) -> None:
+    tokenizer, (template, expected) = copy.deepcopy(templated("chatml")[0]), HEADERS[name]
+    tokenizer.chat_template = template
+    assert bracketed(tokenizer, tokenize_conversation(tokenizer, *CASES["multi"])) == expected
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "gemma", "phi", "phi4", "qwen3", "phi-closed"])

@@ -116,7 +116,10 @@ def tokenize_conversation(
     special = chat.encoder.special_ids
     for (start, end), (_, turn) in zip(places, found, strict=True):
         is_turn = messages[turn]["role"] == "assistant" and start < end < len(ids)
-        if is_turn and weights[end] == background and int(ids[end]) in special and int(ids[end - 1]) not in special:
+        if not is_turn or weights[end] != background or int(ids[end]) not in special:
+            continue
+        last = next((i for i in range(end - 1, start, -1) if not _is_space(tokenizer, ids[i])), start)
+        if int(ids[last]) not in special:
             weights[end] = wanted[turn]
     # A turn may have several spans, one of them with nothing but its end token.
     said = {turn for (start, end), (_, turn) in zip(places, found, strict=True) if _has_words(ids[start:end], special)}
@@ -127,6 +130,10 @@ def tokenize_conversation(
                 f"chat template whose {{% generation %}} blocks contain everything that the assistant writes"
             )
     return Encoded.from_mask(ids, weights=weights)
+
+
+def _is_space(tokenizer: PreTrainedTokenizerBase, i: np.int32) -> bool:
+    return str(tokenizer.decode([int(i)])).isspace()
 
 
 def _has_words(ids: NDArray[np.int32], special: Container[int]) -> bool:
