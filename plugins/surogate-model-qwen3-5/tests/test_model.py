@@ -62,7 +62,7 @@ SHORT = (5, 2, 1, 9)
 """Lengths of documents where long ones show no more."""
 
 
-@pytest.mark.slow_cases(*list(CASES)[1:])
+@pytest.mark.slow_cases(*list(CASES)[1:], "kept")
 class TestQwen35(FamilyTests):
     facts = FamilyFacts(
         plugin=surogate_model_qwen3_5,
@@ -155,8 +155,12 @@ def facts(kind: str) -> FamilyFacts:
     )
 
 
-@pytest.mark.slow_cases(*list(MOE_CASES)[1:2], *list(MOE_CASES)[3:])
 class TestExperts:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_logits(self, kind: str) -> None:
+        assert facts(kind).pair(SHORT).logits_error() <= TOLERANCE
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", MOE_CASES)
     def test_logits_and_every_gradient(self, case: str, record_testsuite_property: Record) -> None:
         kind, changes = MOE_CASES[case]
