@@ -131,16 +131,18 @@ def prompt_of_messages(
             what = f"messages[{place}] {state or 'is no object'}"
             raise UserError(f'{name}: {what}. Fix: each message is {{"role": …, "content": …}}')
     chat = chat_of(tokenizer, tools or None)
-    if tools and "tools" not in chat.template:
-        raise UserError(f"{name}: the chat template lists no tools. Fix: leave tools out, or set `template`.")
     try:
         given = [template_message(message) for message in messages]
         listed = list(chat.encoder.guarded(list(tools))) or None
         text = chat.render(chat.encoder.guarded(given), listed, add_generation_prompt=True)
+        # SmolLM3's template, for one, reads them under other names.
+        lists = not tools or chat.render(chat.encoder.guarded(given), None, add_generation_prompt=True) != text
     except RowError as error:
         raise UserError(f"{name}: {str(error).rstrip('.')}. Fix: correct the messages, or `template`.") from error
     except RecursionError as error:
         raise UserError(f"{name}: is nested too deeply. Fix: fewer objects and lists inside each other.") from error
+    if not lists:
+        raise UserError(f"{name}: the chat template lists no tools. Fix: leave tools out, or set `template`.")
     if chat.encoder.backend is not None:
         ids = chat.encoder.encode_guarded(text)[0]
     else:

@@ -293,8 +293,10 @@ def test_a_template_without_calls_and_an_engine_without_grammars_are_named(serve
         tokenizer.chat_template = template_text("gemma")
         with pytest.raises(RequestError, match="takes no tools"):
             model.ticket(ask)
-        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-        with pytest.raises(RequestError, match="lists no tools"):
-            model.ticket(ask)
+        said = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        for template in (said, "{% if xml_tools is defined %}{{ xml_tools }}{% endif %}" + said):
+            tokenizer.chat_template = template
+            with pytest.raises(RequestError, match="lists no tools"):
+                model.ticket(ask)
     finally:
         tokenizer.chat_template = own
