@@ -136,6 +136,7 @@ def stops_at(rate: float, begun: list[float], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("surogate_core.run.job.launch", one)
 
 
+@pytest.mark.slow
 def test_runs_of_reinforcement_learning_are_compared_by_reward(tmp_path: Path) -> None:
     results = []
     for name, last, best in (("a", 0.9, None), ("b", 0.2, 0.95), ("c", None, None)):

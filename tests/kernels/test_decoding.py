@@ -127,6 +127,7 @@ def test_values_may_have_other_features_than_keys() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow_cases("inductor")
 @pytest.mark.parametrize("compiler", ["fx", "inductor"])
 def test_a_traced_program_writes_to_the_cache(compiler: Compiler) -> None:
     """Inductor gets the form whose schema declares the writes."""

@@ -334,6 +334,7 @@ def test_what_an_environment_does_wrong_is_a_fault_of_the_episode(opened: Opener
         assert pool.rewards(["bad", "good"]) == [turn, {"length": 18.0}]
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_first_fault_is_told_once_and_before_the_others(opened: Opener, workers: int) -> None:
     told: list[tuple[Fault, int]] = []
@@ -385,6 +386,7 @@ def test_a_fork_bomb_stays_within_its_limit(opened: Opener) -> None:
     assert pool.reply([("next", "done")]) == [Turn(done=True)]
 
 
+@pytest.mark.slow
 def test_the_limit_on_processes_leaves_room_for_what_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """While an environment is built, the same user's run starts the processes that compile kernels."""
     found: dict[str, int | None] = {}

@@ -153,6 +153,7 @@ def test_each_generation_is_sampled_with_the_weights_of_one_step_before(
         assert "generate" not in one["seconds"]
 
 
+@pytest.mark.slow
 def test_runs_are_equal_also_one_that_was_killed(
     tmp_path: Path, run: Callable[..., int], digests: Digests, records: Records
 ) -> None:
@@ -182,6 +183,7 @@ def test_several_steps_on_a_generation(tmp_path: Path, run: Callable[..., int], 
         assert result(killed, digests) == result(tmp_path / "whole", digests)
 
 
+@pytest.mark.slow
 def test_a_signal_waits_for_the_generation_that_is_being_made(
     tmp_path: Path, run: Callable[..., int], registry: Registry, digests: Digests
 ) -> None:

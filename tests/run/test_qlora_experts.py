@@ -72,7 +72,7 @@ def test_training_goes_on_from_an_adapter_over_quantised_experts(
     assert torch.equal(before[name], after[name]) == (mode == "trainable")
 
 
-@pytest.mark.slow_cases("mxfp4", "nvfp4")
+@pytest.mark.slow_cases("mxfp4", "nvfp4", "fp8")
 @pytest.mark.parametrize("method", quantised.METHODS)
 def test_a_quantised_checkpoint_trains_like_the_weights_that_it_stands_for(
     method: str, model: Path, small: Sequence[str], run_here: RunHere, tmp_path: Path,

@@ -167,7 +167,7 @@ def test_every_rope_generates_like_transformers(
     assert json.loads(line)["text"] == expected
 
 
-@pytest.mark.slow_cases("linear", "yarn", "llama3")
+@pytest.mark.slow_cases("linear", "yarn", "llama3", "default", "proportional")
 @pytest.mark.parametrize("kind", KINDS)
 def test_reinforcement_learning_trains_the_probabilities_that_it_samples(
     kind: str, tmp_path: Path, model_copy: Path, grpo_keys: list[str], run_here: Any, records: Any

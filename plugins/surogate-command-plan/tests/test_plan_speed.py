@@ -81,6 +81,7 @@ def test_the_figures_are_of_all_gpus() -> None:
     assert four["mfu"] < one["mfu"]
 
 
+@pytest.mark.slow
 def test_a_frozen_base_is_shared_out() -> None:
     whole, shared = plan("lora=true", "gpus=4"), plan("lora=true", "gpus=4", "shard_weights=true")
     weights = [next(h["nbytes"] for h in p["held"] if h["kind"] == "weights") for p in (whole, shared)]
@@ -134,6 +135,7 @@ def test_the_estimate_is_near_what_two_gpus_reach(
     assert json.loads(capsys.readouterr().out)["efficiency"] == pytest.approx(share, abs=0.01)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_on_how_many_gpus_it_would(capsys: Any) -> None:
     keys = ["model.config.hidden_size=4096", "model.config.num_hidden_layers=4", "optimizer=adamw", "--gpu", "t4"]
     arguments = [*SMALL[1:], "model.config.intermediate_size=16384", "lora=false", "lmhead_chunks=1", *keys]
@@ -151,6 +153,7 @@ def test_what_does_not_fit_says_on_how_many_gpus_it_would(capsys: Any) -> None:
         assert (found["fits"], found["fits_with"]) == (False, ["zero_level=1"]), "with as many GPUs as there are"
 
 
+@pytest.mark.slow
 def test_gpus_that_cannot_write_into_each_others_memory(capsys: Any) -> None:
     shared = ["lora=false", "zero_level=3", "gpus=2"]
     card = ["--gpu", "rtx4090"]

@@ -177,6 +177,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(mode: str) -> None:
     assert train(made, range(3, 5)) != expected
 
 
+@pytest.mark.slow_cases("search_scales")
 @pytest.mark.parametrize("options", [{"search_scales": True}, {"frozen_blocks": "1x16"}], ids=str)
 def test_frozen_weights_with_smaller_errors_train(options: dict[str, Any]) -> None:
     parts = {"build": tiny.SmallModel, "optimizer": tiny.ADAMW, "lora": MODES["lora"]}

@@ -187,13 +187,13 @@ class FamilyTests:
     facts: ClassVar[FamilyFacts]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test for each preset, case and so on of the family."""
+        """One test for each preset, case and so on of the family; of its cases only the first is quick."""
         facts = self.facts
         tables: dict[str, Sequence[Any]] = {
             "preset": list(facts.family.presets),
             "known": list(facts.published),
             "size": facts.sizes,
-            "case": list(facts.cases),
+            "case": [pytest.param(case, marks=[pytest.mark.slow] if n else []) for n, case in enumerate(facts.cases)],
             "scaling": facts.long,
         }
         for name in tables.keys() & set(metafunc.fixturenames):
