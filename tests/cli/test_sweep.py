@@ -136,7 +136,6 @@ def stops_at(rate: float, begun: list[float], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("surogate_core.run.job.launch", one)
 
 
-@pytest.mark.slow
 def test_runs_of_reinforcement_learning_are_compared_by_reward(tmp_path: Path) -> None:
     results = []
     for name, last, best in (("a", 0.9, None), ("b", 0.2, 0.95), ("c", None, None)):
@@ -154,6 +153,7 @@ def test_runs_of_reinforcement_learning_are_compared_by_reward(tmp_path: Path) -
     assert ["← best" in row for row in rows] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_a_resumed_sweep_starts_no_finished_run_again(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -386,7 +386,6 @@ def test_a_fork_bomb_stays_within_its_limit(opened: Opener) -> None:
     assert pool.reply([("next", "done")]) == [Turn(done=True)]
 
 
-@pytest.mark.slow
 def test_the_limit_on_processes_leaves_room_for_what_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """While an environment is built, the same user's run starts the processes that compile kernels."""
     found: dict[str, int | None] = {}
@@ -398,6 +397,7 @@ def test_the_limit_on_processes_leaves_room_for_what_the_run_starts(monkeypatch:
     assert found["RLIMIT_NPROC"] == 64 + 10 + limits._OF_THE_RUN
 
 
+@pytest.mark.slow
 def test_what_an_environment_writes_to_the_pipe_is_no_answer(opened: Opener) -> None:
     pool = opened()
     for act in ("stale", "other", "nested", "length", "bytes"):

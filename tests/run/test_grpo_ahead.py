@@ -153,7 +153,6 @@ def test_each_generation_is_sampled_with_the_weights_of_one_step_before(
         assert "generate" not in one["seconds"]
 
 
-@pytest.mark.slow
 def test_runs_are_equal_also_one_that_was_killed(
     tmp_path: Path, run: Callable[..., int], digests: Digests, records: Records
 ) -> None:
@@ -172,6 +171,7 @@ def test_runs_are_equal_also_one_that_was_killed(
     assert [one["reward"] for one in first] == [one["reward"] for one in second]
 
 
+@pytest.mark.slow
 def test_several_steps_on_a_generation(tmp_path: Path, run: Callable[..., int], digests: Digests) -> None:
     more = ("num_iterations=2", "save_steps=1", "max_steps=6", "beta=0.1")
     assert run(tmp_path / "whole", *more) == 0
@@ -183,7 +183,6 @@ def test_several_steps_on_a_generation(tmp_path: Path, run: Callable[..., int], 
         assert result(killed, digests) == result(tmp_path / "whole", digests)
 
 
-@pytest.mark.slow
 def test_a_signal_waits_for_the_generation_that_is_being_made(
     tmp_path: Path, run: Callable[..., int], registry: Registry, digests: Digests
 ) -> None:
@@ -196,6 +195,7 @@ def test_a_signal_waits_for_the_generation_that_is_being_made(
     assert result(tmp_path / "ended", digests) == result(tmp_path / "whole", digests)
 
 
+@pytest.mark.slow
 def test_a_generation_that_fails_costs_no_checkpoint(tmp_path: Path, run: Callable[..., int], engine: Any) -> None:
     engine.fails_at = 4
     with pytest.raises(RuntimeError, match="the server is gone"):

@@ -30,7 +30,6 @@ def losses(records: Records, run: Path) -> list[float]:
     return [record["loss"] for event in ("eval_end", "step_end") for record in records(run, event)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param(LORA, id="lora"), pytest.param(FULL, id="full", marks=pytest.mark.slow)])
 def test_two_processes_share_rows(
     tmp_path: Path, base: list[str], ranks: World, records: Records, mode: tuple[str, ...]
@@ -43,6 +42,7 @@ def test_two_processes_share_rows(
     assert starts[0] == starts[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_on_any_number_of_processes_that_share_rows(
     tmp_path: Path, base: list[str], ranks: World, records: Records
 ) -> None:

@@ -26,7 +26,6 @@ def test_it_is_what_the_command_prints(hf_dir: Path, capsys: pytest.CaptureFixtu
     assert (one.text, list(one.ids), list(one.logprobs)) == (row["text"], row["ids"], row["logprobs"])
 
 
-@pytest.mark.slow
 def test_several_prompts_and_samples(hf_dir: Path) -> None:
     found = generate(hf_dir, ["The chain", CHAT], samples=2, sampling={"seed": 3}, **KEYS)
     assert [(one.prompt, one.sample) for one in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -38,6 +37,7 @@ def test_several_prompts_and_samples(hf_dir: Path) -> None:
 TOOLS = [{"type": "function", "function": {"name": "get"}}]
 
 
+@pytest.mark.slow
 def test_a_text_as_a_message_and_rows_with_tools(hf_dir: Path) -> None:
     keys: dict[str, Any] = {**KEYS, "sampling": {"temperature": 0}, "template": "chatml"}
     messages, row = generate(hf_dir, [CHAT, {"messages": CHAT, "tools": TOOLS}], **keys)
@@ -47,11 +47,11 @@ def test_a_text_as_a_message_and_rows_with_tools(hf_dir: Path) -> None:
     assert with_tools.ids == row.ids != messages.ids
 
 
-@pytest.mark.slow
 def test_no_prompts_have_no_texts(hf_dir: Path) -> None:
     assert generate(hf_dir, [], **KEYS) == []
 
 
+@pytest.mark.slow
 def test_a_stop_text_is_one_text(hf_dir: Path) -> None:
     (whole,) = generate(hf_dir, "The chain", sampling={"temperature": 0}, device="cpu", max_new_tokens=12)
     stop = whole.text.strip()[2:5]

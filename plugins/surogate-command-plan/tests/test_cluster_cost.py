@@ -198,6 +198,7 @@ def test_the_model_is_near_what_several_gpus_reach(
 SMALL = ["model.config.num_hidden_layers=2", "sequence_len=256", "recompute=false", "lmhead_chunks=1", "lora=false"]
 
 
+@pytest.mark.slow
 def test_for_people(capsys: Any) -> None:
     words = [*SMALL, "num_nodes=4", "gpus_per_node=8", "--gpu", "h200"]
     assert main(["plan", *words]) == 0

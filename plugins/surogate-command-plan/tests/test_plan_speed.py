@@ -81,7 +81,6 @@ def test_the_figures_are_of_all_gpus() -> None:
     assert four["mfu"] < one["mfu"]
 
 
-@pytest.mark.slow
 def test_a_frozen_base_is_shared_out() -> None:
     whole, shared = plan("lora=true", "gpus=4"), plan("lora=true", "gpus=4", "shard_weights=true")
     weights = [next(h["nbytes"] for h in p["held"] if h["kind"] == "weights") for p in (whole, shared)]
@@ -90,6 +89,7 @@ def test_a_frozen_base_is_shared_out() -> None:
     assert shared["sent_bytes"] > whole["sent_bytes"]
 
 
+@pytest.mark.slow
 def test_for_people() -> None:
     out = text("lora=true", "gpus=8")
     assert "on 8 × H200" in out
@@ -169,6 +169,7 @@ def test_gpus_that_cannot_write_into_each_others_memory(capsys: Any) -> None:
     assert "over PCIe and host memory, because RTX 4090 has no NVLink and no peer access" in text(*shared, *card)
 
 
+@pytest.mark.slow
 def test_a_fabric_that_connects_no_gpus_is_refused(capsys: Any) -> None:
     for words in (["gpus=2"], ["num_nodes=2", "gpus_per_node=2"]):
         assert main(["plan", *KEYS, "lora=true", "fabric=gloo", *words]) == 2
