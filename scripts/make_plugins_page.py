@@ -86,7 +86,9 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   and start no thread; its bundles can be listed without importing it; options are frozen and have defaults.
 - `model`: presets build, and missing sizes are named; `hf_model_types` has the `model_type` of each preset, and
   `architecture` is the class that transformers loads; logits and every gradient equal transformers' class to 1e-5 in
-  fp32, if that class exists; what it says to export formats is a mapping or a refusal; an export is read back with
+  fp32, if that class exists, on documents longer than its window, and so do the logits where a key of the
+  `config.json` is left out or null; transformers' configuration reads each preset; what it says to export formats
+  is a mapping or a refusal; an export is read back with
   the same bits and loads in transformers; other heads are read from their `config.json` and trained beside adapters.
   Beside its mixers a block computes each row by itself, with other neighbours and in another order of the rows;
   packed documents have the logits that each has alone, whatever is beside them; layers of one class with other

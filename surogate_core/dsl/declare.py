@@ -7,7 +7,7 @@ while a block is being traced, to tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -403,6 +403,10 @@ class Model:
     """The head. In a class: the head of the family's language models; in an instance: the head that `config` names."""
     heads: ClassVar[tuple[type[Head], ...]] = (ScoreHead,)
     """Classes of heads that a model of the family may have instead."""
+    unlike_transformers: ClassVar[Collection[str]] = ()
+    """Keys of ``config.json`` with which transformers' class computes something else, for a reason that the family
+    states. The conformance kit leaves them as the preset ``tiny`` has them.
+    """
     carried: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of tensors that files have beside the model's, such as ``mtp.`` of layers that predict
     further tokens. No run computes with them; exports have them as the files do.

@@ -43,7 +43,8 @@ E = Dim("head_dim", default=even_share)
 F = Dim("intermediate_size")
 V = Dim("vocab_size")
 LAYERS = Dim("num_hidden_layers")
-EPS = Setting("rms_norm_eps", default=1e-6)
+EPS = Setting("rms_norm_eps")
+"""Of all norms of a model. Families differ in what an absent key means, and say it in `Decoder.defaults`."""
 TIED = Setting("tie_word_embeddings", default=False)
 PREFIX = "model.layers.{i}."
 
@@ -130,6 +131,10 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 def layer_window(config: Mapping[str, Any]) -> int:
     """``sliding_window`` in a layer of type ``sliding_attention``, and 0 in others: the window of its `Attention`."""
     return config["sliding_window"] if config.get(LAYER_TYPE) == SLIDING else 0
+
+
+_ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta"})
+"""Keys that are the same null and absent, because each may be in another one."""
 
 
 class AttentionBlock(Block):
@@ -294,7 +299,8 @@ class Decoder(Model):
     """Keys of which the family computes one value, as `check_keys` takes them."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of keys that a ``config.json`` of the family may leave out, as transformers has them, such as
-    ``rope_theta``. The model's `config` has them.
+    ``rms_norm_eps`` and ``rope_theta``. The model's `config` has them, and so has that of an export. Null is refused
+    for them, as transformers does, except for the window and the keys of RoPE.
     """
     kinds: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
     """Types that ``layer_types`` may have. Layers of type ``linear_attention`` have a block of the family's own."""
@@ -302,8 +308,11 @@ class Decoder(Model):
     """``sliding_window`` where the key is absent; null is no window."""
 
     def __init__(self, config: Mapping[str, Any]):
-        given = {key: value for key, value in config.items() if value is not None or key not in self.defaults}
+        absent = _ROPE_KEYS & self.defaults.keys()
+        given = {key: value for key, value in config.items() if value is not None or key not in absent}
         super().__init__({**self.defaults, **given})
+        for key in self.defaults.keys() - {"sliding_window", "partial_rotary_factor"}:
+            read_key(self.config, key)
 
     @classmethod
     def build(cls, config: Mapping[str, Any]) -> Self:
@@ -326,11 +335,13 @@ class Decoder(Model):
             reads=(*self.reads, *layered),
             computes={**normed, **self.computes},
         )
+        for eps in (self._block.eps, self.head.eps):
+            number_of(eps, self.config, "the norms' eps", least=0)
         numbers: dict[str, Number] = {"the embedding": self.embed.scale, "the branches": self._block.residual}
         if isinstance(self.head, LMHead):
             numbers |= {"the logits": self.head.scale, "the soft cap": self.head.softcap}
         for what, number in numbers.items():
-            number_of(number, self.config, f"the factor of {what}")
+            number_of(number, self.config, f"the factor of {what}", absent=0.0 if what == "the soft cap" else None)
 
     def complete_config(self) -> dict[str, Any]:
         """`config` with the sizes of attention and the eps of norms, which it may leave out."""

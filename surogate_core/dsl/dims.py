@@ -11,14 +11,25 @@ from surogate_core.errors import UserError
 _MISSING = object()
 
 
-def read_key(config: Mapping[str, Any], key: str, default: Any = _MISSING) -> Any:
-    """The value of a ``config.json`` key; `UserError` naming it when it is missing."""
+def read_key(config: Mapping[str, Any], key: str, default: Any = _MISSING, *, null: Any = _MISSING) -> Any:
+    """The value of a ``config.json`` key.
+
+    `default`: the value of a key that is absent, or a function of the mapping that finds it. A key whose default is a
+    function may also be null, with the same result. `null`: what null stands for otherwise; without it, null is
+    refused, as transformers refuses it. Raises `UserError` naming the key when it is missing or may not be null.
+    """
     value = config.get(key, _MISSING)
-    if value is _MISSING or value is None:
+    if value is _MISSING or (value is None and callable(default)):
         if default is _MISSING:
             raise UserError(f"config.json: key `{key}` is missing. Fix: use a complete model directory.")
         return default(config) if callable(default) else default
-    return value
+    if value is not None:
+        return value
+    if null is _MISSING and default is not None:
+        raise UserError(
+            f"config.json: key `{key}` is null, and must have a value. Fix: use the model's own config.json."
+        )
+    return None if null is _MISSING else null
 
 
 def not_computed(problems: Sequence[str]) -> UserError:
@@ -83,14 +94,17 @@ def _label(dim: Dim | int) -> str:
 
 
 class Setting:
-    """A value of ``config.json`` that is not a size, e.g. ``Setting("rms_norm_eps")``."""
+    """A value of ``config.json`` that is not a size, e.g. ``Setting("rms_norm_eps")``.
 
-    def __init__(self, key: str, default: Any = _MISSING):
-        self.key, self.default = key, default
+    `default`, `null`: the values of a key that is absent and of one that is null, as `read_key` takes them.
+    """
+
+    def __init__(self, key: str, default: Any = _MISSING, *, null: Any = _MISSING):
+        self.key, self.default, self.null = key, default, null
 
     def value(self, config: Mapping[str, Any]) -> Any:
         """The value under a ``config.json`` mapping."""
-        return read_key(config, self.key, self.default)
+        return read_key(config, self.key, self.default, null=self.null)
 
     def __get__(self, bound: Any, owner: type) -> Any:
         return self if bound is None else self.value(bound.config)
@@ -110,9 +124,12 @@ def number_of(
     absent: float | None = None,
 ) -> float:
     """The number under a ``config.json`` mapping; `UserError` naming `what` for anything else, and for one below
-    `least` or, if it has to be `whole`, with a fraction. `absent`: what null stands for, if it is allowed.
+    `least` or, if it has to be `whole`, with a fraction. `absent`: what null stands for, if it is allowed, such as no
+    window.
     """
     if isinstance(value, Setting):
+        if absent is not None and config.get(value.key, absent) is None:
+            return absent
         what, value = f"`{value.key}`", value.value(config)
     elif callable(value):
         value = value(config)

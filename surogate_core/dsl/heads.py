@@ -138,7 +138,7 @@ class LMHead(Head):
         """The logits, [N, V]."""
         logits_NV = super().outputs(model, x_ND, tensors)
         scale = number_of(self.scale, model.config, "the factor of the logits")
-        softcap = number_of(self.softcap, model.config, "the soft cap of the logits", least=0)
+        softcap = number_of(self.softcap, model.config, "the soft cap of the logits", least=0, absent=0)
         if scale != 1:
             logits_NV = logits_NV * scale
         return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV

@@ -56,8 +56,18 @@ def test_dims_multiply_and_add() -> None:
 def test_a_missing_dim_is_named_with_a_fix() -> None:
     with pytest.raises(UserError, match=r"key `width` is missing\. Fix: "):
         (D * F).size({"inner": 6})
-    with pytest.raises(UserError, match="key `width` is missing"):
+    with pytest.raises(UserError, match=r"key `width` is null, and must have a value\. Fix: "):
         D.size({"width": None})
+
+
+def test_null_has_the_default_only_where_other_keys_give_it() -> None:
+    assert Dim("head", default=lambda config: config["width"]).size({"width": 4, "head": None}) == 4
+    assert Setting("window", default=4096, null=0).value({"window": None}) == 0
+    assert Setting("window", default=None).value({"window": None}) is None
+    for declared in (Setting("eps", default=1e-6), Dim("eps", default=8)):
+        read = declared.value if isinstance(declared, Setting) else declared.size
+        with pytest.raises(UserError, match=r"key `eps` is null, and must have a value\. Fix: "):
+            read({"eps": None})
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4", True, [4]])
@@ -70,7 +80,7 @@ def test_defaults_are_values_or_read_other_keys() -> None:
     assert Dim("head", default=8).size({}) == 8
     assert Dim("head", default=8).size({"head": 2}) == 2
     assert Dim("head", default=lambda c: c["width"] // 2).size({"width": 6}) == 3
-    assert Setting("eps", default=1e-6).value({"eps": None}) == 1e-6
+    assert Setting("eps", default=1e-6).value({}) == 1e-6
     with pytest.raises(UserError, match="key `eps` is missing"):
         Setting("eps").value({})
 

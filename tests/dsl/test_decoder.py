@@ -100,7 +100,7 @@ def test_norms_act_without_the_rotary_embedding_too() -> None:
     alone attends to itself, whatever its query.
     """
     blocks = (NormedBlock, UnrotatedBlock, DenseBlock)
-    config = {**TINY, "model_type": "own"}
+    config = {**TINY, "model_type": "own", "rms_norm_eps": 1e-6}
     engines = [tiny.engine(config, build=family_of(block).build, source=tiny.random_source()) for block in blocks]
 
     def logits(length: int) -> list[torch.Tensor]:
@@ -112,7 +112,7 @@ def test_norms_act_without_the_rotary_embedding_too() -> None:
 
 def test_an_output_gate_multiplies_what_each_head_gives_by_its_sigmoid() -> None:
     """A gate of zeros is the factor 1/2 of o; rows of a head's gate are behind those of its query."""
-    config, source = {**TINY, "model_type": "own"}, tiny.random_source()
+    config, source = {**TINY, "model_type": "own", "rms_norm_eps": 1e-6}, tiny.random_source()
 
     def drawn(spec: TensorSpec) -> torch.Tensor:
         value = source(spec)
@@ -138,17 +138,30 @@ def test_an_output_gate_multiplies_what_each_head_gives_by_its_sigmoid() -> None
     assert tiny.relative_error(logits(GatedBlock, drawn), expected) > 1e-2
 
 
+def test_defaults_are_of_absent_keys_and_in_the_models_config() -> None:
+    """Of block and head alike; a null is refused, but for the window's and RoPE's, which mean something."""
+    own = family_of(DenseBlock)
+    with pytest.raises(UserError, match=r"key `rms_norm_eps` is missing\. Fix: "):
+        own.build(TINY)
+    own.defaults = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 7}
+    model = own.build({**TINY, "rope_parameters": None, "rope_theta": None, "sliding_window": None})
+    assert [model.config[key] for key in own.defaults] == [1e-5, 5e5, None]
+    assert {block.eps for _, block in model.blocks(8)} == {model.head.eps.value(model.config)} == {1e-5}
+    with pytest.raises(UserError, match=r"key `rms_norm_eps` is null, and must have a value\. Fix: "):
+        own.build({**TINY, "rms_norm_eps": None})
+
+
 @pytest.mark.parametrize(("block", "asked"), [(DenseBlock, True), (NormedBlock, False)])
 def test_a_key_that_contradicts_the_declared_norms_is_refused(block: type[DenseBlock], asked: bool) -> None:
     build = family_of(block).build
-    build({**TINY, "qk_norm": not asked})
+    build({**TINY, "rms_norm_eps": 1e-6, "qk_norm": not asked})
     with pytest.raises(UserError, match="`qk_norm`"):
-        build({**TINY, "qk_norm": asked})
+        build({**TINY, "rms_norm_eps": 1e-6, "qk_norm": asked})
 
 
 def test_a_declaration_takes_the_place_of_the_one_that_it_overrides() -> None:
     """The order of the tensors, which is that of their sums, does not depend on what a family changes."""
-    plain, normed = (family_of(block).build(TINY) for block in (DenseBlock, NormedBlock))
+    plain, normed = (family_of(block).build({**TINY, "rms_norm_eps": 1e-6}) for block in (DenseBlock, NormedBlock))
     orders = []
     for model in (plain, normed):
         prefix, block = next(model.blocks(8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoConfig
@@ -165,10 +165,12 @@ def test_a_window_covers_the_positions_that_the_model_says() -> None:
 
     class Short(Decoder):
         family, architecture = "short", "ShortForCausalLM"
+        defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6}
         positions = property(lambda self: 64.0)
 
     class Long(Decoder):
         family, architecture = "long", "LongForCausalLM"
+        defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6}
         positions = property(lambda self: math.inf)
 
     assert Short.build({**SIZES, "sliding_window": 64}).positions == 64

@@ -81,6 +81,7 @@ class TestGemma4(FamilyTests):
             ),
             ({"num_kv_shared_layers": 4}, "`num_kv_shared_layers` is 4, and the model has 4 layers"),
             ({"num_kv_shared_layers": 3}, "`num_kv_shared_layers` is 3, and no layer of type `full_attention` is"),
+            ({"hidden_size_per_layer_input": None}, "`hidden_size_per_layer_input` is null, and must.*Fix"),
             ({"use_bidirectional_attention": "all"}, "`use_bidirectional_attention` is 'all'"),
             ({"hidden_activation": "silu"}, "`hidden_activation` is 'silu', and gemma4 computes 'gelu_pytorch_tanh'"),
             ({"top_k_experts": 9}, r"`top_k_experts` \(9\) is larger than `num_experts` \(8\)\. Fix"),

@@ -48,6 +48,7 @@ class Gemma3(decoder.Decoder):
         "query_pre_attn_scalar": 256,
         "rope_local_base_freq": 10_000.0,
         "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-6,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,

@@ -169,6 +169,7 @@ class Gemma4(decoder.Decoder):
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "rope_parameters": ROPES,
+        "rms_norm_eps": 1e-6,
         "sliding_window": 512,
         "tie_word_embeddings": True,
         "vocab_size": 262_144,
@@ -205,8 +206,8 @@ class Gemma4(decoder.Decoder):
         config = super().type_config(layer_type)
         if layer_type != decoder.FULL:
             return config
-        if (given := config.get("per_layer_config")) is not None:
-            return {**config, **next(iter(given.values()), {})}
+        if "per_layer_config" in config:  # null is no sizes of their own
+            return {**config, **next(iter((config["per_layer_config"] or {}).values()), {})}
         keys = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
         return {**config, "head_dim": config["global_head_dim"], "num_key_value_heads": keys or decoder.K.size(config)}
 

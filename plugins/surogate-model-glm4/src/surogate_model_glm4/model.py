@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from surogate_core.plugin import decoder, dsl
 
 E = dsl.Dim("head_dim", default=128)
-EPS = dsl.Setting("rms_norm_eps", default=1.5625e-07)
 
 
 class Glm4Block(decoder.DenseBlock):
     """One decoder layer."""
 
-    eps, interleaved = EPS, True
+    interleaved = True
     q, k, v, o, attend = decoder.attention_slots(
         head_dim=E, bias=dsl.Setting("attention_bias", default=True), out_bias=False
     )
@@ -29,9 +27,8 @@ class Glm4(decoder.Decoder):
 
     family, architecture = "glm4", "Glm4ForCausalLM"
     layers = dsl.Stack(Glm4Block, decoder.LAYERS, decoder.PREFIX)
-    head = replace(decoder.Decoder.head, eps=EPS)
     reads = ("attention_bias", "partial_rotary_factor")
-    defaults: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.5}
+    defaults: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07}
 
 
 build = Glm4.build

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from surogate_core.plugin import decoder, dsl
 
@@ -31,6 +33,7 @@ class Granite(decoder.Decoder):
     )
     layers = dsl.Stack(GraniteBlock, decoder.LAYERS, decoder.PREFIX)
     head = replace(decoder.Decoder.head, scale=lambda config: 1 / dsl.number_of(DIVISOR, config, "", least=1e-30))
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6}
     reads = (
         "attention_bias",
         "mlp_bias",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from surogate_core.plugin import decoder, dsl
 
 K = dsl.Dim("num_key_value_heads", default=decoder.H.size)
@@ -22,6 +25,7 @@ class Llama(decoder.Decoder):
     family, architecture = "llama", "LlamaForCausalLM"
     layers = dsl.Stack(LlamaBlock, decoder.LAYERS, decoder.PREFIX)
     reads = ("attention_bias", "mlp_bias")
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6}
 
 
 build = Llama.build

@@ -6,8 +6,7 @@ Shape suffixes: N tokens, H query heads, K key/value heads, E head features.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from surogate_core.plugin import decoder, dsl
 
 E = dsl.Dim("head_dim", default=128)
-EPS = dsl.Setting("rms_norm_eps", default=1e-5)
 SCALE, BETA = "query_scale", "llama_4_scaling_beta"
 ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
@@ -34,7 +32,6 @@ ROPE: Mapping[str, Any] = {
 class Ministral3Block(decoder.DenseBlock):
     """One decoder layer."""
 
-    eps = EPS
     q, k, v, o, attend = decoder.attention_slots(head_dim=E, window=dsl.Setting("sliding_window", default=0))
 
     def positioned(
@@ -50,8 +47,8 @@ class Ministral3(decoder.Decoder):
 
     family, architecture = "ministral3", "Ministral3ForCausalLM"
     layers = dsl.Stack(Ministral3Block, decoder.LAYERS, decoder.PREFIX)
-    head = replace(decoder.Decoder.head, eps=EPS)
     reads = ("sliding_window", BETA)
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
 
     def rope_config(self, layer_type: str) -> Mapping[str, Any]:
         """With the family's own RoPE where the file has none."""

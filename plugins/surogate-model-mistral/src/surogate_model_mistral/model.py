@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from surogate_core.plugin import decoder, dsl
 
@@ -23,6 +23,7 @@ class Mistral(decoder.Decoder):
     family, architecture = "mistral", "MistralForCausalLM"
     layers = dsl.Stack(MistralBlock, decoder.LAYERS, decoder.PREFIX)
     reads = ("sliding_window",)
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6}
 
 
 class MinistralBlock(decoder.DenseBlock):
@@ -37,6 +38,7 @@ class Ministral(decoder.Decoder):
     family, architecture = "ministral", "MinistralForCausalLM"
     layers = dsl.Stack(MinistralBlock, decoder.LAYERS, decoder.PREFIX)
     default_window = WINDOW
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6}
 
     def default_type(self, number: int) -> str:
         """All layers have the window, if there is one."""

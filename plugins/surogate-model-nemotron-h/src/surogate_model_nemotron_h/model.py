@@ -228,6 +228,7 @@ class NemotronH(dsl.Model):
         "use_conv_bias": True,
     }
     """Values of keys that a file may leave out, as transformers has them."""
+    unlike_transformers = ("time_step_min",)  # it limits time steps there, instead of `time_step_limit`
     reads = (
         *("hybrid_override_pattern", "layers_block_type", "layer_types", "mamba_num_heads", "use_bias", "mlp_bias"),
         *("n_routed_experts", "num_local_experts", "moe_shared_expert_intermediate_size", "routed_scaling_factor"),

@@ -6,20 +6,17 @@ Norms are behind the branches, and those of queries and keys over all heads toge
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from surogate_core.plugin import decoder, dsl
 
 K = dsl.Dim("num_key_value_heads", default=decoder.H.size)
-EPS = dsl.Setting("rms_norm_eps", default=1e-5)
 THETA = 500_000.0
 
 
 class OlmoBlock(decoder.DenseBlock):
     """One decoder layer, with a window if its type is sliding."""
 
-    eps = EPS
     q, k, v, o, attend = decoder.attention_slots(
         kv_heads=K, bias=dsl.Setting("attention_bias", default=False), window=decoder.layer_window
     )
@@ -34,7 +31,7 @@ class Olmo2(decoder.Decoder):
 
     family, architecture = "olmo2", "Olmo2ForCausalLM"
     layers = dsl.Stack(OlmoBlock, decoder.LAYERS, decoder.PREFIX)
-    head = replace(decoder.Decoder.head, eps=EPS)
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
     reads = ("attention_bias",)
 
 
@@ -42,7 +39,7 @@ class Olmo3(Olmo2):
     """The causal language model of OLMo 3."""
 
     family, architecture = "olmo3", "Olmo3ForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"rope_theta": THETA}
+    defaults: ClassVar[Mapping[str, Any]] = {**Olmo2.defaults, "rope_theta": THETA}
     default_window = 4096
 
     def default_type(self, number: int) -> str:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from surogate_core.plugin import decoder, dsl
 
 K = dsl.Dim("num_key_value_heads", default=decoder.H.size)
-EPS = dsl.Setting("rms_norm_eps", default=1e-5)
 
 
 class Phi3Block(decoder.DenseBlock):
     """One decoder layer."""
 
-    eps = EPS
     q, k, v, qkv, o, attend = decoder.fused_attention_slots(kv_heads=K, window=dsl.Setting("sliding_window", default=0))
     gate, up, gate_up, down = decoder.fused_mlp_slots()
 
@@ -25,9 +22,8 @@ class Phi3(decoder.Decoder):
 
     family, architecture = "phi3", "Phi3ForCausalLM"
     layers = dsl.Stack(Phi3Block, decoder.LAYERS, decoder.PREFIX)
-    head = replace(decoder.Decoder.head, eps=EPS)
     reads = ("sliding_window", "partial_rotary_factor")
-    defaults: ClassVar[Mapping[str, Any]] = {"original_max_position_embeddings": 4096}
+    defaults: ClassVar[Mapping[str, Any]] = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
     def check(self) -> None:
         """Refuse, by the name of the key, what the blocks do not compute."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from surogate_core.plugin import decoder, dsl
 
 
@@ -18,6 +21,7 @@ class Qwen2(decoder.Decoder):
     layers = dsl.Stack(Qwen2Block, decoder.LAYERS, decoder.PREFIX)
     # The window acts with use_sliding_window, which is refused.
     reads = ("sliding_window", "attention_bias", "qkv_bias")
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6}
 
 
 build = Qwen2.build

@@ -32,7 +32,7 @@ I, S = dsl.Dim("moe_intermediate_size"), dsl.Dim("shared_expert_intermediate_siz
 M, K = dsl.Dim("num_experts", default=_local_experts), dsl.Dim("num_experts_per_tok")
 BIAS = dsl.Setting("attention_bias")
 SPARSE_STEP = dsl.Dim("decoder_sparse_step", default=1)
-DENSE_LAYERS = dsl.Setting("mlp_only_layers", default=())
+DENSE_LAYERS = dsl.Setting("mlp_only_layers", default=(), null=())
 RENORMALISE = dsl.Setting("norm_topk_prob", default=True)
 NORM_EPS = 1e-6
 """Added to the sum of the squares of a query or key."""
@@ -200,6 +200,7 @@ class Qwen35(decoder.Decoder):
         "linear_value_head_dim": 128,
         "max_position_embeddings": 32_768,
         "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
     }
     kinds = (decoder.LINEAR, decoder.FULL)
     reads: ClassVar[Collection[str]] = (

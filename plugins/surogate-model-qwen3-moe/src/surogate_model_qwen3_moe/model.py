@@ -7,7 +7,7 @@ sorted by expert.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ E = dsl.Dim("num_experts", default=_local_experts)
 C = dsl.Dim("num_experts_per_tok")
 SPARSE_STEP = dsl.Dim("decoder_sparse_step", default=1)
 RENORMALISE = dsl.Setting("norm_topk_prob", default=False)
-DENSE_LAYERS = dsl.Setting("mlp_only_layers", default=())
+DENSE_LAYERS = dsl.Setting("mlp_only_layers", default=(), null=())
 BIAS = dsl.Setting("attention_bias", default=False)
 OWN = "Fix: use the model's own config.json."
 
@@ -77,6 +77,7 @@ class Qwen3Moe(decoder.Decoder):
     layers = dsl.Stack(SparseBlock, decoder.LAYERS, decoder.PREFIX)
     # The window acts with use_sliding_window, which is refused.
     reads = ("attention_bias", "sliding_window", "num_experts", "num_local_experts")
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6}
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from surogate_core.plugin import decoder, dsl
 
 E = dsl.Dim("head_dim", default=128)  # transformers' default, whatever the width
@@ -21,6 +24,7 @@ class Qwen3(decoder.Decoder):
     family, architecture = "qwen3", "Qwen3ForCausalLM"
     layers = dsl.Stack(Qwen3Block, decoder.LAYERS, decoder.PREFIX)
     reads = ("attention_bias", "sliding_window")  # the window acts with use_sliding_window, which is refused
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6}
 
 
 build = Qwen3.build

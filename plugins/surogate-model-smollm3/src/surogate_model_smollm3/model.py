@@ -29,7 +29,7 @@ class SmolLM3(decoder.Decoder):
     layers = dsl.Stack(SmolLM3Block, decoder.LAYERS, decoder.PREFIX)
     head = replace(decoder.Decoder.head, tied=dsl.Setting("tie_word_embeddings", default=True))
     reads = ("attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "use_sliding_window")
-    defaults: ClassVar[Mapping[str, Any]] = {"rope_theta": 2_000_000.0}
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-6, "rope_theta": 2_000_000.0}
 
     @property
     def rotated(self) -> Sequence[bool]:

@@ -246,7 +246,8 @@ class FamilyTests:
         theirs, model = self.facts.config(**config), self.facts.family.build(config)
         assert self.facts.tensors(config) == self.facts.expected(config)
         assert model.tied == theirs.tie_word_embeddings
-        assert model.head.eps.value(model.config) == theirs.rms_norm_eps
+        blocks = [block.eps for _, block in model.blocks(0) if hasattr(block, "eps")]
+        assert {model.head.eps.value(model.config), *blocks} == {theirs.rms_norm_eps}
         rotary = self.facts.architecture(theirs).model.rotary_emb
         tables = model.tables(torch.arange(4, dtype=torch.int32), torch.float32)
         for end in (name.removeprefix("cos") for name in tables if name.startswith("cos")):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from surogate_core.plugin import UserError, bundles, dsl
-from surogate_core.service.kernels import CHUNK
 from surogate_core.service.model import (
     BORDERS,
     IDS,
@@ -31,12 +30,10 @@ from surogate_core.service.model import (
 )
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure
-from surogate_testing.models import tiny_preset
+from surogate_testing.models import longest_of, tiny_preset
 
 TOLERANCE = 1e-5
 """Largest difference of a row that should be equal, relative to the largest number of the output."""
-MOST_WINDOW = 256
-"""Largest window of a preset `tiny`; documents of the checks are longer."""
 SMALLEST_TABLE = 16
 """Tokens that blocks which read them get have smaller numbers."""
 MOVES = "Fix: what a row needs of others is an Attention, a Recurrence or a Convolution that the class declares"
@@ -48,15 +45,6 @@ def blocks_of(model: dsl.Model) -> list[tuple[str, dsl.Block]]:
     for prefix, block in model.blocks(longest_of(model)):
         found.setdefault(block.identity, (prefix, block))
     return list(found.values())
-
-
-def longest_of(model: dsl.Model) -> int:
-    """Tokens of a document that is longer than every window and than a chunk of a scan; a multiple of 16."""
-    specs = [spec for _, block in model.blocks(0) for spec in block.mixer_specs()]
-    window = max((spec.window for spec in specs if isinstance(spec, KeyValues)), default=0)
-    scans = any(isinstance(spec, States) for spec in specs)
-    length = max(40, 2 * min(window, MOST_WINDOW) + 8, CHUNK + 12 if scans else 0)
-    return -(-length // 16) * 16
 
 
 def _name(block: dsl.Block) -> str:
@@ -190,13 +178,6 @@ def keeps_documents_apart(family: bundles.ModelFamily) -> None:
     config = tiny_preset(family)
     model = family.build(config)
     longest = longest_of(model)
-    for prefix, block in model.blocks(0):
-        for spec in block.mixer_specs():
-            ensure(
-                not isinstance(spec, KeyValues) or spec.window <= MOST_WINDOW,
-                f"preset `tiny`: {spec.name} of {prefix.rstrip('.')} has a window of {getattr(spec, 'window', 0)} "
-                f"positions, and the checks have documents that are longer. Fix: a window of at most {MOST_WINDOW}",
-            )
     lengths = (17, 1, longest, 9)
     tables = _tables(model, lengths)
     spans = [slice(*ends) for ends in pairwise(tables[BORDERS].tolist())]
@@ -359,16 +340,25 @@ def _without(known: Known, key: str, value: Any, model: dsl.Model) -> Any:
 
 def _logits(model: dsl.Model) -> tuple[Any, ...]:
     """The names and shapes of a model's tensors, and its logits for one long document."""
-    source, longest = tiny.random_source(), longest_of(model)
-    generator = torch.Generator().manual_seed(0)
-    x_ND, shapes = torch.randn(longest, model.width, generator=generator), []
-    x_ND = x_ND * model.embed_scale(x_ND.dtype)
-    tables = _tables(model, [longest])
-    for prefix, block in model.blocks(longest):
-        shapes.append((prefix, tuple(_shapes(block))))
-        x_ND = _rows(_bound(block, source, prefix), x_ND, tables)
+    longest = longest_of(model)
+    x_ND = torch.randn(longest, model.width, generator=torch.Generator().manual_seed(0))
+    shapes = tuple((prefix, tuple(_shapes(block))) for prefix, block in model.blocks(longest))
+    x_ND, ids_N = x_ND * model.embed_scale(x_ND.dtype), torch.arange(longest) % SMALLEST_TABLE
+    return shapes, logits_of(model, tiny.random_source(), x_ND, ids_N).tolist()
+
+
+@torch.no_grad()
+def logits_of(model: dsl.Model, source: Callable[[TensorSpec], Any], x_ND: Tensor, ids_N: Tensor) -> Tensor:
+    """[N, V]: the logits of one document without an engine. `x_ND`: what the first layer reads."""
+    tables = {**_tables(model, [len(x_ND)]), IDS: ids_N}
+    relayed: dict[tuple[int, str], Tensor] = {}
+    for number, (prefix, block) in enumerate(model.blocks(len(x_ND))):
+        bound = _bound(block, source, prefix)
+        bound.taken = {spec.name: relayed[model.source(number, spec.name)] for spec in bound.taken_specs()}
+        x_ND, _ = bound.outputs(x_ND, tables)
+        relayed |= {(number, name): value for name, value in bound.given.items()}
     head: dict[str, Any] = {spec.name: source(spec) for spec in model.head_specs(train_base=True)}
-    return tuple(shapes), model.logits(x_ND, head).tolist()
+    return model.logits(x_ND, head)
 
 
 CHECKS = (sees_other_rows_by_mixers_alone, keeps_documents_apart, gives_each_setting_its_result)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from surogate_core.plugin import MachineError, UserError, bundles, dsl
 from surogate_core.service.engine import distinct, pieces
-from surogate_core.service.model import RouterLosses
+from surogate_core.service.kernels import CHUNK
+from surogate_core.service.model import EXPERT, KeyValues, RouterLosses, States, expanded
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.recipes import built as built_recipe
@@ -23,17 +25,46 @@ TOLERANCE = 1e-5
 """Relative error of logits and gradients in fp32."""
 
 MOST_PARAMETERS = 5_000_000
+MOST_WINDOW = 256
+"""Largest window of a preset that the checks compute with; their documents are longer."""
 
 
-def tiny_preset(family: bundles.ModelFamily) -> dict[str, Any]:
+def tiny_preset(family: bundles.ModelFamily, name: str = "tiny") -> dict[str, Any]:
     """The preset that the checks compute with."""
-    if "tiny" not in family.presets:
-        raise NotApplicable("the family has no preset `tiny`, a shape for a CPU")
-    config = dict(family.presets["tiny"])
-    specs = distinct(pieces(family.build(config), lora=None, max_seqlen=8))
-    count = sum(math.prod(s.shape) for s in specs)
-    ensure(count <= MOST_PARAMETERS, f"preset `tiny` has {count} parameters, more than {MOST_PARAMETERS}")
+    if name not in family.presets:
+        raise NotApplicable(f"the family has no preset `{name}`, a shape for a CPU")
+    config = dict(family.presets[name])
+    model = family.build(config)
+    count = sum(math.prod(s.shape) for s in distinct(pieces(model, lora=None, max_seqlen=8)))
+    ensure(count <= MOST_PARAMETERS, f"preset `{name}` has {count} parameters, more than {MOST_PARAMETERS}")
+    for prefix, block in model.blocks(0):
+        for spec in block.mixer_specs():
+            ensure(
+                not isinstance(spec, KeyValues) or spec.window <= MOST_WINDOW,
+                f"preset `{name}`: {spec.name} of {prefix.rstrip('.')} has a window of {getattr(spec, 'window', 0)} "
+                f"positions, and the checks have documents that are longer. Fix: a window of at most {MOST_WINDOW}",
+            )
     return config
+
+
+def tiny_presets(family: bundles.ModelFamily) -> dict[str, dict[str, Any]]:
+    """The preset ``tiny``, and those whose names begin with ``tiny-``: variants that are compared with transformers'
+    class too.
+    """
+    others = [name for name in family.presets if name.startswith("tiny-")]
+    return {name: tiny_preset(family, name) for name in ("tiny", *others)}
+
+
+def longest_of(model: dsl.Model, window: int = 0) -> int:
+    """Tokens of a document that is longer than every window and than a chunk of a scan; a multiple of 16.
+
+    `window`: one that `model` may lack, such as that of transformers' class.
+    """
+    specs = [spec for _, block in model.blocks(0) for spec in block.mixer_specs()]
+    window = max((window, *(spec.window for spec in specs if isinstance(spec, KeyValues))))
+    scans = any(isinstance(spec, States) for spec in specs)
+    length = max(40, 2 * min(window, MOST_WINDOW) + 8, CHUNK + 12 if scans else 0)
+    return -(-length // 16) * 16
 
 
 def reference(family: bundles.ModelFamily, config: Mapping[str, Any] | None = None) -> Any:
@@ -41,16 +72,11 @@ def reference(family: bundles.ModelFamily, config: Mapping[str, Any] | None = No
 
     `config`: by default that of the preset `tiny`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import AutoModelForCausalLM
 
-    config = dict(config or tiny_preset(family))
-    model_type = str(config.get("model_type", ""))
-    if model_type not in CONFIG_MAPPING:
-        raise NotApplicable(f"transformers has no model of type {model_type!r}")
-    del config["model_type"]
+    theirs = their_config(config or tiny_preset(family))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
     model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,9 +84,71 @@ def reference(family: bundles.ModelFamily, config: Mapping[str, Any] | None = No
     return model
 
 
-def _state(model: Any) -> dict[str, Tensor]:
+def their_config(config: Mapping[str, Any]) -> Any:
+    """transformers' configuration of a ``config.json``. Raises `NotApplicable` where it has no such models, and
+    whatever transformers raises.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    # A copy, because transformers changes what it is given.
+    values = deepcopy(dict(config))
+    model_type = str(values.pop("model_type", ""))
+    if model_type not in CONFIG_MAPPING:
+        raise NotApplicable(f"transformers has no model of type {model_type!r}")
+    return AutoConfig.for_model(model_type, **values)
+
+
+def state_for(built: dsl.Model, model: Any) -> dict[str, Tensor]:
+    """The tensors of transformers' class by the names in files. `AssertionError` if the family has others."""
     tied = model.config.tie_word_embeddings
-    return {k: v.detach().clone() for k, v in model.state_dict().items() if not (tied and "lm_head" in k)}
+    state = {k: v.detach().clone() for k, v in model.state_dict().items() if not (tied and "lm_head" in k)}
+    found = tiny.in_files(state, built)
+    ensure_names(built, found)
+    return found
+
+
+def ensure_names(model: dsl.Model, theirs: Collection[str]) -> None:
+    """Raise `AssertionError` naming the first tensor that the model or transformers' class lacks."""
+    own = {
+        f"{prefix}{spec.hf_name}": f"{type(block).__qualname__}.{spec.name.split('.')[0]}"
+        for prefix, block in model.blocks(0)
+        for spec in block.tensor_specs("", block.linear_slots(None), train_base=True, experts=block.expert_slots(None))
+    }
+    known: set[str] = set()
+    for spec in distinct(pieces(model, lora=None, max_seqlen=8)):
+        names = list(expanded(spec.hf_name, spec.shape)) if EXPERT in spec.hf_name else [spec.hf_name]
+        whose = own.get(spec.hf_name, "the embedding or the head")
+        missing = [name for name in names if name not in theirs]
+        ensure(
+            not missing,
+            f"transformers' class has no tensor {', '.join(missing[:1])}, which {whose} declares. Fix: give it the "
+            f"name that it has there; what a base class declares is left out with `NAME = None`",
+        )
+        known.update(names)
+    lacking = sorted(set(theirs) - known)
+    ensure(
+        not lacking,
+        f"transformers' class has the tensor {', '.join(lacking[:1])}, which nothing declares. Fix: declare it",
+    )
+
+
+def document_length(model: dsl.Model, theirs: Any) -> int:
+    """Tokens of a document that is longer than the windows of a model and of transformers' class; 0 without windows.
+
+    Raises `AssertionError` for one that is too large.
+    """
+    window, kinds = getattr(theirs, "sliding_window", None) or 0, getattr(theirs, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        window = 0
+    ensure(
+        window <= MOST_WINDOW or window >= theirs.max_position_embeddings,
+        f"transformers' class reads `sliding_window` {window}, and no document of the checks is longer. "
+        f"Fix: give the preset a `sliding_window` of at most {MOST_WINDOW}",
+    )
+    specs = [spec for _, block in model.blocks(0) for spec in block.mixer_specs()]
+    has_window = window or any(isinstance(spec, KeyValues) and spec.window for spec in specs)
+    return longest_of(model, window) if has_window else 0
 
 
 def reads_its_presets(family: bundles.ModelFamily) -> None:
@@ -71,11 +159,25 @@ def reads_its_presets(family: bundles.ModelFamily) -> None:
         found = list(distinct(pieces(model, lora=None, max_seqlen=8)))
         ensure(len({s.hf_name for s in found}) == len(found), f"preset {name}: two tensors have one name")
         ensure(all(min(s.shape) > 0 for s in found), f"preset {name}: a tensor is empty")
+        with suppress(NotApplicable):
+            _ensure_they_read(name, preset)
     try:
         family.build({"model_type": family.hf_model_types[0]})
     except UserError:
         return
     raise AssertionError("a config.json without sizes is not refused with a UserError")
+
+
+def _ensure_they_read(name: str, preset: Mapping[str, Any]) -> None:
+    try:
+        their_config(preset)
+    except NotApplicable:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"preset {name}: transformers' configuration cannot be made of it ({type(error).__name__}: {error}), so no "
+            f"export of it could be loaded. Fix: change the preset, and refuse such a config.json in `build`"
+        ) from error
 
 
 def says_what_it_is(family: bundles.ModelFamily) -> None:
@@ -115,11 +217,22 @@ def describes_itself_to_formats(family: bundles.ModelFamily) -> None:
 
 def equals_transformers(family: bundles.ModelFamily) -> None:
     """Logits and every gradient agree with transformers' class to 1e-5 in fp32, on packed documents."""
-    model = reference(family)
+    for name, preset in tiny_presets(family).items():
+        try:
+            _ensure_equal(family, preset)
+        except AssertionError as error:
+            raise AssertionError(f"preset `{name}`: {error}") from error
+
+
+def _ensure_equal(family: bundles.ModelFamily, preset: Mapping[str, Any]) -> None:
+    model = reference(family, preset)
     config = model.config.to_dict()
     built = family.build(config)
-    state = tiny.in_files(_state(model), built)
-    documents = tiny.documents(vocabulary=min(config["vocab_size"], 1000))
+    state = state_for(built, model)
+    longest = document_length(built, model.config)
+    lengths = (longest, *tiny.LENGTHS[1:]) if longest else tiny.LENGTHS
+    tokens = -(-(sum(lengths) + 1) // 16) * 16
+    documents = tiny.documents(lengths, vocabulary=min(config["vocab_size"], 1000))
     expected, expected_logits = _by_transformers(model, documents, built)
 
     def exact() -> Mapping[str, Tensor]:
@@ -128,9 +241,9 @@ def equals_transformers(family: bundles.ModelFamily) -> None:
         double.set_experts_implementation("eager")
         return _by_transformers(double, documents, built)[0]
 
-    made = tiny.engine(config=config, build=family.build, source=tiny.tensor_source(state))
-    packed = tiny.batch(documents)
-    logits = made.logits(packed)[: sum(map(len, documents))]
+    made = tiny.engine(config=config, build=family.build, source=tiny.tensor_source(state), tokens=tokens)
+    packed = tiny.batch(documents, tokens=tokens)
+    logits = made.logits(packed)[: sum(lengths)]
     error = tiny.relative_error(logits, expected_logits)
     ensure(error <= TOLERANCE, f"logits: relative error {error:.1e} is above {TOLERANCE}")
     _ensure_gradients(tiny.gradients(made, [packed]), expected, exact)
@@ -148,7 +261,7 @@ def _by_transformers(
         expected_logits.append(logits.detach())
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none"))
     torch.cat(losses).mean().backward()
-    names = tiny.in_files(_state(model), built).keys()
+    names = state_for(built, model).keys()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return {n: g for n, g in tiny.in_files(gradients, built).items() if n in names}, torch.cat(expected_logits)
 
@@ -176,7 +289,7 @@ def balances_as_transformers(family: bundles.ModelFamily) -> None:
     if not any(spec.role == "router_probability" for _, block in built.blocks(0) for spec in block.side_specs()):
         raise NotApplicable("its blocks do not report the router's sums (`surogate_core.dsl.sides`)")
     model, coefficient = reference(family), 0.5
-    config, state = model.config.to_dict(), tiny.in_files(_state(model), built)
+    config, state = model.config.to_dict(), state_for(built, model)
     (document,) = tiny.documents((29,), vocabulary=min(config["vocab_size"], 1000))
     ids = torch.tensor([document])
     found = model(input_ids=ids, output_router_logits=True)
@@ -198,21 +311,30 @@ def balances_as_transformers(family: bundles.ModelFamily) -> None:
 
 def generates_as_transformers(family: bundles.ModelFamily) -> None:
     """Greedy completions equal transformers' token for token, log-probabilities to 1e-5 in fp32, in any company."""
+    for name, preset in tiny_presets(family).items():
+        try:
+            _ensure_same_text(family, preset)
+        except AssertionError as error:
+            raise AssertionError(f"preset `{name}`: {error}") from error
+
+
+def _ensure_same_text(family: bundles.ModelFamily, preset: Mapping[str, Any]) -> None:
     from surogate_core.plugin import inference
     from surogate_core.service.inference import Weights
 
-    model = reference(family)
+    model = reference(family, preset)
     config = model.config.to_dict()
     built = family.build(config)
     assembly = tiny.assembly(config, build=family.build, lora=tiny.lora(targets=()))
-    weights = Weights.load(assembly, tiny.tensor_source(tiny.in_files(_state(model), built)))
-    prompts = tiny.documents((5, 33, 16), vocabulary=min(config["vocab_size"], 1000))
-    new = 12
+    weights = Weights.load(assembly, tiny.tensor_source(state_for(built, model)))
+    longest, new = max(33, document_length(built, model.config)), 12
+    context = max(64, -(-(longest + new) // 16) * 16)
+    prompts = tiny.documents((5, longest, 16), vocabulary=min(config["vocab_size"], 1000))
     requests = [
         bundles.Request(prompt=tuple(ids), max_new_tokens=new, number=number, sampling=bundles.Sampling(temperature=0))
         for number, ids in enumerate(prompts)
     ]
-    found = inference.NativeEngine(weights, bundles.RolloutSettings(slots=2, context=64)).generate(requests)
+    found = inference.NativeEngine(weights, bundles.RolloutSettings(slots=2, context=context)).generate(requests)
     for ids, completion in zip(prompts, found, strict=True):
         given = torch.tensor([ids])
         theirs = model.generate(
@@ -232,7 +354,7 @@ def generates_as_transformers(family: bundles.ModelFamily) -> None:
         ]
         error = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(completion.logprobs, logprobs, strict=True))
         ensure(error <= TOLERANCE, f"log-probabilities: error {error:.1e} is above {TOLERANCE}")
-    alone = inference.NativeEngine(weights, bundles.RolloutSettings(slots=1, context=64))
+    alone = inference.NativeEngine(weights, bundles.RolloutSettings(slots=1, context=context))
     for request, completion in zip(requests, found, strict=True):
         ensure(alone.generate([request]) == [completion], "a completion alone has other bits than in a batch")
 

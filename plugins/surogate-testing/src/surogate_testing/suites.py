@@ -111,10 +111,10 @@ def _suite(
 
         defines = (defines_its_ops,)
     if kind == "model":
-        from surogate_testing import experts, model_adapters, model_blocks, model_runs, models
+        from surogate_testing import config_keys, experts, model_adapters, model_blocks, model_runs, models
 
         trains = models.trains_with({} if registry is None else registry.all("recipe"))
-        own = (*models.CHECKS, *model_adapters.CHECKS, *model_blocks.CHECKS, *model_runs.CHECKS)
+        own = (*models.CHECKS, *config_keys.CHECKS, *model_adapters.CHECKS, *model_blocks.CHECKS, *model_runs.CHECKS)
         runs = model_runs.runs_with(registry)
         return (*defines, *own, runs, trains, *experts.checks_of(bundle))
     if kind == "kernels":
