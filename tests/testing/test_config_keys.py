@@ -172,6 +172,12 @@ def test_other_tensors_are_named_with_what_declares_them() -> None:
     assert "has the tensor model.layers.0.post_attention_layernorm.weight, which nothing declares" in text
 
 
+def test_a_preset_that_build_refuses_says_how_a_family_reads_a_key() -> None:
+    text = found(family(config={"residual_multiplier": 0.5}), reads_its_presets)
+    assert "`residual_multiplier` is 0.5" in text
+    assert "name the key in `reads`" in text
+
+
 def test_a_preset_that_transformers_cannot_read_is_found() -> None:
     text = found(family(config={"head_dim": 8, "initializer_range": "wide"}), reads_its_presets)
     assert "preset tiny: transformers' configuration cannot be made of it" in text

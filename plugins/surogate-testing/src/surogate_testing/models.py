@@ -155,7 +155,12 @@ def reads_its_presets(family: bundles.ModelFamily) -> None:
     """Every preset builds; its tensors have names of their own and sizes; without sizes it names the missing key."""
     ensure(bool(family.hf_model_types), "`hf_model_types` is empty")
     for name, preset in family.presets.items():
-        model = family.build(dict(preset))
+        try:
+            model = family.build(dict(preset))
+        except UserError as error:
+            raise AssertionError(
+                f"preset {name}: `build` refuses it: {error} If the family computes it, name the key in `reads`"
+            ) from error
         found = list(distinct(pieces(model, lora=None, max_seqlen=8)))
         ensure(len({s.hf_name for s in found}) == len(found), f"preset {name}: two tensors have one name")
         ensure(all(min(s.shape) > 0 for s in found), f"preset {name}: a tensor is empty")
