@@ -78,8 +78,13 @@ def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTo
         with _quiet_about_models():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(local), trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise OSError, ValueError, KeyError and bare Exception
+        if (fault := _config_fault(local)) == f"{type(error).__name__}: {_first_line(error)}":
+            raise UserError(
+                f"tokenizer {path}: transformers reads config.json beside it, and cannot: {fault}. "
+                f"Fix: correct {local / 'config.json'}, or set `tokenizer` to a directory without it."
+            ) from error
         raise UserError(
-            f"tokenizer {path}: cannot be loaded: {_first_line(error)} Fix: check that its files are complete."
+            f"tokenizer {path}: cannot be loaded: {_first_line(error)}. Fix: check that its files are complete."
         ) from error
     if not tokenizer.is_fast and tokenizer_file.samples(local):
         raise UserError(
@@ -172,9 +177,23 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
+def _config_fault(local: Path) -> str | None:
+    """Why transformers cannot read the ``config.json`` of a directory; None if it can, or there is none."""
+    from transformers import AutoConfig
+
+    if not (local / "config.json").is_file():
+        return None
+    try:
+        AutoConfig.from_pretrained(str(local), trust_remote_code=False)
+    except Exception as error:  # whatever a class of configurations raises for its values
+        return f"{type(error).__name__}: {_first_line(error)}"
+    return None
+
+
 def _first_line(error: BaseException) -> str:
+    """Without the full stop at its end."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0].removesuffix(".") if lines else type(error).__name__
 
 
 def _round_up(n: int, multiple: int) -> int:

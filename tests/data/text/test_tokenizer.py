@@ -20,6 +20,17 @@ def test_a_saved_tokenizer_loads_and_is_the_same(tokenizer: Any, tmp_path: Path)
     assert tokenizer_digest(load_tokenizer(str(tmp_path))) == tokenizer_digest(loaded)
 
 
+def test_a_config_that_transformers_cannot_read_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    """The tokenizer's own files are whole."""
+    tokenizer.save_pretrained(tmp_path)
+    text = '{"model_type": "exaone4", "num_hidden_layers": 2, "sliding_window_pattern": 0}'
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(
+        UserError, match=r"reads config\.json beside it, and cannot: ZeroDivisionError: .*\. Fix: correct"
+    ):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_model_that_transformers_does_not_know_is_no_warning(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
