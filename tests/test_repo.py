@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import runpy
 import subprocess
@@ -41,9 +42,11 @@ KINDS_WITH_EQUAL_FILES = ("model", "optimizer")
 
 @pytest.fixture(autouse=True, scope="module")
 def no_trees_left() -> Iterator[None]:
-    """The parsed files are hundreds of MiB, which every later pass of the garbage collector would walk through."""
+    """The parsed files are hundreds of MiB, which every pass of the garbage collector would walk through."""
+    gc.disable()
     yield
     parsed.cache_clear()
+    gc.enable()
 
 
 def relative(path: Path) -> str:
