@@ -63,7 +63,8 @@ class Head:
     @classmethod
     def is_of(cls, config: Mapping[str, Any]) -> bool:
         """Whether a ``config.json`` describes a model with such a head."""
-        return any(str(name).endswith(cls.suffix) for name in config.get("architectures") or ())
+        classes = config.get("architectures")
+        return isinstance(classes, list) and any(str(name).endswith(cls.suffix) for name in classes)
 
     @classmethod
     def hf_class(cls, architecture: str) -> str:

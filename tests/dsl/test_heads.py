@@ -76,6 +76,11 @@ def test_the_class_in_the_configuration_tells_the_head() -> None:
     assert [s.trainable for s in scored.head_specs(train_base=False)] == [False, True]
 
 
+@pytest.mark.parametrize("classes", [5, None, "AnyForSequenceClassification", {}])
+def test_what_is_no_list_of_classes_names_no_head(classes: Any) -> None:
+    assert not ScoreHead.is_of({**SCORES, "architectures": classes})
+
+
 def test_a_model_with_another_head_has_the_keys_of_its_class() -> None:
     model = Labelled(tiny.SMALL_CONFIG)
     scores, labels = model.with_head("scores"), model.with_head("labels")

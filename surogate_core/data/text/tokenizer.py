@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.data.text import tokenizer_file
-from surogate_core.errors import UserError
+from surogate_core.errors import UserError, printable
 from surogate_core.files.hub import absent, fetch, one_revision
 from surogate_core.files.paths import is_hub_id, resolve_package_path
 from surogate_core.files.tokenizers import check_files, named_panics
@@ -191,9 +191,9 @@ def _config_fault(local: Path) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the full stop at its end."""
+    """Without the full stop at its end; with escapes for what a terminal would interpret, as it may quote the file."""
     lines = str(error).strip().splitlines()
-    return lines[0].removesuffix(".") if lines else type(error).__name__
+    return printable(lines[0].removesuffix(".")) if lines else type(error).__name__
 
 
 def _round_up(n: int, multiple: int) -> int:
