@@ -85,7 +85,7 @@ def _value(thing: Any, above: tuple[int, ...] = ()) -> Any:
         cells = [cell.cell_contents for cell in thing.__closure__ or ()]
         closed = _value((cells, thing.__defaults__, thing.__kwdefaults__), within)
         return thing.__code__, _Same(thing.__globals__), closed
-    if isinstance(thing, type | types.BuiltinFunctionType | types.ModuleType):
+    if isinstance(thing, type | types.BuiltinFunctionType | types.ModuleType) or type(thing) is object:
         return _Same(thing)
     return _object(thing, within)
 
