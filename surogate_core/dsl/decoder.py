@@ -44,7 +44,7 @@ F = Dim("intermediate_size")
 V = Dim("vocab_size")
 LAYERS = Dim("num_hidden_layers")
 EPS = Setting("rms_norm_eps")
-"""Of all norms of a model. Families differ in what an absent key means, and say it in `Decoder.defaults`."""
+"""The eps of all norms of a model. Families differ in what an absent key means, and say it in `Decoder.defaults`."""
 TIED = Setting("tie_word_embeddings", default=False)
 PREFIX = "model.layers.{i}."
 
@@ -135,6 +135,8 @@ def layer_window(config: Mapping[str, Any]) -> int:
 
 _ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta"})
 """Keys that are the same null and absent, because each may be in another one."""
+_NULL_MEANS = frozenset({"sliding_window", "partial_rotary_factor"})
+"""Keys whose null the readers of windows and RoPE understand or refuse."""
 
 
 class AttentionBlock(Block):
@@ -175,61 +177,53 @@ class AttentionBlock(Block):
 
     def attention(self, h_ND: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
         """[N, D] → [N, D]: the attention of rows after their norm."""
-        k_NKE: Tensor | None = None
-        v_NKE: Tensor | None = None
-        if type(self).attend.borrows:
-            q_NHE = self.queries(h_ND)
-        else:
-            q_NHE, k_NKE, v_NKE = self.projections(h_ND)
+        attend = type(self).attend
+        q_NHE, *own = (self.queries(h_ND),) if attend.borrows else self.projections(h_ND)
         gate_NHE = None
-        if q_NHE.shape[1] != size_of(type(self).attend.heads, self.config):
+        if q_NHE.shape[1] != size_of(attend.heads, self.config):
             q_NHE, gate_NHE = q_NHE.unflatten(1, (-1, 2)).unbind(2)
-        if k_NKE is None or v_NKE is None:
-            q_NHE = self.positioned_queries(q_NHE, tables)
+        if own:
+            q_NHE, *own = self.positioned(q_NHE, own[0], own[1], tables)
         else:
-            q_NHE, k_NKE, v_NKE = self.positioned(q_NHE, k_NKE, v_NKE, tables)
-        y_NHE = self.attend(q_NHE, k_NKE, v_NKE, sinks=self.sinks)
+            q_NHE = self._placed(q_NHE, self.q_norm, tables)
+        y_NHE = self.attend(q_NHE, *own, sinks=self.sinks)
         return self.o((y_NHE if gate_NHE is None else y_NHE * torch.sigmoid(gate_NHE)).flatten(1))
 
     def queries(self, h_ND: Tensor) -> Tensor:
         """[N, H, E], or [N, 2·H, E] as `projections`: the queries of a layer that borrows keys and values."""
-        q = self.q(h_ND)
-        return self._heads(self.normed(q, self.q_norm) if self.q_norm is not None and self._norms_whole else q)
-
-    def positioned_queries(self, q_NHE: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
-        """[N, H, E]: these queries after the norms of their heads and RoPE."""
-        if self.q_norm is not None and not self._norms_whole:
-            q_NHE = self.normed(q_NHE, self.q_norm)
-        return rotated(q_NHE, *self.angles(tables), interleaved=self.interleaved) if self.rope else q_NHE
+        return self._of_heads(self.q(h_ND), self.q_norm)
 
     def projections(self, h_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, E], keys [N, K, E] and values [N, K, E] of rows after their norm; with an output gate
         [N, 2·H, E], each query followed by its gate.
         """
         if self.qkv is None:
-            parts = [slot(h_ND) for slot in (self.q, self.k, self.v)]
+            q, k, v = (slot(h_ND) for slot in (self.q, self.k, self.v))
         else:
             attend = type(self).attend
             heads = [size_of(count, self.config) for count in (attend.heads, attend.kv_heads, attend.kv_heads)]
-            parts = list(self.qkv(h_ND).split([count * self.head_dim for count in heads], dim=1))
-        if self.q_norm is not None and self.k_norm is not None and self._norms_whole:
-            parts[:2] = self.normed(parts[0], self.q_norm), self.normed(parts[1], self.k_norm)
-        q_NHE, k_NKE, v_NKE = map(self._heads, parts)
-        return q_NHE, k_NKE, v_NKE
+            q, k, v = self.qkv(h_ND).split([count * self.head_dim for count in heads], dim=1)
+        return self._of_heads(q, self.q_norm), self._of_heads(k, self.k_norm), self._heads(v)
 
     def positioned(
         self, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, tables: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after the norms of their heads and RoPE, and the values."""
-        cos_NP, sin_NP = self.angles(tables) if self.rope else (None, None)
-        if self.q_norm is not None and self.k_norm is not None and not self._norms_whole:
-            is_plain = not self.interleaved and not self.norm_offset
-            if is_plain and cos_NP is not None and sin_NP is not None and 2 * cos_NP.shape[1] == self.head_dim:
+        is_plain = self.rope and not self.interleaved and not self.norm_offset
+        if is_plain and self.q_norm is not None and self.k_norm is not None and not self._norms_whole:
+            cos_NP, sin_NP = self.angles(tables)
+            if 2 * cos_NP.shape[1] == self.head_dim:
                 return ops.norm_rope(q_NHE, k_NKE, v_NKE, self.q_norm, self.k_norm, self.eps, cos_NP, sin_NP)
-            q_NHE, k_NKE = self.normed(q_NHE, self.q_norm), self.normed(k_NKE, self.k_norm)
-        if cos_NP is not None and sin_NP is not None:
-            q_NHE, k_NKE = (rotated(x, cos_NP, sin_NP, interleaved=self.interleaved) for x in (q_NHE, k_NKE))
-        return q_NHE, k_NKE, v_NKE
+        return self._placed(q_NHE, self.q_norm, tables), self._placed(k_NKE, self.k_norm, tables), v_NKE
+
+    def _of_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """[N, heads, E] of a projection's rows, after their norm if that is over all heads together."""
+        return self._heads(self.normed(x, norm) if self._norms_whole else x)
+
+    def _placed(self, x_NHE: Tensor, norm: Tensor | None, tables: Mapping[str, Tensor]) -> Tensor:
+        """Queries or keys after the norm of their heads and RoPE, where the block has them."""
+        normed = x_NHE if self._norms_whole else self.normed(x_NHE, norm)
+        return rotated(normed, *self.angles(tables), interleaved=self.interleaved) if self.rope else normed
 
     def angles(self, tables: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin [N, P] of this layer, which may be those of its type."""
@@ -252,8 +246,7 @@ class AttentionBlock(Block):
     @property
     def _norms_whole(self) -> bool:
         """Whether the norms of queries and keys are over all heads together."""
-        assert self.q_norm is not None
-        return len(self.q_norm) != self.head_dim
+        return self.q_norm is not None and len(self.q_norm) != self.head_dim
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, self.head_dim))
@@ -311,7 +304,7 @@ class Decoder(Model):
         absent = _ROPE_KEYS & self.defaults.keys()
         given = {key: value for key, value in config.items() if value is not None or key not in absent}
         super().__init__({**self.defaults, **given})
-        for key in self.defaults.keys() - {"sliding_window", "partial_rotary_factor"}:
+        for key in sorted(self.defaults.keys() - _NULL_MEANS):
             read_key(self.config, key)
 
     @classmethod

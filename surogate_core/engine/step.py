@@ -309,7 +309,7 @@ class MicroStep:
         panels = (tensor for _, tensor in shared)
         rows = [] if self.rows is None or not self.programs.reads_rows(piece) else [self.rows.rows(key)]
         taken = piece.taken(flow.relayed).values()
-        return [*tensors, *panels, *rows, x, *taken, *flow.tables, *self.inputs.seeds_of(self.plan.numbers[key])]
+        return [*tensors, *panels, *rows, x, *taken, *flow.tables, *self.inputs.seeds_of(piece.number)]
 
     def _forward(self, key: str, flow: _Flow, *, training: bool) -> None:
         if key == EMBED:

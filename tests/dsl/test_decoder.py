@@ -139,7 +139,7 @@ def test_an_output_gate_multiplies_what_each_head_gives_by_its_sigmoid() -> None
 
 
 def test_defaults_are_of_absent_keys_and_in_the_models_config() -> None:
-    """Of block and head alike; a null is refused, but for the window's and RoPE's, which mean something."""
+    """They hold for block and head alike. Null is refused, except for the window and RoPE, where it has a meaning."""
     own = family_of(DenseBlock)
     with pytest.raises(UserError, match=r"key `rms_norm_eps` is missing\. Fix: "):
         own.build(TINY)

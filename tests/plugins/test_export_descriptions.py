@@ -114,7 +114,7 @@ CASES = {
     ),
 }  # fmt: skip
 NEVER = ("attn_rot_embd", "inp_gate", "proj", "post_norm", "nextn")
-"""Of inputs of each layer, of layers that predict further tokens, and what no file has any more."""
+"""Names that no file has: for inputs of each layer, for layers that predict further tokens, and from older files."""
 
 
 def family_of(name: str) -> ModelFamily:
@@ -227,7 +227,7 @@ def expected_of(case: Case, place: str, tensors: Mapping[str, torch.Tensor], con
     if case.permuted and module in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
         size = len(found) // heads
-        # Of a head the file has the features 0, E/2, 1, E/2 + 1, …
+        # The file orders the features of a head as 0, E/2, 1, E/2 + 1, …
         order = [h * size + i + half for h in range(heads) for i in range(size // 2) for half in (0, size // 2)]
         found = found[order]
     return found

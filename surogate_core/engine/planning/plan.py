@@ -40,8 +40,8 @@ class EnginePlan:
     weights: WeightPlan
     rows: Mapping[str, slice]
     """Key of a layer → its rows in the recipe's state, one row per slot."""
-    numbers: Mapping[str, int]
-    """Key of a layer → its number."""
+    by_key: Mapping[str, Piece]
+    """Key of a layer → the layer."""
     takers: Mapping[tuple[int, str], tuple[str, ...]]
     """(number of a layer, name) of what it gives to later layers → their keys, in order."""
 
@@ -73,7 +73,7 @@ class EnginePlan:
             plain=plain,
             weights=WeightPlan.of(assembly, found, plain=plain, tables=signatures),
             rows=rows,
-            numbers={piece.key: number for number, piece in enumerate(found[1:-1])},
+            by_key={piece.key: piece for piece in found[1:-1]},
             takers=_takers(found[1:-1]),
         )
 
@@ -107,7 +107,7 @@ class EnginePlan:
 
     def layer(self, key: str) -> Piece:
         """The layer of a key."""
-        return self.pieces[1 + self.numbers[key]]
+        return self.by_key[key]
 
     @property
     def head(self) -> Piece:

@@ -101,10 +101,7 @@ def test_one_layer_is_unpacked_at_a_time(packs: list[KernelPack]) -> None:
     count = {"plain": len(weights), "panels": 4}["panels" if made.parameters.panels else "plain"]
     assert len(rooms) == len(made.parameters.shared) == count
     kept = [
-        t
-        for key in made.plan.numbers
-        for t in made.stores.weights.fetch(key)
-        if t.dim() == 1 and t.dtype == torch.uint8
+        t for key in made.plan.by_key for t in made.stores.weights.fetch(key) if t.dim() == 1 and t.dtype == torch.uint8
     ]
     assert len(kept) == 3 * len(weights)
     layers = [[t.data_ptr() for t in made.parameters.inputs(piece)] for piece in made.plan.layers]

@@ -228,7 +228,7 @@ class Gemma4(decoder.Decoder):
         return 1 if self.config["hidden_size_per_layer_input"] else 0
 
     def source(self, number: int, name: str) -> tuple[int, str]:
-        """Of which layer a layer takes something. The inputs of all are made before the first."""
+        """The layer that gives `name` to a layer. One block before the first makes the inputs of all."""
         layer = number - self.before
         return (0, f"inputs.{layer}") if name == "own" else (self.before + self.lenders[self.layer_types[layer]], name)
 

@@ -41,6 +41,12 @@ _EXPERTS: Mapping[str, Any] = {
     "norm_topk_prob": True,
     "topk_group": 1,
 }
+_NANO_2: Mapping[str, Any] = {
+    "mamba_head_dim": 80,
+    "mamba_num_heads": 128,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 40,
+}
 
 
 def _preset(pattern: str, **keys: Any) -> Mapping[str, Any]:
@@ -76,19 +82,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
         hidden_size=4480,
         intermediate_size=15_680,
-        mamba_head_dim=80,
-        mamba_num_heads=128,
-        max_position_embeddings=131_072,
-        num_attention_heads=40,
+        **_NANO_2,
     ),
     "nano-12b-v2": _preset(
         "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
         hidden_size=5120,
         intermediate_size=20_480,
-        mamba_head_dim=80,
-        mamba_num_heads=128,
-        max_position_embeddings=131_072,
-        num_attention_heads=40,
+        **_NANO_2,
     ),
     "3-nano-4b": _preset(
         "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",

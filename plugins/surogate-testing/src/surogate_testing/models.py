@@ -220,13 +220,17 @@ def describes_itself_to_formats(family: bundles.ModelFamily) -> None:
             ensure(keys and bool(found), f"exports[{name!r}] of preset {preset}: {found!r} is not a mapping with names")
 
 
-def equals_transformers(family: bundles.ModelFamily) -> None:
-    """Logits and every gradient agree with transformers' class to 1e-5 in fp32, on packed documents."""
+def _each_tiny(family: bundles.ModelFamily, check: Callable[[bundles.ModelFamily, Mapping[str, Any]], None]) -> None:
     for name, preset in tiny_presets(family).items():
         try:
-            _ensure_equal(family, preset)
+            check(family, preset)
         except AssertionError as error:
             raise AssertionError(f"preset `{name}`: {error}") from error
+
+
+def equals_transformers(family: bundles.ModelFamily) -> None:
+    """Logits and every gradient agree with transformers' class to 1e-5 in fp32, on packed documents."""
+    _each_tiny(family, _ensure_equal)
 
 
 def _ensure_equal(family: bundles.ModelFamily, preset: Mapping[str, Any]) -> None:
@@ -316,11 +320,7 @@ def balances_as_transformers(family: bundles.ModelFamily) -> None:
 
 def generates_as_transformers(family: bundles.ModelFamily) -> None:
     """Greedy completions equal transformers' token for token, log-probabilities to 1e-5 in fp32, in any company."""
-    for name, preset in tiny_presets(family).items():
-        try:
-            _ensure_same_text(family, preset)
-        except AssertionError as error:
-            raise AssertionError(f"preset `{name}`: {error}") from error
+    _each_tiny(family, _ensure_same_text)
 
 
 def _ensure_same_text(family: bundles.ModelFamily, preset: Mapping[str, Any]) -> None:
