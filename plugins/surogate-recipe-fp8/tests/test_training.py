@@ -187,7 +187,7 @@ def test_layers_that_are_left_alone() -> None:
 
 def test_frozen_weights_are_kept_as_codes_and_exported_as_they_were() -> None:
     made, plain = engine("lora", plain_first=1), engine("lora", fp8=False)
-    dtypes = {key: {t.dtype for t in made.stores.weights.fetch(key)} for key in made.plan.numbers}
+    dtypes = {key: {t.dtype for t in made.stores.weights.fetch(key)} for key in made.plan.by_key}
     assert dtypes == {"layer 0": {torch.float32}, "layer 1": {torch.float32, torch.uint8}}
     expected = dict(plain.parameters.base_tensors())
     exported = dict(made.parameters.base_tensors())
