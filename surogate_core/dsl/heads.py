@@ -50,11 +50,13 @@ class Head:
     """Whether the weight is the embedding's; None: never."""
     offset: float = 0.0
     """Number that is added to the weight of the norm, as in `ops.rms_norm`."""
+    rounds_once: bool = False
+    """Whether the norm is rounded once, as in `ops.rms_norm`."""
 
     @classmethod
     def beside(cls, head: Head) -> Head:
         """A head of this class for a family whose language models have `head`: with the same norm."""
-        return cls(cls.weight_name, head.norm_hf_name, head.eps, offset=head.offset)
+        return cls(cls.weight_name, head.norm_hf_name, head.eps, offset=head.offset, rounds_once=head.rounds_once)
 
     def size(self, model: Model) -> int:
         """Outputs O."""
@@ -103,7 +105,8 @@ class Head:
 
     def outputs(self, model: Model, x_ND: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """[N, O] in the dtype of x. `tensors`: the tensors of `specs` by name. Traced with its backward."""
-        h_ND = ops.rms_norm(x_ND, tensors["norm"], float(self.eps.value(model.config)), offset=self.offset)
+        eps = float(self.eps.value(model.config))
+        h_ND = ops.rms_norm(x_ND, tensors["norm"], eps, offset=self.offset, rounds_once=self.rounds_once)
         return h_ND @ tensors["weight"].t()
 
     def own(self, model: Model) -> frozenset[str]:

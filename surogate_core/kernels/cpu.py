@@ -73,8 +73,8 @@ class _RMSNorm(Function):
         return dx_ND, dweight_D if train_weight else None, None
 
 
-def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`ops.rms_norm`."""
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
+    """`ops.rms_norm`, which rounds nothing in these dtypes."""
     with region("rmsnorm"):
         return _RMSNorm.apply(x_ND, weight_D, eps)
 
@@ -220,4 +220,10 @@ def _supports(device: torch.device, dtype: torch.dtype) -> bool:
 def kernels() -> tuple[Kernel, ...]:
     """The kernels of this module."""
     functions = (rms_norm, swiglu, rope, cross_entropy)
-    return tuple(Kernel(op=f.__name__, name="torch-cpu", function=f, supports=_supports) for f in functions)
+    knows = {"rms_norm": frozenset({"rounds_once"})}
+    return tuple(
+        Kernel(
+            op=f.__name__, name="torch-cpu", function=f, supports=_supports, knows=knows.get(f.__name__, frozenset())
+        )
+        for f in functions
+    )

@@ -31,12 +31,12 @@ def wide(x: Tensor) -> Tensor:
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float, offset: float, rounds_once: bool) -> Tensor:
         wide_ND = wide(x_ND)
         inverse_N1 = torch.rsqrt(wide_ND.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x_ND, weight_D, inverse_N1)
         ctx.offset = offset
-        if offset:
+        if offset or rounds_once:
             return (wide_ND * inverse_N1 * (offset + wide(weight_D))).to(x_ND.dtype)
         return weight_D * (wide_ND * inverse_N1).to(x_ND.dtype)
 
@@ -51,18 +51,19 @@ class _RMSNorm(Function):
         dweight = None
         if ctx.needs_input_grad[1]:
             dweight = (dy * xhat).flatten(0, -2).sum(0).to(weight_D.dtype)
-        return dx.to(x_ND.dtype), dweight, None, None
+        return dx.to(x_ND.dtype), dweight, None, None, None
 
 
 @op
-def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
     """Root-mean-square norm over the last dim (arXiv 1910.07467); statistics in fp32.
 
-    The normalised value is rounded to x's dtype before it is scaled, as transformers does. With an `offset` it is
-    scaled by offset + weight, in fp32, and rounded once, as transformers does for Gemma and Qwen3-Next.
+    The normalised value is rounded to x's dtype before it is scaled, as transformers does for Llama. With an `offset`
+    it is scaled by offset + weight, in fp32, and rounded once, as transformers does for Gemma and Qwen3-Next. With
+    `rounds_once` it is scaled by the weight in the same way, as transformers does for Nemotron-H.
     """
     with region("rmsnorm"):
-        return _RMSNorm.apply(x_ND, weight_D, eps, offset)
+        return _RMSNorm.apply(x_ND, weight_D, eps, offset, rounds_once)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm, NemotronHRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from surogate_core.kernels import cpu, ops
@@ -85,6 +85,21 @@ def test_rms_norm_with_an_offset(dtype: torch.dtype) -> None:
     x, theirs.weight.data = random(5, 64, dtype=dtype), random(64, seed=1, dtype=dtype)
     if dtype != torch.float64:  # theirs is in fp32
         assert torch.equal(ops.rms_norm(x, theirs.weight, EPS, offset=1.0), theirs(x))
+
+
+@implementations
+def test_rms_norm_that_is_rounded_once(kernel: str, dtype: torch.dtype) -> None:
+    """To the bits of transformers' Nemotron-H in bf16, where the norm of Llama has others."""
+    own = find("rms_norm", kernel)
+    x, weight = random(5, 64, dtype=dtype), random(64, seed=1, dtype=dtype)
+    compared = compare(partial(own, rounds_once=True), op_cases.rms_norm, [x, weight], EPS)
+    assert compared.values[0].dtype == dtype
+    assert compared.error() <= BOUNDS[dtype]
+    if kernel == "reference" and dtype != torch.float64:  # theirs is in fp32
+        theirs = NemotronHRMSNorm(64, EPS).to(dtype)
+        theirs.weight.data = weight
+        assert torch.equal(own(x, weight, EPS, rounds_once=True), theirs(x))
+        assert torch.equal(own(x, weight, EPS), theirs(x)) == (dtype == torch.float32)
 
 
 @implementations

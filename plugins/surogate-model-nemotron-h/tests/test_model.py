@@ -13,6 +13,7 @@ from surogate_model_nemotron_h.model import ATTENTION, MAMBA, MLP, MOE, build, k
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from surogate_core.plugin import UserError
+from surogate_testing import tiny
 from surogate_testing.family_suite import FamilyFacts, FamilyTests
 from surogate_testing.parity import TOLERANCE
 
@@ -151,6 +152,17 @@ class TestNemotronH(FamilyTests):
         own, theirs = pair.greedy(24)
         assert own == theirs
         assert pair.full_export_error(tmp_path / "model") <= TOLERANCE
+
+    def test_norms_are_rounded_as_by_transformers(self) -> None:
+        """Once, behind the weight: in bf16 the logits of layers with feed-forwards are those of transformers' to the
+        bit.
+        """
+        pair = self.facts.pair((29,), layers_block_type=[MLP, MLP])
+        (document,) = pair.documents
+        own = pair.engine(dtype=torch.bfloat16).logits(tiny.batch([document], tokens=pair.tokens))[: len(document)]
+        with torch.no_grad():
+            theirs = pair.reference.bfloat16()(input_ids=torch.tensor([document]), use_cache=False).logits[0]
+        assert torch.equal(own.float(), theirs.float())
 
     @pytest.mark.slow
     def test_time_steps_are_limited_as_the_file_says(self) -> None:

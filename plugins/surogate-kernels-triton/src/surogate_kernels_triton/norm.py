@@ -69,26 +69,28 @@ def _(
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float, rounds_once: bool) -> Tensor:
         wide = x_ND.float()
         inverse_N1 = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x_ND, weight_D, inverse_N1)
+        if rounds_once:
+            return (wide * inverse_N1 * weight_D.float()).to(x_ND.dtype)
         return weight_D * (wide * inverse_N1).to(x_ND.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx_ND, parts_PD = _backward(dy_ND, *ctx.saved_tensors, None)
-        return dx_ND, parts_PD.sum(0).to(ctx.saved_tensors[1].dtype), None
+        return dx_ND, parts_PD.sum(0).to(ctx.saved_tensors[1].dtype), None, None
 
 
-def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
     """`ops.rms_norm`."""
     with compute.region("rmsnorm"):
-        return _RMSNorm.apply(x_ND, weight_D, eps)
+        return _RMSNorm.apply(x_ND, weight_D, eps, rounds_once)
 
 
-def takes(x: Tensor, weight_D: Tensor, eps: float) -> bool:
+def takes(x: Tensor, weight_D: Tensor, eps: float, *, rounds_once: bool = False) -> bool:
     """Whether the weight is trained, of a norm over all features; without its gradient Inductor's code is as fast."""
     trained = torch.is_grad_enabled() and weight_D.requires_grad
     return trained and x.ndim == 2 and weight_D.dtype == x.dtype and x.shape[1] <= WIDEST
@@ -102,6 +104,7 @@ def kernel() -> bundles.Kernel:
         function=rms_norm,
         supports=lambda device, dtype: device.type == "cuda" and dtype in (torch.float16, torch.bfloat16),
         takes=takes,
+        knows=frozenset({"rounds_once"}),
         priority=10,
     )
 

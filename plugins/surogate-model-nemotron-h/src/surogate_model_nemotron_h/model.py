@@ -24,6 +24,8 @@ G, S = dsl.Dim("n_groups"), dsl.Dim("ssm_state_size")
 C = H * P + G * S + G * S
 WIDTH = 4
 """Positions of the convolution."""
+LARGEST_RATE = 80.0
+"""Larger logarithms of decay rates count as this one: e^80 leaves nothing of a state, and e^89 is infinite in fp32."""
 E, K = dsl.Dim("n_routed_experts"), dsl.Dim("num_experts_per_tok")
 I, SHARED = dsl.Dim("moe_intermediate_size"), dsl.Dim("moe_shared_expert_intermediate_size")  # noqa: E741
 BIAS, MLP_BIAS = dsl.Setting("use_bias", default=False), dsl.Setting("mlp_bias", default=False)
@@ -57,7 +59,7 @@ class MixerBlock(dsl.Block):
 
     def normed(self, x_ND: Tensor) -> Tensor:
         """[N, D]: the rows that the mixer reads."""
-        return ops.rms_norm(x_ND, self.norm, self.eps)
+        return ops.rms_norm(x_ND, self.norm, self.eps, rounds_once=True)
 
 
 def time_step_limit(config: Mapping[str, Any]) -> tuple[float, float]:
@@ -117,7 +119,7 @@ class PlainMambaBlock(MixerBlock):
             )
         )
         steps_NH = self.limited(softplus(ops.wide(steps_NH) + self.step_bias))
-        y_NHP = self.scan(x_NHP, b_NGS, c_NGS, -steps_NH * self.rate.exp(), steps_NH)
+        y_NHP = self.scan(x_NHP, b_NGS, c_NGS, -steps_NH * self.rate.clamp(max=LARGEST_RATE).exp(), steps_NH)
         y_NHP = (ops.wide(y_NHP) + self.skip[:, None] * ops.wide(x_NHP)).to(x.dtype)
         y_ND = ops.gated_rms_norm(
             y_NHP.flatten(1), gate_ND, self.gated_norm, self.eps, groups=self.groups, gate_first=True
@@ -210,7 +212,7 @@ class NemotronH(dsl.Model):
     architecture = "NemotronHForCausalLM"
     embed = dsl.Embedding("backbone.embeddings.weight", decoder.V, D)
     layers = dsl.Stack(MambaBlock, dsl.Dim("num_hidden_layers", default=lambda c: len(kinds_of(c))), PREFIX)
-    head = dsl.LMHead("lm_head.weight", "backbone.norm_f.weight", EPS)
+    head = dsl.LMHead("lm_head.weight", "backbone.norm_f.weight", EPS, rounds_once=True)
     heads = ()
     carried = ("mtp.",)
     defaults: ClassVar[Mapping[str, Any]] = {

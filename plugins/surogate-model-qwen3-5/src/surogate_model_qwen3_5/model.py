@@ -34,6 +34,8 @@ BIAS = dsl.Setting("attention_bias")
 SPARSE_STEP = dsl.Dim("decoder_sparse_step", default=1)
 DENSE_LAYERS = dsl.Setting("mlp_only_layers", default=(), null=())
 RENORMALISE = dsl.Setting("norm_topk_prob", default=True)
+LARGEST_RATE = 80.0
+"""Larger logarithms of decay rates count as this one: e^80 leaves nothing of a state, and e^89 is infinite in fp32."""
 NORM_EPS = 1e-6
 """Added to the sum of the squares of a query or key."""
 OWN = "Fix: use the model's own config.json."
@@ -85,7 +87,7 @@ class GatedDelta(Normed):
         q_NGE, k_NGE, v_NHF = (
             x.unflatten(1, (-1, size)) for x, size in ((q, self.keys), (k, self.keys), (v, self.values))
         )
-        decay_NH = -self.rate.exp() * softplus(a_NH.float() + self.step)
+        decay_NH = -self.rate.clamp(max=LARGEST_RATE).exp() * softplus(a_NH.float() + self.step)
         beta_NH = b_NH.float().sigmoid()
         # A query of length one, divided by √E.
         q_NGE, k_NGE = self.of_length(q_NGE, self.keys**-0.5), self.of_length(k_NGE, 1.0)

@@ -54,6 +54,7 @@ def _rms_norm() -> Iterator[Inputs]:
     yield made(48, 64, what="gaps between rows", apart=True)
     yield made(48, 512, what="512 features")
     yield made(48, 64, what="an offset", offset=1.0)
+    yield made(48, 64, what="rounded once", rounds_once=True)
 
 
 def _gated_rms_norm() -> Iterator[Inputs]:

@@ -26,7 +26,7 @@ BOUNDS = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 # ------------------------------------------------------------------------- definitions
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
     """x_ND over the root of its mean square and eps, times offset + weight_D."""
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (offset + weight)
 
