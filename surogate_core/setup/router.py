@@ -103,7 +103,10 @@ def router_notes(config: RunConfig, model: Model) -> list[str]:
             "each expert, one more forward pass. router_aux_loss_form=micro_batch does not."
         )
     for key, (role, default) in KEYS.items():
-        if getattr(config, key) is not None or not _reports(model, role) or not _in_model(model, key, default):
+        written = model.config.get(key) is not None
+        if getattr(config, key) is not None or not written or not _reports(model, role):
+            continue
+        if not _in_model(model, key, default):
             continue
         place = "the preset" if config.model.path is None else "config.json"
         own = f"{place} has {key} {_in_model(model, key, default):g}"

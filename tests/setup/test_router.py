@@ -55,6 +55,9 @@ def test_a_models_coefficient_counts_only_where_transformers_adds_it(losses: Los
     assert found == RouterLosses()
     assert "not part of the loss: the routers are frozen" in said
     assert losses("lora=true")[1] == "", "nothing to say of a router that nobody trains"
+    absent = ("model.config.router_aux_loss_coef=null",)
+    assert losses(*absent)[1] == "", "nothing to say of what is not written"
+    assert losses(ON, *absent)[0] == RouterLosses(aux=0.001), "the default of transformers"
 
 
 def test_a_coefficient_that_is_set_is_added_to_the_loss(losses: Losses) -> None:

@@ -140,7 +140,9 @@ def _plan(
     prediction = predicted(config)
     rates = fit.GpuRates.of(gpu)
     experts = _of_experts(config, resolved.model, prediction.kernels, device)
-    dense = gpu if not experts and cluster is None else None  # rates are measured with dense products
+    recurs = _recurs(resolved.model)
+    # Rates are measured with dense products and attention.
+    dense = gpu if not experts and not recurs and cluster is None else None
     plan = view.RunPlan(
         config=config,
         title=resolved.title,
@@ -155,6 +157,7 @@ def _plan(
         length=length_of(config, registry, resolved),
         here=_number_here(device),
         chosen=view.chosen(asked, config),
+        recurs=recurs,
         **_caches(config, registry, resolved),
         **experts,
     )
@@ -232,6 +235,14 @@ def _of_cluster(
         tokens=work.tokens * cluster.ranks,
         update_known=gpu is not None,
     )
+
+
+def _recurs(model: dsl.Model) -> bool:
+    """Whether a layer is a recurrence or a convolution, whose speed on a GPU is not measured."""
+    from surogate_core.service.model import States
+
+    specs = (spec for _, block in model.blocks(0) for spec in block.mixer_specs())
+    return any(isinstance(spec, States) for spec in specs)
 
 
 def _of_experts(

@@ -61,6 +61,8 @@ class RunPlan:
     here: int | None
     """GPUs of this machine; None for a CPU, or if a GPU is only assumed."""
     chosen: str
+    recurs: bool = False
+    """Whether a layer is a recurrence."""
     unused: int = 0
     """Parameters of the base that a token does not use: those of the experts that it does not go to."""
     routers: int = 0
@@ -209,6 +211,7 @@ def _speed(plan: RunPlan) -> str:
         return cluster_cost.speed(plan.cluster)
     if plan.speed is None:
         what = "a CPU" if plan.settings.device.type != "cuda" else "this GPU"
+        what = "a model with recurrent layers" if plan.recurs else what
         what = "a model with experts" if plan.unused else what
         return f"not estimated for {what}; train with max_steps=5 to see"
     step = step_time(plan.speed.seconds)
@@ -272,7 +275,7 @@ def _notes(plan: RunPlan) -> list[str]:
     notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]
     if disk := plan.room.short_of(plan.prediction).get("disk"):
         notes.append(f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.")
-    if plan.prediction.again and plan.gpu is not None and not plan.unused:
+    if plan.prediction.again and plan.gpu is not None and not plan.unused and not plan.recurs:
         seconds = plan.config.gradient_accumulation_steps * plan.prediction.again / plan.again_rate
         notes.append(f"{step_time(seconds)} of a step compute again what was not kept")
     return notes
