@@ -3,7 +3,8 @@
 Prints one line a kill and a verdict: PASS when the final weights, the optimizer's state, the checkpoint's state,
 the export and every loss are bit-identical to those of a run that was never killed. Exit 0 then, else 1.
 
-    python scripts/kill_test.py [--mode full|lora|disk|experts] [--kills 20] [--steps 160] [--seed 0] [--dir DIRECTORY]
+    python scripts/kill_test.py [--mode full|lora|disk|experts|nemotron-h|qwen3-5] [--kills 20] [--steps 160]
+                                [--seed 0] [--dir DIRECTORY]
 
 A third of the kills come anywhere in a process's life (set-up included), a third at a random step, a third
 while a checkpoint or an export is being written; for the last the child writes slowly, in small pieces.
@@ -56,6 +57,8 @@ MODES = {
         "lora_dropout=0.1",
         "train_router=true",
     ),
+    "nemotron-h": ("model=nemotron-h", "model.config.num_hidden_layers=5", "model.config.n_routed_experts=4"),
+    "qwen3-5": ("model=qwen3-5", "model.config.full_attention_interval=2", "lora=true", "lora_rank=4"),
 }
 KINDS = ("life", "step", "save")
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
+from asking import ask
 from surogate_command_generate.python import generate
 from surogate_command_serve.serving import serve
 
 from surogate_testing.pretrained import random_adapter
 
 GREEDY = {"prompt": "The chain", "max_tokens": 8, "temperature": 0}
-
-
-def ask(server: Any, token: str = "", **body: Any) -> Any:
-    headers = {"Authorization": f"Bearer {token or server.token}"}
-    request = urllib.request.Request(f"{server.url}/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())
 
 
 def test_adapters_are_models_of_their_own(hf_dir: Path, tmp_path: Path) -> None:

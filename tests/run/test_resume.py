@@ -305,7 +305,9 @@ def _alter(state: Path, manifest: Path, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("mode", "kills"), [("full", 20), ("lora", 5), ("disk", 5), ("experts", 5)])
+@pytest.mark.parametrize(
+    ("mode", "kills"), [("full", 20), ("lora", 5), ("disk", 5), ("experts", 5), ("nemotron-h", 4), ("qwen3-5", 4)]
+)
 def test_kills_change_no_bit(mode: str, kills: int, tmp_path: Path) -> None:
     kill_test(tmp_path, mode=mode, kills=kills)
 
