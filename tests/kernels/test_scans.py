@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,17 +33,26 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).abs().max() / exact.abs().max())
 
 
+def _defined(definition: Any, borders: Tensor, rows: list[Tensor], initial: Tensor) -> Any:
+    return definition(*rows, borders, initial)
+
+
+def _in_chunks(name: str, borders: Tensor, chunk: int, rows: list[Tensor], initial: Tensor) -> list[Tensor]:
+    return run(name, rows, borders, initial, chunk=chunk)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 @both
 def test_values_and_gradients_are_those_of_the_definition(name: str, chunk: int) -> None:
-    borders, rows, initial = borders_of(LENGTHS), make(name, sum(LENGTHS)), states(len(LENGTHS))
     definition = getattr(op_cases, name)
-    expected = with_gradients(lambda r, i: definition(*r, borders, i), rows, initial)
-    for layout in (torch.clone, strided):
-        given = [layout(t) for t in rows]
-        found = with_gradients(lambda r, i: run(name, r, borders, i, chunk=chunk), given, initial)
-        for a, b in zip(found, expected, strict=True):
-            assert error(a, b) < 1e-13
+    for lengths in (LENGTHS, (1, 2, chunk - 1, chunk, chunk + 1)):
+        borders, rows, initial = borders_of(lengths), make(name, sum(lengths)), states(len(lengths))
+        expected = with_gradients(partial(_defined, definition, borders), rows, initial)
+        for layout in (torch.clone, strided):
+            given = [layout(t) for t in rows]
+            found = with_gradients(partial(_in_chunks, name, borders, chunk), given, initial)
+            for a, b in zip(found, expected, strict=True):
+                assert error(a, b) < 1e-12
 
 
 @both

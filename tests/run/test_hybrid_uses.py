@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import hybrids
 import pytest
+import torch
 from asking import ask
 from rank_world import of_step
 from run_fixtures import QUICK
+from safetensors.torch import load_file, save_file
 from surogate_command_generate.python import generate
 from surogate_command_serve.serving import serve
 
@@ -102,3 +105,25 @@ def test_a_plan_counts_what_is_held_and_estimates_no_speed(preset: str, capsys: 
     if "a3b" in preset:
         assert main(["plan", f"model={preset}", "lora=false", "--gpu", "h200"]) == 0
         assert "router_aux_loss_coef" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nemotron-h", "qwen3-5"])
+def test_layers_for_further_tokens_are_in_exports_and_merged_models_and_said(
+    name: str, models: Callable[[str], Path], data_cache: Path, tmp_path: Path, run_here: RunHere, records: Records
+) -> None:
+    base = Path(shutil.copytree(models(name), tmp_path / "base"))
+    further = {"mtp.fc.weight": torch.randn(32, 64), "mtp.norm.weight": torch.ones(32)}
+    file = base / "model.safetensors"
+    save_file({**load_file(file), **further}, file, metadata={"format": "pt"})
+    keys = [*QUICK, f"model={base}", "tokenizer=null", "max_steps=1", f"data_cache_dir={data_cache}"]
+    run_here(tmp_path / "full", *keys, "lora=false")
+    run_here(tmp_path / "lora", *keys, *LORA)
+    merged = tmp_path / "merged"
+    assert main(["merge", "--base-model", str(base), str(tmp_path / "lora"), "--output", str(merged)]) == 0
+    for directory in (tmp_path / "full" / "model", merged):
+        tensors = load_file(directory / "model.safetensors")
+        assert tensors.keys() == load_file(file).keys()
+        assert all(torch.equal(tensors[own], tensor) for own, tensor in further.items())
+    notes = " ".join(records(tmp_path / "full", "run_start")[0]["notes"])
+    assert "hold 2 tensors that no run trains (mtp.fc.weight …). An exported model has what the files have." in notes

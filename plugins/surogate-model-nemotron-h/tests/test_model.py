@@ -17,7 +17,8 @@ from surogate_testing import tiny
 from surogate_testing.family_suite import FamilyFacts, FamilyTests
 from surogate_testing.parity import TOLERANCE
 
-CHUNK = 8
+CHUNK = 64
+"""Positions of a chunk of the scan, here and in transformers."""
 DENSE = [MAMBA, MLP, ATTENTION, MAMBA]
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"layers_block_type": DENSE},
