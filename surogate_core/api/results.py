@@ -176,17 +176,20 @@ class Run:
 
         return list(python_function("eval")(self.path, **options))
 
-    def merge(self, output: str | os.PathLike[str] | None = None, *, base_model: str | None = None) -> Path:
+    def merge(
+        self, output: str | os.PathLike[str] | None = None, *, base_model: str | None = None, parts: str = "text"
+    ) -> Path:
         """Fold the adapter into its base model; returns the new model's directory.
 
         `output`: by default ``merged`` in the run's directory. `base_model`: where the base is now, if it has moved.
+        `parts`: of a base of several parts, "text" writes the language model alone and "all" the others too.
         """
         from surogate_core.app.commands import python_function
 
         target = Path(output) if output is not None else self.path / "merged"
         if self.paths.model is not None:
             raise UserError(f"{self.path}: the run has no adapter to merge. Fix: use its model: {self.paths.model}")
-        return Path(python_function("merge")(self.path, target, base_model=base_model))
+        return Path(python_function("merge")(self.path, target, base_model=base_model, parts=parts))
 
     def export(self, to: str | os.PathLike[str], **options: Any) -> Path:
         """Write the result as another program's file; the options are those of `surogate.export`."""

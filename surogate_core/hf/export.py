@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,14 +69,15 @@ def export_full(
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: float = 5e9,
     fused: Mapping[str, Fused] | None = None,
+    beside: Sequence[Path] = (),
 ) -> Path:
     """Write a Hugging Face model directory; a former export there is replaced when the new one is whole.
 
     `tensors`: (Hugging Face name, tensor on any device), each written and freed before the next is read. `config`: the
     mapping of ``config.json``; `model_type` and `architectures` must be in it, `torch_dtype` is set to the tensors'
     most common dtype. `generation_config` defaults to the token ids of `config`. `fused`: `Model.fused_tensors`, of a
-    model with experts. Raises `MachineError` (disk full) or `UserError` (not writable, or the directory holds something
-    that is not an export).
+    model with experts. `beside`: files that are copied along. Raises `MachineError` (disk full) or `UserError` (not
+    writable, or the directory holds something that is not an export).
     """
     assert config.get("model_type")
     assert config.get("architectures")
@@ -90,6 +91,8 @@ def export_full(
             generation_config = {key: value for key, value in ids.items() if value is not None}
         _write_json(new / "generation_config.json", generation_config)
         _save_tokenizer(tokenizer, new)
+        for file in beside:
+            shutil.copyfile(file, new / file.name)
         write_card(new, card, library="transformers", notes=[USE] if tokenizer is not None else [])
     return directory
 

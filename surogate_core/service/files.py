@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from surogate_core.hf.lora_files import LoraAdapter as LoraAdapter
     from surogate_core.hf.lora_files import fold as fold
     from surogate_core.hf.text_part import PLACE as PLACE
+    from surogate_core.hf.text_part import Whole as Whole
     from surogate_core.hf.text_part import text_config as text_config
     from surogate_core.hf.text_part import text_part as text_part
     from surogate_core.hf.tokenizer_files import TokenizerFiles as TokenizerFiles

@@ -13,6 +13,7 @@ from surogate_core.service.files import (
     TIED,
     LoraAdapter,
     TokenizerFiles,
+    Whole,
     check_place,
     config_overrides,
     contents_of,
@@ -22,6 +23,7 @@ from surogate_core.service.files import (
     generation_config_in,
     generation_of,
     lora_files,
+    rejoined,
     split_revision,
     text_part,
 )
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
     from surogate_core.service.model import Fused
 
 
+PARTS = ("text", "all")
+"""What is written of a base of several parts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
     """The result of `merge`."""
@@ -61,12 +67,14 @@ def merge(
     trained: Path,
     output: Path,
     *,
+    parts: str = "text",
     families: Callable[[], Mapping[str, bundles.ModelFamily]] = dict,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
     """Write `base` with the adapter of `trained` folded in as a Hugging Face directory.
 
-    `base`: None is the model that the adapter was trained on.
+    `base`: None is the model that the adapter was trained on. `parts`: of a base of several parts, "text" writes the
+    language model alone and "all" the other parts too, as they are.
 
     Tensors are read, folded and written one by one, in the base's dtypes; a former export at `output` stays until the
     new one is complete. A hub id without a revision is read at the commit that the adapter was trained on, if known.
@@ -74,6 +82,8 @@ def merge(
     base is tied and its embedding has an unusual name. `progress` receives the bytes done and in total. Raises
     `UserError` or `MachineError`, if possible before anything is written.
     """
+    if parts not in PARTS:
+        raise UserError(f"--parts: {parts} is not known. Fix: {' or '.join(PARTS)}")
     check_place(output)
     stack, used = open_trained(trained)
     top = stack[-1]
@@ -82,38 +92,54 @@ def merge(
     repo, revision = named_base(base)
     if revision is None and top.base_model == repo and not Path(base).expanduser().is_dir():
         revision = top.base_commit
-    found, of_text = text_part(ModelDir.open(locate(repo, revision=revision, key="--base-model")), families, base)
+    files = ModelDir.open(locate(repo, revision=revision, key="--base-model"))
+    found, of_text = text_part(files, families, base)
     model, of_head = read_head_of(found, families, base)
     if fused := _fused_experts(model, stack, families):
         model = model.with_experts(fused)
         stack = [adapter.with_experts(fused, key="RUN") for adapter in stack]
-    total = _check(model, stack, used, output)
+    whole = Whole.of(files, model) if parts == "all" and of_text is not None else None
+    total = _check(model, stack, used, output, whole)
     config, changed = _trained_config(model, top, used)
-    facts, tokenizer = exported_facts(used), _tokenizer(used, model.path)
-    folded_in = {"adapters folded in": len(stack), "rank": ", ".join(str(adapter.rank) for adapter in stack)}
+    tokenizer = _tokenizer(used, model.path)
+    tensors = _read(model, stack, total, progress)
     export_full(
         output,
-        _read(model, stack, total, progress),
-        config=config,
+        tensors if whole is None else whole.tensors(rejoined(tensors, fused)),
+        config=config if whole is None else whole.config(config),
         tokenizer=tokenizer or TokenizerFiles.first(used, model.path),
-        card=CardFacts(
-            title=output.resolve().name,
-            base_model=repo,
-            base_commit=model.commit,
-            base_overrides=changed,
-            settings={**folded_in, **facts.get("settings", {})},
-            figures=facts.get("figures", {}),
-            configuration=facts.get("configuration", {}),
-        ),
-        fused=fused,
+        card=_card(output, repo, model, stack, exported_facts(used), changed),
+        fused=fused if whole is None else None,
+        beside=() if whole is None else whole.processors,
         # The adapter of a run has one with the token that ends a turn of its chats.
         generation_config=generation_config_in(used)
         or (model.generation_config() if tokenizer is None else generation_of(model, config, tokenizer)),
     )
     modules = {module for adapter in stack for module in adapter.modules}
-    notes = (note for note in (of_text, of_head) if note is not None)
+    notes = (note for note in (of_text if whole is None else None, of_head) if note is not None)
     warnings = (*notes, *merge_warnings(base, model, top, used, trained))
     return Merged(used=used, base=base, weights=len(modules), warnings=warnings)
+
+
+def _card(
+    output: Path,
+    repo: str,
+    model: ModelDir,
+    stack: Sequence[LoraAdapter],
+    facts: Mapping[str, Any],
+    changed: Mapping[str, Any],
+) -> CardFacts:
+    """What the card of the merged model says. `facts`: those of the adapter; `changed`: keys unlike the base's."""
+    folded_in = {"adapters folded in": len(stack), "rank": ", ".join(str(adapter.rank) for adapter in stack)}
+    return CardFacts(
+        title=output.resolve().name,
+        base_model=repo,
+        base_commit=model.commit,
+        base_overrides=changed,
+        settings={**folded_in, **facts.get("settings", {})},
+        figures=facts.get("figures", {}),
+        configuration=facts.get("configuration", {}),
+    )
 
 
 def _tokenizer(used: Path, base: Path) -> PreTrainedTokenizerBase | None:
@@ -142,9 +168,9 @@ def merge_warnings(base: str, model: ModelDir, top: LoraAdapter, used: Path, tra
     )
 
 
-def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Path) -> int:
+def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Path, whole: Whole | None) -> int:
     """Raise unless the stack matches the base and the result fits on the disk; returns the bytes to read from the
-    base.
+    language model.
     """
     for path in (model.path, used):
         if path.resolve().is_relative_to(output.resolve()):
@@ -153,8 +179,9 @@ def _check(model: ModelDir, stack: Sequence[LoraAdapter], used: Path, output: Pa
     shapes = {name: model.shape(name) for name in model.names()}
     lora_files.check_merging(stack, shapes, model, tied=bool(model.config.get(TIED)), key="RUN")
     total = sum(map(model.read_bytes, model.names()))
-    if total > (free := atomic.free_bytes(output.absolute().parent)):
-        need, has = atomic.human_bytes(total), atomic.human_bytes(free)
+    needed = total if whole is None else total + sum(map(whole.files.read_bytes, whole.others))
+    if needed > (free := atomic.free_bytes(output.absolute().parent)):
+        need, has = atomic.human_bytes(needed), atomic.human_bytes(free)
         raise MachineError(f"--output {output}: {need} needed, {has} free. Fix: choose a place on another disk.")
     return total
 

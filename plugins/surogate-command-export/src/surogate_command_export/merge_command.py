@@ -12,19 +12,21 @@ from pathlib import Path
 from surogate_core.plugin import UserError, atomic, latest_run, run_directory
 
 USAGE = """\
-usage: surogate merge [RUN] [--output DIR] [--base-model DIR_OR_HUB_ID]
+usage: surogate merge [RUN] [--output DIR] [--base-model DIR_OR_HUB_ID] [--parts text|all]
 
   RUN                  a run's directory, one of its checkpoints, or a PEFT adapter, also as --checkpoint-dir RUN;
                        without it the latest run, runs/latest
   --output             where to write a Hugging Face directory that transformers and vLLM load; RUN/merged for a run
   --base-model         the model to fold the adapter into; without it the one that the adapter was trained on
+  --parts              of a base with a vision tower: text, the language model alone (default), or all, with the
+                       other parts as they are
 
 A hub id may name a revision: OWNER/NAME@BRANCH_TAG_OR_COMMIT. Without a revision it is read at the commit
 that the adapter was trained on, if that is known, otherwise at the head of the default branch.
 Weights keep the base's dtypes; quantised ones become bf16. An adapter from stacked LoRA includes the adapters below it.
 """
 
-FLAGS = ("--base-model", "--checkpoint-dir", "--output")
+FLAGS = ("--base-model", "--checkpoint-dir", "--output", "--parts")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,8 +46,10 @@ def main(argv: Sequence[str]) -> int:
     if "--output" not in values and not (trained / "run.json").is_file():
         raise UserError(f"surogate merge: --output missing, and {trained} is no run. Fix: add --output DIR")
     output = Path(values["--output"]).expanduser() if "--output" in values else trained / "merged"
+    parts = values.get("--parts", "text")
+    base = values.get("--base-model")
     with _shown() as progress:
-        done = merge(values.get("--base-model"), trained, output, families=model_families, progress=progress)
+        done = merge(base, trained, output, parts=parts, families=model_families, progress=progress)
     for warning in done.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"{done.used} is folded into {done.weights} weights of {done.base}: {output}")

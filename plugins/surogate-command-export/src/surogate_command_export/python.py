@@ -42,13 +42,14 @@ def export(
         return convert(word, spec, chosen, place, registry, adapter=top, config_file=source).file
 
 
-def merge(run: Path, output: Path, *, base_model: str | None = None) -> Path:
+def merge(run: Path, output: Path, *, base_model: str | None = None, parts: str = "text") -> Path:
     """Fold a run's adapter into its base model; returns the new model's directory, `output`.
 
-    `base_model`: where the base is now, if it has moved. Raises `UserError` or `MachineError`.
+    `base_model`: where the base is now, if it has moved. `parts`: of a base of several parts, "text" writes its
+    language model alone and "all" the others too, as they are. Raises `UserError` or `MachineError`.
     """
     from surogate_command_export.merge import merge as fold
     from surogate_core.service.plugins import model_families
 
-    fold(base_model, run, output, families=model_families)
+    fold(base_model, run, output, parts=parts, families=model_families)
     return output
