@@ -25,7 +25,7 @@ RunHere = Callable[..., int]
 Records = Callable[..., list[dict[str, Any]]]
 Digests = Callable[[Path], dict[str, str]]
 LORA = ("lora=true", "lora_rank=4", "lora_dropout=0", "lora_target_modules=[all]")
-NAMES = pytest.mark.parametrize("name", ["nemotron-h", "nemotron-h with experts", "qwen3-5", "qwen3-next"])
+NAMES = pytest.mark.parametrize("name", list(hybrids.CONFIGS))
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,19 @@ from surogate_testing.chat_templates import byte_tokenizer
 
 SIZES = ("model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.vocab_size=1024")
 DENSE_NEMOTRON = ("model=nemotron-h", *SIZES, "model.config.hybrid_override_pattern='M-*M'")
+EXPERTS = (
+    *("model=qwen3-5-35b-a3b", *SIZES, "model.config.num_hidden_layers=4", "model.config.head_dim=32"),
+    *("model.config.num_attention_heads=4", "model.config.linear_num_key_heads=2", "model.config.num_experts=4"),
+    *("model.config.linear_num_value_heads=4", "model.config.linear_key_head_dim=32", "model.config.eos_token_id=null"),
+    *("model.config.linear_value_head_dim=32", "model.config.num_experts_per_tok=2"),
+    *("model.config.moe_intermediate_size=32", "model.config.shared_expert_intermediate_size=32"),
+)
 RUNS: Mapping[str, tuple[str, ...]] = {
     "nemotron-h": ("model=nemotron-h", *SIZES),
     "qwen3-5": ("model=qwen3-5", *SIZES),
+    "qwen3-5 with experts": EXPERTS,
 }
-"""Family → overrides of a run from random weights; Nemotron-H has experts."""
+"""Family → overrides of a run from random weights; Nemotron-H has experts too."""
 DENSE: Mapping[str, tuple[str, ...]] = {
     "nemotron-h": (*DENSE_NEMOTRON, "model.config.num_hidden_layers=4"),
     "qwen3-5": RUNS["qwen3-5"],
