@@ -51,12 +51,13 @@ SIGLIP = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "model_type": "siglip_vision_model",
 }  # fmt: skip
+EAGER: Any = {"experts_implementation": "eager"}
 KINDS: dict[str, Callable[[], Any]] = {
     "qwen3-5": lambda: Qwen3_5ForConditionalGeneration(
-        Qwen3_5Config(text_config={**TEXT}, vision_config={**VISION}, experts_implementation="eager")
+        Qwen3_5Config(text_config={**TEXT}, vision_config={**VISION}, **EAGER)
     ),
     "qwen3-5 with experts": lambda: Qwen3_5MoeForConditionalGeneration(
-        Qwen3_5MoeConfig(text_config={**TEXT, **EXPERTS}, vision_config={**VISION}, experts_implementation="eager")
+        Qwen3_5MoeConfig(text_config={**TEXT, **EXPERTS}, vision_config={**VISION}, **EAGER)
     ),
     "gemma3": lambda: Gemma3ForConditionalGeneration(
         Gemma3Config(text_config=GEMMA, vision_config=SIGLIP, mm_tokens_per_image=4, image_token_index=319)
