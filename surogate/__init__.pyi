@@ -121,6 +121,8 @@ def sft(
     dp_shard_size: int = ...,
     exact_reduction: Literal["auto"] | bool = ...,
     context_parallel_size: int = ...,
+    ep_size: int = ...,
+    ep_exchange: Literal["sums", "rows"] = ...,
     hierarchical_reduction: bool = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
@@ -299,6 +301,12 @@ def sft(
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
             exchange heads around attention. It divides `gpus` and `sequence_len`; `gradient_accumulation_steps`
             then counts micro-batches of such a group.
+        ep_size: GPUs that share out the experts of each layer: every one keeps an equal part of them, with their
+            adapters and the optimizer's state, and computes it for the tokens of all. It divides `gpus` and the
+            number of experts.
+        ep_exchange: What GPUs that share out experts send each other for a token: it once, and back one sum of what
+            its experts there give; or, with rows, it for each of its experts, and back what each gives. Sums are
+            smaller, and rows have the bits of one GPU's forward.
         hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first
             and then between machines, and gather in the other order, so that each sum leaves a machine once. false
             treats all GPUs alike.
@@ -461,6 +469,8 @@ def pt(
     dp_shard_size: int = ...,
     exact_reduction: Literal["auto"] | bool = ...,
     context_parallel_size: int = ...,
+    ep_size: int = ...,
+    ep_exchange: Literal["sums", "rows"] = ...,
     hierarchical_reduction: bool = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
@@ -639,6 +649,12 @@ def pt(
         context_parallel_size: GPUs that share each row: every one has an equal part of its positions, and they
             exchange heads around attention. It divides `gpus` and `sequence_len`; `gradient_accumulation_steps`
             then counts micro-batches of such a group.
+        ep_size: GPUs that share out the experts of each layer: every one keeps an equal part of them, with their
+            adapters and the optimizer's state, and computes it for the tokens of all. It divides `gpus` and the
+            number of experts.
+        ep_exchange: What GPUs that share out experts send each other for a token: it once, and back one sum of what
+            its experts there give; or, with rows, it for each of its experts, and back what each gives. Sums are
+            smaller, and rows have the bits of one GPU's forward.
         hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first
             and then between machines, and gather in the other order, so that each sum leaves a machine once. false
             treats all GPUs alike.

@@ -101,18 +101,27 @@ def several(v: Values) -> bool:
     return bool(v["gpus"] > 1)
 
 
-def _shares_rows(v: Values) -> bool:
-    """Whether several GPUs share each row."""
-    return bool(v["context_parallel_size"] > 1)
-
-
-def _not_with_shared_rows(key: str, wrong: Callable[[Values], bool], why: str, fix: str) -> Rule:
+def _not_with(group: str, key: str, wrong: Callable[[Values], bool], why: str, fix: str) -> Rule:
+    """`group`: the key of the number of GPUs that share rows, or experts."""
     return Rule(
-        name=f"{key}_with_shared_rows",
+        name=f"{key}_with_{group}",
         key=key,
-        wrong=lambda v: _shares_rows(v) and wrong(v),
-        message=f"is set, and with `context_parallel_size` {why}.",
-        fix=f"{fix}, or context_parallel_size: 1",
+        wrong=lambda v: bool(v[group] > 1) and wrong(v),
+        message=f"is set, and with `{group}` {why}.",
+        fix=f"{fix}, or {group}: 1",
+    )
+
+
+def _only_states(group: str) -> tuple[Rule, ...]:
+    """What GPUs that exchange values inside of layers cannot share out."""
+    return tuple(
+        _not_with(group, key, wrong, "only masters and optimizer state are shared out otherwise", fix)
+        for key, wrong, fix in (
+            ("zero_level", lambda v: v["zero_level"] > 1, "zero_level: 1"),
+            ("shard_gradients", lambda v: v["shard_gradients"], "shard_gradients: false"),
+            ("shard_weights", lambda v: v["shard_weights"], "shard_weights: false"),
+            ("cpu_training", lambda v: v["cpu_training"], "cpu_training: false"),
+        )
     )
 
 
@@ -134,16 +143,9 @@ SHARED_ROWS: tuple[Rule, ...] = (
         ),
         fix="sequence_len: a multiple of it",
     ),
-    *(
-        _not_with_shared_rows(key, wrong, "only masters and optimizer state are shared out", fix)
-        for key, wrong, fix in (
-            ("zero_level", lambda v: v["zero_level"] > 1, "zero_level: 1"),
-            ("shard_gradients", lambda v: v["shard_gradients"], "shard_gradients: false"),
-            ("shard_weights", lambda v: v["shard_weights"], "shard_weights: false"),
-            ("cpu_training", lambda v: v["cpu_training"], "cpu_training: false"),
-        )
-    ),
-    _not_with_shared_rows(
+    *_only_states("context_parallel_size"),
+    _not_with(
+        "context_parallel_size",
         "exact_reduction",
         lambda v: v["exact_reduction"] is True,
         "a sum over the tokens of a row has another order than on one GPU",
@@ -152,8 +154,42 @@ SHARED_ROWS: tuple[Rule, ...] = (
 )
 """What GPUs that share rows cannot do."""
 
+SHARED_EXPERTS: tuple[Rule, ...] = (
+    Rule(
+        name="groups_of_experts",
+        key="ep_size",
+        wrong=lambda v: v["gpus"] % v["ep_size"] > 0,
+        message="is {ep_size} and does not divide gpus={gpus} into groups that share out experts.",
+        fix="gpus: a multiple of it, or another ep_size",
+    ),
+    *_only_states("ep_size"),
+    _not_with(
+        "ep_size",
+        "exact_reduction",
+        lambda v: v["exact_reduction"] is True,
+        "a sum over the tokens of an expert has another order than on one GPU",
+        "exact_reduction: auto",
+    ),
+    _not_with(
+        "ep_size",
+        "context_parallel_size",
+        lambda v: v["context_parallel_size"] > 1,
+        "GPUs that share a row cannot train a model with experts",
+        "context_parallel_size: 1",
+    ),
+    _not_with(
+        "ep_size",
+        "sample_prompts",
+        lambda v: bool(v["sample_prompts"]),
+        "no GPU has all experts, as samples need",
+        "sample_prompts: []",
+    ),
+)
+"""What GPUs that share out experts cannot do."""
+
 SEVERAL: tuple[Rule, ...] = (
     *SHARED_ROWS,
+    *SHARED_EXPERTS,
     *(
         Rule(
             name=f"{key}_without_level",

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 KEYS = {
     "model_type": "remove it; the model's config.json names its family",
-    "ep_size": "remove it; zero_level=3, or shard_weights=true with lora, shares out experts with the other weights",
-    "ep_load_balance_threshold": "remove it; no GPU has experts of its own here, so loads need no balance between GPUs",
-    "ep_plan_refresh_interval": "remove it; no GPU has experts of its own here, so loads need no balance between GPUs",
+    "ep_load_balance_threshold": "remove it; GPUs that share out experts keep them, whatever their loads",
+    "ep_plan_refresh_interval": "remove it; GPUs that share out experts keep them, whatever their loads",
     "debug_time_breakdown": "remove it; `surogate.log` has the seconds of each part of the start",
     "debug_memory_breakdown": "remove it; `surogate plan` lists the memory of each kind of tensor",
 }

@@ -286,6 +286,15 @@ class RunConfig:
     """GPUs that share each row: every one has an equal part of its positions, and they exchange heads around attention.
     It divides `gpus` and `sequence_len`; `gradient_accumulation_steps` then counts micro-batches of such a group.
     """
+    ep_size: Annotated[int, Interval(ge=1, le=1024)] = 1
+    """GPUs that share out the experts of each layer: every one keeps an equal part of them, with their adapters and the
+    optimizer's state, and computes it for the tokens of all. It divides `gpus` and the number of experts.
+    """
+    ep_exchange: Literal["sums", "rows"] = "sums"
+    """What GPUs that share out experts send each other for a token: it once, and back one sum of what its experts there
+    give; or, with rows, it for each of its experts, and back what each gives. Sums are smaller, and rows have the bits
+    of one GPU's forward.
+    """
     hierarchical_reduction: bool = True
     """On several machines with equally many GPUs, add gradients inside each machine first and then between machines,
     and gather in the other order, so that each sum leaves a machine once. false treats all GPUs alike.

@@ -31,6 +31,8 @@ def axes(given: RunKeys, *, moves_gradients: bool = False, varying: bool = False
         ranks,
         shard=config.dp_shard_size if 0 < config.dp_shard_size < ranks else 0,
         context=size,
+        expert=config.ep_size,
+        expert_rows=config.ep_exchange == "rows",
         zero_level=level,
         shard_weights=config.shard_weights or 3 in (config.zero_level, level),
         exact=_exact(config, moves_gradients=moves_gradients),
@@ -56,8 +58,8 @@ def _level(config: RunConfig) -> int:
 
 def _exact(config: RunConfig, *, moves_gradients: bool) -> bool:
     """Whether gradients are added in an order that does not depend on the number of ranks."""
-    if config.exact_reduction == "auto" and config.context_parallel_size > 1:
-        return False  # the sum over the tokens of a row has another order than on one GPU
+    if config.exact_reduction == "auto" and (config.context_parallel_size > 1 or config.ep_size > 1):
+        return False  # the sum over the tokens of a row, or of an expert, has another order than on one GPU
     if config.exact_reduction == "auto":
         return config.lora and not moves_gradients and config.gpus in EXACT_RANKS
     return config.exact_reduction
@@ -81,7 +83,7 @@ def shares_more(config: RunConfig, registry: Registry) -> list[dict[str, Any]]:
     now = axes(config)
     # A task that samples from the model needs whole weights.
     online = registry.get("task", config.task).online is not None
-    if config.context_parallel_size > 1:
+    if config.context_parallel_size > 1 or config.ep_size > 1:
         return [{"zero_level": 1}] if not config.lora and now.zero_level == 0 and not optimizer.whole_matrices else []
     if config.lora:
         return [] if online or now.shard_weights else [{"shard_weights": True}]
@@ -107,6 +109,9 @@ def whole_matrices(optimizer: OptimizerSpec, values: Mapping[str, Any]) -> Probl
 
 def online_problems(task: str, values: Mapping[str, Any]) -> list[Problem]:
     """The mistakes of sharing out the weights where `task` samples from the model on every rank."""
+    if values["ep_size"] > 1:
+        why = f"is {values['ep_size']}, and task {task} samples from the model on every GPU, which needs all experts."
+        return [Problem(key="ep_size", message=why, fix="ep_size: 1")]
     if not several(values):
         return []
     why = f"and task {task} samples from the model on every GPU, which needs whole weights."

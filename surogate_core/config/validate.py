@@ -429,7 +429,7 @@ class _Validator:
 
     def fabric(self, built: Mapping[str, Any]) -> None:
         """GPUs that share rows, and replicas, need a fabric that connects groups."""
-        chosen, shared = built["fabric"], built["context_parallel_size"]
+        chosen = built["fabric"]
         if chosen is None:
             return
         spec: FabricSpec = self.registry.bundles("fabric")[chosen.name].bundle
@@ -437,9 +437,10 @@ class _Validator:
         if built["gpus"] != 1 and built["dp_shard_size"] not in (None, 0, built["gpus"]) and not spec.across:
             message = f"{chosen.name} connects all GPUs alone, and `dp_shard_size` needs groups of them."
             self._problem("fabric", message, "fabric: auto, or dp_shard_size: 0")
-        if isinstance(shared, int) and shared > 1 and not spec.groups:
-            message = f"{chosen.name} connects all GPUs alone, and `context_parallel_size` needs groups of them."
-            self._problem("fabric", message, "fabric: auto, or context_parallel_size: 1")
+        for key in ("context_parallel_size", "ep_size"):
+            if isinstance(built[key], int) and built[key] > 1 and not spec.groups:
+                message = f"{chosen.name} connects all GPUs alone, and `{key}` needs groups of them."
+                self._problem("fabric", message, f"fabric: auto, or {key}: 1")
 
     def optimizer(self, built: Mapping[str, Any]) -> None:
         """Compare what the run trains with what the optimizer can train."""

@@ -9,13 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim
 from surogate_core.dsl.slots import Adapter
 from surogate_core.kernels import experts as ops
+from surogate_core.kernels.expert_ranks import ExpertExchange, ExpertRanks, biased, exchange_of
+from surogate_core.kernels.linked import active
 from surogate_core.kernels.ops import region
 
+SALTS = 2**16
+"""Dropout masks of a part of the rows have salts from this multiple on: more than a block has slots."""
 EXPERT = "{e}"
 """The place of an expert's number in a name. A tensor of such a name has a first axis of experts."""
 
@@ -187,6 +192,8 @@ class Routes:
     order_R: Tensor
     slot_NK: Tensor
     ends_E: Tensor
+    exchange: ExpertExchange | None = None
+    """The places of the rows at the ranks that share out the experts; None where each rank has all of them."""
 
     @classmethod
     def of(cls, logits_NE: Tensor, choices: int, *, renormalise: bool, **extensions: Any) -> Routes:
@@ -194,7 +201,11 @@ class Routes:
 
         `extensions`: those of the op `route`, such as `sigmoid`.
         """
-        return cls(*ops.route(logits_NE, choices, renormalise, **extensions))
+        routes, ranks = cls(*ops.route(logits_NE, choices, renormalise, **extensions)), active(ExpertRanks)
+        if ranks is None:
+            return routes
+        way = exchange_of(routes.experts_NK, routes.order_R, routes.slot_NK, routes.ends_E, ranks)
+        return replace(routes, exchange=way)
 
     def scaled(self, scale_E: Tensor) -> Routes:
         """Routes whose weights are multiplied by a factor of each expert."""
@@ -202,6 +213,8 @@ class Routes:
 
     def biased(self, y_RO: Tensor, bias_EO: Tensor) -> Tensor:
         """[R, O]: rows with the bias of their experts."""
+        if self.exchange is not None:
+            return biased(y_RO, bias_EO, self.exchange)
         return ops.expert_bias(y_RO, bias_EO, self.ends_E)
 
     def combined_bias(self, bias_EO: Tensor) -> Tensor:
@@ -261,8 +274,14 @@ def _product(slots: Sequence[BoundExperts]) -> ops.GroupedProduct | None:
 
 
 def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = False) -> Sequence[Tensor]:
-    """[R, O] of each slot. `x`: the tokens [N, I], or with `gathered` the sorted rows [R, I]."""
+    """[R, O] of each slot. `x`: the tokens [N, I], or with `gathered` the sorted rows [R, I].
+
+    Where ranks share out experts, R are the rows that other ranks sent to the experts of this one.
+    """
     with region(slots[0].slot.region):
+        if routes.exchange is not None:
+            rows = x if gathered else routes.exchange.sent(x)
+            return _multiplied(rows, routes.exchange, slots)
         return ops.grouped_linears(
             x,
             None if gathered else routes.order_R,
@@ -275,9 +294,28 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
         )
 
 
+def _multiplied(x_SI: Tensor, way: ExpertExchange, slots: Sequence[BoundExperts]) -> list[Tensor]:
+    """[S, O] of each slot: the products of rows that all ranks sent."""
+    seed, ends = slots[0].seed, way.ends
+    tensors = [tensor for slot in slots for tensor in slot.tensor_list()]
+    found: list[Sequence[Tensor]] = []
+    for part, (x_PI, ends_G) in enumerate(zip(x_SI.chunk(len(ends)), ends, strict=True)):
+        adapters = [_of_part(slot.adapter(), part) for slot in slots]
+        found.append(ops.grouped_linears(x_PI, None, None, ends_G, seed, adapters, _product(slots), *tensors))
+    return list(found[0]) if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def _of_part(adapter: ops.ExpertAdapter | None, part: int) -> ops.ExpertAdapter | None:
+    """The adapter with dropout masks of their own for a part of the rows."""
+    return None if adapter is None else replace(adapter, salt=adapter.salt + SALTS * part)
+
+
 def project_combined(x_RI: Tensor, routes: Routes, slot: BoundExperts) -> Tensor:
     """[N, O]: the slot's projection of the sorted rows. The rows of a token are added, weighted by their routes."""
     with region(slot.slot.region):
+        if (way := routes.exchange) is not None:
+            (y_SO,) = _multiplied(x_RI, way, [slot])
+            return way.combined(y_SO, routes.weights_NK)
         return ops.combined_linear(
             x_RI,
             routes.order_R,

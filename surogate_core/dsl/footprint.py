@@ -10,7 +10,7 @@ from torch import fx
 from surogate_core.dsl.products import defer_products
 from surogate_core.dsl.trace import Compiler, Function, Recompute, Signature, _split, _summed, trace_joint
 from surogate_core.dsl.values import base_op, flops, is_call, name_of, storages
-from surogate_core.kernels.heads import EXCHANGES
+from surogate_core.kernels import heads, linked
 from surogate_core.kernels.registry import workspaces
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp", "var_mean"})
@@ -52,6 +52,7 @@ def footprint(
     summed: int = 0,
 ) -> Footprint:
     """What `differentiate` would make of the function."""
+    exchanges = {*heads.EXCHANGES, *linked.EXCHANGES}
     forward, backward, kept = _split(trace_joint(function, inputs), recompute, compiler)
     defer_products(backward, _summed(inputs, summed))
     computed = {n.name for n in forward.graph.nodes if n.op == "call_function"}
@@ -61,7 +62,7 @@ def footprint(
         backward_bytes=peak_bytes(backward.graph, compiler),
         again=sum(flops(n) for n in backward.graph.nodes if n.op == "call_function" and n.name in computed),
         exchanged=tuple(
-            n.meta["val"].nbytes for g in (forward.graph, backward.graph) for n in g.nodes if n.target in EXCHANGES
+            n.meta["val"].nbytes for g in (forward.graph, backward.graph) for n in g.nodes if n.target in exchanges
         ),
     )
 

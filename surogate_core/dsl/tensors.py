@@ -36,6 +36,8 @@ class TensorSpec:
     """The class and the attribute that declare it, for messages."""
     summed: AxisName = "ranks"
     """The axis (`mesh.axes`) over whose ranks its gradient is summed."""
+    parts: int = 1
+    """Ranks each of which has as many experts as its first axis says; the tensor of all is as often as long."""
     dtype: Literal["fp32"] | None = None
     """"fp32": masters, compute copies and exports are in fp32 in every run; None: they have the run's dtypes."""
 

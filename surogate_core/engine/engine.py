@@ -27,10 +27,11 @@ from surogate_core.engine.inputs import MicroStepInputs
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.engine.planning.pieces import Source
-from surogate_core.engine.planning.plan import EnginePlan
+from surogate_core.engine.planning.pieces import ExpertsOfRank, Source
+from surogate_core.engine.planning.plan import EnginePlan, linked_of
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.ranks.embedding_rows import EmbeddingRows
+from surogate_core.engine.ranks.expert_state import ExpertState
 from surogate_core.engine.ranks.lanes import Lanes
 from surogate_core.engine.ranks.orders import Orders
 from surogate_core.engine.ranks.sharded_state import ShardedState
@@ -43,7 +44,7 @@ from surogate_core.engine.update import StepResult, Update, norm_of
 from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.kernels.building.ahead import wait_for_all
-from surogate_core.kernels.heads import SharedRows
+from surogate_core.kernels.linked import Linked
 from surogate_core.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -69,11 +70,13 @@ class Engine:
         self.mesh = mesh or Mesh()
         self.axes = self.settings.axes
         self.sharing = Sharing.of(self.mesh, self.axes, replicas_once=assembly.adds_replicas_once)
-        self._shared_rows: SharedRows | None = None
+        self._linked: list[Linked] = []
+        """The ranks with which programs exchange values."""
         with ExitStack() as on_error:
-            if self.axes.context > 1:
-                self._shared_rows = SharedRows.of(self.sharing.along["context"])
-                on_error.callback(self._shared_rows.close)
+            for axis, group in linked_of(self.axes).items():
+                group.open(self.sharing.along[axis])
+                self._linked.append(group)
+                on_error.callback(group.close)
             self._build(source, progress)
             on_error.pop_all()
 
@@ -101,7 +104,7 @@ class Engine:
             if self.mesh.world > 1:
                 wait_for_all()  # the other ranks then compile no kernel again
         self.mesh.connect(self.settings.device)
-        self.sharing.connect({"context", *self.parameters.flat.kept_over})
+        self.sharing.connect({"context", "expert", *self.parameters.flat.kept_over})
         self._prepare_orders()
         self._capture(progress)
 
@@ -135,6 +138,8 @@ class Engine:
         """Load every weight from the source, and put the gradient sums into their store."""
         quantising = " and quantising" if any(p.rounded for p in self.plan.weights.packed.values()) else ""
         task = f"loading{quantising} weights"
+        if self.axes.expert > 1:
+            source = ExpertsOfRank(source, self.sharing.place("expert"))
         self.parameters.fill(source, progress=lambda done, total: progress(task, done, total))
         shared = self.stores.shared_gradients
         if shared is None:
@@ -177,7 +182,7 @@ class Engine:
             parameters=self.parameters,
             columns=0 if self.rows is None else self.rows.state.rows.shape[1],
             device=settings.device,
-            shared_rows=self._shared_rows,
+            linked=tuple(self._linked),
             progress=progress,
         )
         self.evaluated: Mapping[str, float] = {}
@@ -195,6 +200,17 @@ class Engine:
                 group, self.optimizer.state(), self.mesh, self.sharing.stages, self.orders
             )
             self.parameters.deferred = group.deferred(self.orders)
+        self._experts: ExpertState | None = None
+        if self.parameters.flat.of_experts:
+            self._experts = ExpertState(
+                self.parameters.flat,
+                lambda groups: self.assembly.optimizer.build(groups, self.assembly.optimizer_options),
+                self.optimizer.state(),
+                self.sharing,
+                self.orders,
+                self._sharded_state,
+            )
+            self.parameters.deferred = {**self.parameters.deferred, **self._experts.masters}
 
     def _gather_order(self) -> Callable[[str], None]:
         """Lets the other ranks gather a piece with rank 0, which fetches it for an export."""
@@ -514,9 +530,10 @@ class Engine:
 
         They are live, except for those that ranks share out: rank 0 reads these while the others `serve`.
         """
+        parted = self._experts or self._sharded_state
         files: dict[str, dict[str, Tensor | Deferred]] = {
             "trainable": {**self.parameters.masters(), **self.parameters.deferred},
-            "optimizer": {**self.optimizer.state()} if self._sharded_state is None else self._sharded_state.tensors(),
+            "optimizer": {**self.optimizer.state()} if parted is None else parted.tensors(),
         }
         if self.rows is not None:
             files["recipe"] = {**self.rows.state.state()}
@@ -538,14 +555,17 @@ class Engine:
             if other:
                 listed = ", ".join(sorted(other)[:5])
                 raise ValueError(f"checkpoint file {file}: tensors differ from this run's: {listed}")
-        sharded = self.parameters.sharded
+        sharded, experts = self.parameters.sharded, self._experts
+        parted = experts or self._sharded_state
         for file, live in self.state().items():
-            if file == "optimizer" and self._sharded_state is not None:
-                self._sharded_state.read(state[file])
+            if file == "optimizer" and parted is not None:
+                parted.read(state[file])
                 continue
             for name, tensor in live.items():
                 if isinstance(tensor, Tensor):
                     tensor.copy_(state[file][name])
+                elif experts is not None and name in experts.masters:
+                    experts.read_master(name, state[file])
                 else:
                     assert sharded is not None
                     sharded.read(name, state[file])
@@ -556,8 +576,8 @@ class Engine:
         """Drop the CUDA graphs, which must be gone before the ranks disconnect."""
         self._micro_steps, self._update, self._captured = {}, self.update.run, None
         self._evaluate, self._count = self.step.evaluate, self.step.count
-        if self._shared_rows is not None:
-            self._shared_rows.close()
+        for group in self._linked:
+            group.close()
 
 
 def _shape(saved: Mapping[str, Tensor], name: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -25,9 +25,37 @@ WIDE = "_fp32"
 """End of the names of groups of parameters that are always in fp32. Every rank keeps them, because they are small."""
 
 
-def _is_matrix(shape: Sequence[int]) -> bool:
-    """Whether it is a matrix, or one for each expert; the filters of a convolution, [channels, 1, width], are not."""
-    return len(shape) > 1 and min(shape[-2:]) > 1
+OF_EXPERTS = " over expert_replicate"
+"""Part of the names of groups of experts that ranks share out."""
+
+
+def _padded(elements: int) -> int:
+    """Elements that a tensor takes in a flat group."""
+    return -(-elements // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
+
+
+def _is_hidden(spec: TensorSpec) -> bool:
+    """Whether it is a matrix within a block, or one for each expert; the filters of a convolution, [channels, 1,
+    width], are not.
+    """
+    return spec.role in ("weight", "router") and len(spec.shape) > 1 and min(spec.shape[-2:]) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatMember:
+    """A trained tensor of a flat group of one rank, on a rank that may have only a part of all experts."""
+
+    name: str
+    group: str
+    """Name of the group in which this rank has it."""
+    shape: tuple[int, ...]
+    """Of what this rank has."""
+    whole: int
+    """Elements of all experts together."""
+    of_experts: bool
+    """Whether ranks share it out by experts."""
+    hidden: bool
+    """As of `ParamGroup.hidden`."""
 
 
 class FlatGroups:
@@ -63,6 +91,8 @@ class FlatGroups:
         """
         self.kept_over: list[AxisName] = []
         """The axis of each of these groups, over which its gradients are summed."""
+        self.of_experts: list[ParamGroup] = []
+        """The groups of experts that ranks share out."""
         self.grad: dict[str, Tensor] = {}
         """HF name → live fp32 gradient."""
         self.host_grad: dict[str, Tensor] = {}
@@ -75,7 +105,7 @@ class FlatGroups:
         """(compute copy, the range of masters from which it is cast)."""
         self.host_copies: list[tuple[Tensor, Tensor]] = []
         """The same for the CPU, if both are in its memory."""
-        trainable = [spec for spec in specs if spec.trainable]
+        trainable = self._trained = [spec for spec in specs if spec.trainable]
         # Parameters that are always in fp32 have groups of their own, so the layout of the others does not depend on
         # the dtype of masters.
         for wide, axis in product((False, True), dict.fromkeys(["ranks", *(s.summed for s in trainable)])):
@@ -83,6 +113,28 @@ class FlatGroups:
             kind = ("" if axis == "ranks" else f" over {axis}") + (WIDE if wide else "")
             self._add_group(f"decayed{kind}", [s for s in found if s.decayed], weight_decay, axis)
             self._add_group(f"undecayed{kind}", [s for s in found if not s.decayed], 0.0, axis)
+
+    def name_on_one_rank(self, name: str) -> str:
+        """The name that a group's tensors have on a rank that has all experts."""
+        return name.replace(OF_EXPERTS, "")
+
+    def order_on_one_rank(self, name: str) -> list[FlatMember]:
+        """The tensors of a group of one rank, in its order."""
+        groups: list[ParamGroup | ShardedGroup] = [] if self.sharded is None else [self.sharded]
+        groups += [group for group in self.groups if "@" not in group.name]
+        own = {member: g for g in groups if self.name_on_one_rank(g.name) == name for member in g.shapes}
+        members = sorted((s for s in self._trained if s.hf_name in own), key=lambda s: str(self._compute_dtype(s)))
+        return [
+            FlatMember(
+                name=spec.hf_name,
+                group=own[spec.hf_name].name,
+                shape=spec.shape,
+                whole=math.prod(spec.shape) * spec.parts,
+                of_experts=any(own[spec.hf_name] is group for group in self.of_experts),
+                hidden=_is_hidden(spec),
+            )
+            for spec in members
+        ]
 
     def _layout(
         self, members: list[TensorSpec]
@@ -100,7 +152,7 @@ class FlatGroups:
             dtype = self._compute_dtype(spec)
             start = ranges.get(dtype, (size, size))[0]
             shapes[spec.hf_name] = (size, spec.shape)
-            size += -(-math.prod(spec.shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
+            size += _padded(math.prod(spec.shape))
             ranges[dtype] = (start, size)
         return members, shapes, ranges, size
 
@@ -113,8 +165,9 @@ class FlatGroups:
             self._add_sharded(name, members, shapes, size, weight_decay)
             return
         master_dtype = members[0].dtype_in(self._master_dtype)
-        # The other groups are small. They stay on the device, unless the CPU updates them.
-        here = self.sharded is not None and not self._placement.updates_on_cpu
+        # The other groups are small, but for those of experts. They stay on the device, unless the CPU updates them.
+        small = axis != "expert_replicate"
+        here = small and self.sharded is not None and not self._placement.updates_on_cpu
         placement = Placement.on(self._placement.device) if here else self._placement
         master, host_master = placement.zeros("master", size, master_dtype)
         ranks = 1 if self._sharing is None else self._sharing.axes.along(axis).size
@@ -128,12 +181,15 @@ class FlatGroups:
             grad=grad,
             shapes=shapes,
             weight_decay=weight_decay,
-            hidden=frozenset(s.hf_name for s in members if s.role in ("weight", "router") and _is_matrix(s.shape)),
+            hidden=frozenset(s.hf_name for s in members if _is_hidden(s)),
             seed=self._seed if master_dtype != torch.float32 else None,
             number=self._numbers[name],
+            sizes={s.hf_name: math.prod(s.shape) * s.parts for s in members if s.parts > 1},
         )
         self.groups.append(group)
         self.host_groups.append(replace(group, master=host_master, grad=host_grad))
+        if axis == "expert_replicate":
+            self.of_experts.append(group)
         # A store of shares has no live whole tensors: what blocks compute with is on the device.
         apart = self._sharing is not None and self._sharing.axes.shards_weights
         copied = Placement.on(self._placement.device) if apart else placement

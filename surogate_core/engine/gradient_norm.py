@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ParamGroup
+from surogate_core.bundles.fabrics import Fabric
 from surogate_core.engine.planning.pieces import Piece
 from surogate_core.kernels.optimizing.norms import long_norm
 
@@ -27,6 +28,31 @@ class FlatNorm:
 
     def spoil(self) -> None:
         """Make the next norm NaN; the caller spoils the groups."""
+
+
+class ExpertNorm(FlatNorm):
+    """The norm where ranks share out experts: the squares of each rank's experts are added in the order of ranks."""
+
+    def __init__(self, others: FlatNorm | None, experts: Sequence[ParamGroup], ranks: Fabric):
+        """`others`: the norm of all other gradients, if there are any. `ranks`: those that share out the experts."""
+        super().__init__(experts)
+        self._others, self._ranks = others, ranks
+        self._squares_C = torch.zeros(ranks.world, dtype=torch.float64, device=experts[0].grad.device)
+
+    def measure(self, key: str, sums: Sequence[Tensor]) -> None:
+        """As `FlatNorm.measure`."""
+        if self._others is not None:
+            self._others.measure(key, sums)
+
+    def read(self) -> Tensor:
+        """0-d fp32: the norm. All ranks take part."""
+        self._squares_C.zero_()
+        self._squares_C[self._ranks.rank] = super().read().double().square()
+        self._ranks.add(self._squares_C)
+        total = self._squares_C.sum()
+        if self._others is not None:
+            total = total + self._others.read().double().square().to(total.device)
+        return total.sqrt().float()
 
 
 class SegmentNorm(FlatNorm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,17 @@ from surogate_core.dsl.slots import Join, Panel
 from surogate_core.engine.flat_groups import FlatGroups
 from surogate_core.engine.panels import Panels
 from surogate_core.engine.placement import Placement
-from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, PackedWeight, Piece, Source, distinct
+from surogate_core.engine.planning.pieces import (
+    ExpertsOfRank,
+    InFile,
+    Kept,
+    OneByOne,
+    PackedWeight,
+    Piece,
+    Source,
+    distinct,
+    of_all,
+)
 from surogate_core.engine.ranks.sharded_weights import ShardedWeights
 from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.files.tensorfile import Deferred
@@ -136,7 +147,7 @@ class Parameters:
                 assert tuple(value.tensor.shape) == how.shape, f"{spec.hf_name}: {value.tensor.shape}"
                 self._frozen[spec.hf_name] = value.tensor.to(self.device)
             elif isinstance(value, OneByOne):
-                self._frozen[spec.hf_name] = self._of_experts(spec, value.read)
+                self._frozen[spec.hf_name] = self._kept_experts(spec, self.packed[spec.hf_name], value.read)
             elif tuple(value.shape) != spec.shape:
                 raise AssertionError(f"{spec.hf_name}: source gave {tuple(value.shape)}, not {spec.shape}")
             elif spec.trainable:
@@ -144,7 +155,7 @@ class Parameters:
             else:
                 place = in_panel.get(spec.hf_name)
                 if how is not None and how.expert is not None:
-                    place = self._of_experts(spec, value.__getitem__)
+                    place = self._kept_experts(spec, how, value.__getitem__)
                 elif place is None:
                     place = value.to(self.device, spec.dtype_in(self.dtype)).contiguous()
                     place = place if how is None else how.pack(place)
@@ -159,11 +170,10 @@ class Parameters:
                 self._hand_over(waiting.pop(0), last)
         self.refresh()
 
-    def _of_experts(self, spec: TensorSpec, read: Callable[[int], Tensor | Kept]) -> Tensor:
+    def _kept_experts(self, spec: TensorSpec, packed: PackedWeight, read: Callable[[int], Tensor | Kept]) -> Tensor:
         """A frozen weight of experts as it is kept, from the weight of each; only one is in full precision at a
         time.
         """
-        packed = self.packed[spec.hf_name]
         assert packed.expert is not None, f"{spec.hf_name}: the experts are kept together"
         whole = torch.zeros(packed.shape, dtype=packed.dtype, device=self.device)
 
@@ -254,8 +264,8 @@ class Parameters:
         return self._panels.edge_bytes()
 
     def masters(self) -> Mapping[str, Tensor]:
-        """The live masters by HF name, but for those that are sharded."""
-        return self.flat.master
+        """The live masters by HF name, but for those of which a rank has a part."""
+        return {name: master for name, master in self.flat.master.items() if name not in self.deferred}
 
     def gradients_by_name(self) -> Mapping[str, Tensor]:
         """The live fp32 gradients by HF name."""
@@ -274,7 +284,9 @@ class Parameters:
                 if spec.hf_name in seen:
                     continue
                 value = self._whole_master(spec.hf_name) if spec.trainable else computed
-                if spec.hf_name in self._panels.rooms:
+                if spec.parts > 1 and not spec.trainable:
+                    value = self._of_all_experts(spec)
+                elif spec.hf_name in self._panels.rooms:
                     value = value.clone()
                 elif spec.hf_name in self.packed:
                     # The recipe's kept form is rounded, so the weight itself is read or drawn again.
@@ -287,6 +299,22 @@ class Parameters:
                     yield from split(spec.hf_name, value.to(spec.dtype_in(self.dtype)).contiguous())
             self.weights.release(piece.key)
 
+    def _of_all_experts(self, spec: TensorSpec) -> Tensor:
+        """A frozen weight of all experts, of which this rank has a part: read or drawn again, and in a weight format
+        rounded again.
+        """
+        assert isinstance(self._source, ExpertsOfRank)
+        value, packed = self._source.source(of_all(spec)), self.packed.get(spec.hf_name)
+        if packed is None or packed.unpack is None:
+            assert isinstance(value, Tensor)
+            return value
+        assert isinstance(value, Tensor | OneByOne)
+        read = value.read if isinstance(value, OneByOne) else value.__getitem__
+        room = torch.empty(of_all(spec).shape, dtype=self.dtype, device=self.device)
+        kept = replace(packed, shape=(len(room), *packed.shape[1:]))
+        packed.unpack(self._kept_experts(spec, kept, read), room)
+        return room
+
     def _whole_master(self, name: str) -> Tensor:
         return self.deferred[name].load() if name in self.deferred else self.flat.master[name]
 
@@ -296,10 +324,10 @@ class Parameters:
         Those are A and B of each adapter, and routers that are trained.
         """
         if any(spec.role == "adapter" for spec in self.specs.values()):
-            for name, master in self.flat.master.items():
-                yield from split(name, master.float())
+            for name in self.flat.master:
+                yield from split(name, self._whole_master(name).float())
 
     def counts(self) -> tuple[int, int]:
         """(all parameters, trainable parameters)."""
-        sizes = [(math.prod(s.shape), s.trainable) for s in self.specs.values()]
+        sizes = [(math.prod(s.shape) * s.parts, s.trainable) for s in self.specs.values()]
         return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)

@@ -33,7 +33,7 @@ from surogate_core.engine.planning.pieces import Piece
 from surogate_core.engine.planning.plan import EnginePlan
 from surogate_core.errors import SurogateError
 from surogate_core.kernels import ops, registry
-from surogate_core.kernels.heads import SharedRows, sharing
+from surogate_core.kernels.linked import Linked, among
 
 
 @contextmanager
@@ -59,8 +59,8 @@ class ProgramBuilder:
     columns: int
     """K, figures of a slot's row in the recipe's state; 0 if it has none."""
     device: torch.device
-    shared_rows: SharedRows | None = None
-    """The ranks that share each row; None where every rank has rows of its own."""
+    linked: tuple[Linked, ...] = ()
+    """The ranks with which programs exchange values: those that share each row, or experts."""
     progress: Callable[[str, int, int], None] = lambda task, done, total: None
     """Called with (task, 0, 1) when compilation of a program begins and with (task, 1, 1) when it ends."""
     _layers: dict[Any, Program] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class ProgramBuilder:
     @contextmanager
     def _making(self, task: str) -> Iterator[None]:
         self.progress(task, 0, 1)
-        with registry.using(self.kernels), sharing(self.shared_rows):
+        with registry.using(self.kernels), among(*self.linked):
             yield
         self.progress(task, 1, 1)
 
@@ -200,7 +200,7 @@ class ProgramBuilder:
 
     def layer_footprint(self, piece: Piece) -> Footprint:
         """The residuals of a layer, without its input, and its working set."""
-        with registry.using(self.kernels), sharing(self.shared_rows), _naming_unused(piece):
+        with registry.using(self.kernels), among(*self.linked), _naming_unused(piece):
             return footprint(
                 self.layer_function(piece, training=True),
                 self.layer_inputs(piece),

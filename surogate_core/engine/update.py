@@ -12,7 +12,7 @@ from torch import Tensor
 from surogate_core.bundles import Optimizer
 from surogate_core.dsl.sides import Role
 from surogate_core.engine.figures import FigureSums
-from surogate_core.engine.gradient_norm import FlatNorm, SegmentNorm, StreamedNorm
+from surogate_core.engine.gradient_norm import ExpertNorm, FlatNorm, SegmentNorm, StreamedNorm
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.planning.assembly import Assembly
@@ -79,26 +79,34 @@ def norm_of(
 ) -> FlatNorm:
     """Computes the norm of all gradients, in the place with the fastest access to them."""
     settings, axes = assembly.settings, sharing.axes
-    if axes.shards or (axes.exact and axes.zero_level):
+    groups = parameters.host_groups if settings.update_on_cpu else parameters.groups
+    own = {group.name for group in parameters.flat.of_experts}
+    experts, others = ([g for g in groups if (g.name in own) is ours] for ours in (True, False))
+    by_segments = axes.shards or (axes.exact and axes.zero_level > 0)
+    if experts:
+        rest = _segment_norm(parameters, sharing, traffic) if by_segments else FlatNorm(others)
+        return ExpertNorm(rest if others else None, experts, sharing.along["expert"])
+    if by_segments:
         return _segment_norm(parameters, sharing, traffic)
     if settings.update_on_cpu and settings.device.type == "cuda" and streams_gradients and axes.ranks == 1:
         trained = [spec.hf_name for spec in parameters.specs.values() if spec.trainable]
         return StreamedNorm(parameters.pieces, trained, settings.device)
-    return FlatNorm(parameters.host_groups if settings.update_on_cpu else parameters.groups)
+    return FlatNorm(groups)
 
 
 def _segment_norm(parameters: Parameters, sharing: Sharing, traffic: Traffic) -> FlatNorm:
     """The norm by the segments that do not depend on the number of ranks; of other numbers, by their parts."""
     stages, sharded = sharing.stages, parameters.sharded
-    parts = stages.parts
+    parts, experts = stages.parts, {group.name for group in parameters.flat.of_experts}
+    groups = [group for group in parameters.groups if group.name not in experts]
     cuts = LANES if LANES % parts == 0 else parts
     found: list[tuple[int, Tensor]] = []
     if sharded is not None:
-        whole = [g for g in parameters.groups if not any(g is other for other in sharded.groups)]
+        whole = [g for g in groups if not any(g is other for other in sharded.groups)]
         spans = {key: (part.owners[0][0], part.owners[-1][1]) for key, part in sharded.parts.items()}
     else:
         decayed = next(g for g in parameters.groups if g.name == "decayed")
-        whole = [g for g in parameters.groups if g is not decayed]
+        whole = [g for g in groups if g is not decayed]
         spans = piece_ranges(parameters.pieces, decayed.shapes)
     for number, (key, span) in enumerate(spans.items()):
         for cut, (a, b) in enumerate(owners(span, cuts)):

@@ -275,6 +275,14 @@ class TensorFile(Mapping[str, "Tensor"]):
                 buffer = buffer[count:]
 
 
+def read_elements(file: Mapping[str, Tensor], name: str, first: int, into: Tensor) -> None:
+    """Copy a tensor's elements from number `first` on into `into` (contiguous, any device); of a file only these."""
+    if isinstance(file, TensorFile):
+        file.read_part(name, first, into)
+    else:
+        into.view(-1).copy_(file[name].reshape(-1)[first : first + into.numel()])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred:
     """A tensor that is made when it is read, such as one whose parts are on several GPUs."""

@@ -213,6 +213,14 @@ class _Gather(Function):
         return total.to(dx_RI.dtype), None, None
 
 
+def gather_rows(x_NI: Tensor, order_R: Tensor, slot_NK: Tensor) -> Tensor:
+    """[R, I]: the rows of tokens in the order of their experts; several rows may be of one choice, of which `slot_NK`
+    names the one whose gradient counts.
+    """
+    found: Tensor = _Gather.apply(x_NI, order_R, slot_NK)
+    return found
+
+
 @op
 def grouped_linears(
     x: Tensor,
@@ -231,7 +239,7 @@ def grouped_linears(
     projection its weights, [E, O, I] or as `product` takes them, and, with an adapter, A [E, L, I] and B [E, O, L].
     No dropout without a seed; the mask follows the sorted rows.
     """
-    x_RI = x if order_R is None else _Gather.apply(x, order_R, slot_NK)
+    x_RI = x if order_R is None or slot_NK is None else gather_rows(x, order_R, slot_NK)
     rest = iter(tensors)
     weights, pairs = [], []
     for adapter in adapters:

@@ -11,11 +11,7 @@ heads, G = H / C heads of a rank, E features of a query and a key, F features of
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -24,58 +20,20 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from surogate_core.bundles.fabrics import Fabric
 from surogate_core.errors import UserError
+from surogate_core.kernels.linked import Linked, active, exchanged, own_part
 from surogate_core.kernels.regions import region
 
 Attention = Callable[..., Tensor]
 
-_fabrics: dict[int, Fabric] = {}
-"""Number in the traced programs → the fabric of the ranks that share rows."""
-_numbering = threading.Lock()
-"""Ranks that are threads of one process take their numbers one after another."""
 
-
-@dataclass(slots=True)
-class SharedRows:
-    """The ranks that share each row, as traced programs know them."""
-
-    size: int
-    """C."""
-    number: int = -1
-    """Key of their fabric; negative if programs are traced but never run."""
-
-    @classmethod
-    def of(cls, fabric: Fabric) -> SharedRows:
-        """The ranks of a fabric. It takes the smallest free number, which is the same in all processes of a run: ranks
-        find each other's compiled programs.
-        """
-        with _numbering:
-            number = next(n for n in range(len(_fabrics) + 1) if n not in _fabrics)
-            _fabrics[number] = fabric
-        return cls(fabric.world, number)
-
-    def close(self) -> None:
-        """Free the number: programs that were traced with it never run again."""
-        _fabrics.pop(self.number, None)
-
-
-_active: ContextVar[SharedRows | None] = ContextVar("surogate_shared_rows", default=None)
-
-
-@contextmanager
-def sharing(rows: SharedRows | None) -> Iterator[None]:
-    """Blocks that are traced inside attend over the positions of all these ranks."""
-    token = _active.set(rows)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+class SharedRows(Linked):
+    """The ranks that share each row."""
 
 
 def ranks_sharing_rows() -> int:
     """How many ranks share the rows of the blocks that are traced now; 0 if none do."""
-    rows = _active.get()
+    rows = active(SharedRows)
     return 0 if rows is None else rows.size
 
 
@@ -103,7 +61,7 @@ def over_shared_rows(attention: Attention) -> Attention:
         sinks: Tensor | None = None,
         **settings: Any,
     ) -> Tensor:
-        rows = _active.get()
+        rows = active(SharedRows)
         if rows is None:
             return attention(q_NHE, k_NKE, v_NKF, cu_seqlens_S, max_seqlen, scale, sinks=sinks, **settings)
         if q_NHE.shape[1] % rows.size:
@@ -115,7 +73,7 @@ def over_shared_rows(attention: Attention) -> Attention:
         with region("att"):
             q_NHE, k_NKE, v_NKF = _to_own_heads(q_NHE, k_NKE, v_NKF, rows)
             if sinks is not None:
-                sinks = _OwnHeads.apply(sinks, rows.size, rows.number)
+                sinks = own_part(sinks, rows)
         y_NGF = attention(q_NHE, k_NKE, v_NKF, cu_seqlens_S, max_seqlen, scale, sinks=sinks, **settings)
         with region("att"):
             return _ToPositions.apply(y_NGF, rows.size, rows.number)
@@ -143,22 +101,11 @@ def _exchange_heads(tensors: Sequence[Tensor], rows: SharedRows) -> tuple[Tensor
     return found
 
 
-def _exchanged(sent_CPGE: Tensor, number: int) -> Tensor:
-    """[C, P, G, E]: in row r what rank r sent to this one."""
-    fabric = _fabrics[number]
-    received = torch.empty_like(sent_CPGE)
-    # As bytes, which every library moves.
-    sent, into = (t.view(len(t), -1).view(torch.uint8) for t in (sent_CPGE, received))
-    fabric.exchange(list(sent.unbind()), into)
-    received[fabric.rank].copy_(sent_CPGE[fabric.rank])
-    return received
-
-
 @torch.library.custom_op("surogate::positions_to_heads", mutates_args=())
 def _to_heads(x_PHE: Tensor, size: int, number: int) -> Tensor:
     """[P, H, E] → [N, G, E]: all positions of this rank's heads."""
     sent = x_PHE.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
-    return _exchanged(sent, number).flatten(0, 1)
+    return exchanged(sent, number).flatten(0, 1)
 
 
 @_to_heads.register_fake
@@ -170,7 +117,7 @@ def _(x_PHE: Tensor, size: int, number: int) -> Tensor:
 @torch.library.custom_op("surogate::heads_to_positions", mutates_args=())
 def _to_positions(x_NGE: Tensor, size: int, number: int) -> Tensor:
     """[N, G, E] → [P, H, E]: all heads of this rank's positions."""
-    received = _exchanged(x_NGE.contiguous().unflatten(0, (size, -1)), number)
+    received = exchanged(x_NGE.contiguous().unflatten(0, (size, -1)), number)
     return received.transpose(0, 1).contiguous().flatten(1, 2)
 
 
@@ -178,30 +125,6 @@ def _to_positions(x_NGE: Tensor, size: int, number: int) -> Tensor:
 def _(x_NGE: Tensor, size: int, number: int) -> Tensor:
     positions, heads, features = x_NGE.shape
     return x_NGE.new_empty(positions // size, heads * size, features)
-
-
-@torch.library.custom_op("surogate::own_heads", mutates_args=())
-def _own_heads(x_H: Tensor, size: int, number: int) -> Tensor:
-    """[H] → [G]: the values of this rank's heads."""
-    return x_H.unflatten(0, (size, -1))[_fabrics[number].rank].clone()
-
-
-@_own_heads.register_fake
-def _(x_H: Tensor, size: int, number: int) -> Tensor:
-    return x_H.new_empty(len(x_H) // size)
-
-
-@torch.library.custom_op("surogate::among_all_heads", mutates_args=())
-def _among_all_heads(x_G: Tensor, size: int, number: int) -> Tensor:
-    """[G] → [H]: zeros for the heads of other ranks."""
-    found_CG = x_G.new_zeros(size, len(x_G))
-    found_CG[_fabrics[number].rank] = x_G
-    return found_CG.flatten()
-
-
-@_among_all_heads.register_fake
-def _(x_G: Tensor, size: int, number: int) -> Tensor:
-    return x_G.new_empty(len(x_G) * size)
 
 
 class _ToHeads(Function):
@@ -226,18 +149,6 @@ class _ToPositions(Function):
     @once_differentiable
     def backward(ctx: Any, dy_PHE: Tensor) -> tuple[Tensor | None, ...]:
         return _to_heads(dy_PHE, *ctx.rows), None, None
-
-
-class _OwnHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, x_H: Tensor, size: int, number: int) -> Tensor:
-        ctx.rows = (size, number)
-        return _own_heads(x_H, size, number)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx_G: Tensor) -> tuple[Tensor | None, ...]:
-        return _among_all_heads(dx_G, *ctx.rows), None, None
 
 
 EXCHANGES = (torch.ops.surogate.positions_to_heads.default, torch.ops.surogate.heads_to_positions.default)

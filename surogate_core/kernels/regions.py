@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.fx.traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def region(name: str) -> AbstractContextManager[Any]:
     """Marks the traced nodes of a part of a block, for the ``recompute_*`` switches."""
-    return fx_traceback.annotate({"region": name})
+    return _marked(region=name)
 
 
 def choice() -> AbstractContextManager[Any]:
     """Marks the traced nodes by which an op decides, such as a token's experts: they are never computed again."""
-    return fx_traceback.annotate({"choice": True})
+    return _marked(choice=True)
+
+
+def _marked(**marks: Any) -> AbstractContextManager[Any]:
+    # Outside of a trace nothing reads marks, which torch keeps in one place for all threads of a process.
+    return nullcontext() if get_proxy_mode() is None else fx_traceback.annotate(marks)

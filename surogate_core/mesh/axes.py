@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     from surogate_core.bundles.fabrics import Fabric
 
-AxisName = Literal["ranks", "replicate", "shard", "context", "rows"]
+AxisName = Literal["ranks", "replicate", "shard", "context", "rows", "expert", "expert_replicate"]
 """The axes: `ranks` are all ranks; `shard` the neighbours that share out tensors, and `replicate` those that have the
 same part of them; `context` the neighbours that share rows, and `rows` those that have the same positions of different
-rows."""
+rows; `expert` the neighbours that share out experts, and `expert_replicate` those that have the same ones."""
 AXES: tuple[AxisName, ...] = get_args(AxisName)
 
 
@@ -53,6 +53,10 @@ class Axes:
     """P, neighbouring ranks that share out what `zero_level` and `shard_weights` say."""
     context: int = 1
     """C, neighbouring ranks that share each micro-batch: every one has 1/C of its positions."""
+    expert: int = 1
+    """Neighbouring ranks that share out the experts of each layer."""
+    expert_rows: bool = False
+    """Whether they send the row of each choice (`kernels.expert_ranks.RowsExchange`)."""
     zero_level: int = 0
     """Trained state that ranks share out: 1 masters and optimizer state, 2 also gradients, 3 also compute copies. With
     one rank it decides only the order of exact sums.
@@ -96,6 +100,10 @@ class Axes:
                 return Axis(size=self.shard)
             case "context":
                 return Axis(size=self.context)
+            case "expert":
+                return Axis(size=self.expert)
+            case "expert_replicate":
+                return Axis(size=self.ranks // self.expert, stride=self.expert)
         return Axis(size=self.ranks // self.context, stride=self.context)
 
     @property
@@ -112,6 +120,11 @@ class Axes:
     def shards_weights(self) -> bool:
         """Whether weights are shared out between their uses, trained or frozen ones."""
         return (self.shard_weights or self.zero_level == 3) and self.ranks > 1
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the programs of layers exchange values among ranks."""
+        return self.context > 1 or self.expert > 1
 
     @property
     def reduces_each_micro_step(self) -> bool:

@@ -223,7 +223,9 @@ def upper_bound(config: RunConfig, resolved: ResolvedModel) -> int:
         activations += tokens * sum(s.inputs + s.outputs for s in slots)
         experts = block.expert_slots(lora)
         parameters += sum(e.count * e.inputs * e.outputs for e in experts)
-        activations += tokens * sum(e.choices * (e.inputs + e.outputs) for e in experts)
+        # GPUs that share out experts have room for the rows of all their tokens.
+        rows = [config.ep_size * min(e.choices, e.count // config.ep_size) for e in experts]
+        activations += tokens * sum(n * (e.inputs + e.outputs) for n, e in zip(rows, experts, strict=True))
     head = model.vocab_size * model.width
     state = (size + 4) * parameters if lora else 32 * parameters
     return state + 40 * head + 6 * size * activations + 16 * tokens * (model.vocab_size + 16 * model.width) + 2**30

@@ -44,7 +44,7 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
     offers = [
         other
         for other in specs.values()
-        if (other.groups or plan.context == 1) and (other.across or plan.replicate == 1)
+        if (other.groups or not plan.exchanges) and (other.across or plan.replicate == 1)
     ]
     mesh.choose(partial(spec.build, config.fabric.options), resolve_device(config), offers)
 

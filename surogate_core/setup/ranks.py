@@ -41,7 +41,9 @@ def tokens_per_step(config: RunConfig) -> int:
 
 def on_one_gpu(config: RunConfig) -> RunConfig:
     """The configuration with which one GPU takes the same optimizer steps."""
-    return replace(config, gpus=1, context_parallel_size=1, gradient_accumulation_steps=micro_batches_of(config))
+    return replace(
+        config, gpus=1, context_parallel_size=1, ep_size=1, gradient_accumulation_steps=micro_batches_of(config)
+    )
 
 
 def with_kept_steps(config: RunConfig, checkpoint: Checkpoint) -> tuple[RunConfig, list[str]]:
@@ -156,6 +158,7 @@ def reduction_of(plan: Axes, stages: Sequence[int] = ()) -> dict[str, Any]:
         return (
             {"exact": False, "ranks": plan.ranks, "level": plan.zero_level if plan.shards else 0}
             | ({"context": plan.context} if plan.context > 1 else {})
+            | ({"experts": plan.expert, "rows": plan.expert_rows} if plan.expert > 1 else {})
             | ({"shard": plan.shard} if plan.replicate > 1 and plan.shards else {})
             | ({"sharded": SHARDED_ORDER} if plan.reduces_later else {})
             | ({"stages": list(stages)} if any(size & (size - 1) for size in stages) and len(stages) > 1 else {})
@@ -196,6 +199,6 @@ def reduction_notes(
 
 def _how_to_be_exact(settings: EngineSettings) -> str:
     plan = settings.axes
-    possible = plan.ranks in EXACT_RANKS and plan.context == 1 and lanes_of(plan.micro_batches) % plan.ranks == 0
+    possible = plan.ranks in EXACT_RANKS and not plan.exchanges and lanes_of(plan.micro_batches) % plan.ranks == 0
     offered = possible and not (plan.exact or settings.update_on_cpu)
     return " (exact_reduction=true gives equal bits)" if offered else ""

@@ -271,6 +271,7 @@ def test_a_second_weight_format_is_refused(problems: Problems, keys: list[str], 
 
 QUANTS = ["lora=true", "recipe=fp8-hybrid", "persistent_quants=true"]
 SHARED_ROWS = ["gpus=2", "context_parallel_size=2", "lora=false"]
+SHARED_EXPERTS = ["gpus=2", "ep_size=2", "lora=false"]
 CONTRADICTIONS = {
     "qlora_without_lora": ["lora=false", "qlora_bnb=true"],
     "micro_batch_past_any_memory": ["per_device_train_batch_size=65536", "sequence_len=4096"],
@@ -313,11 +314,19 @@ CONTRADICTIONS = {
     "groups_without_level": ["gpus=4", "lora=false", "zero_level=0", "dp_shard_size=2"],
     "groups_of_gpus": ["gpus=3", "context_parallel_size=2"],
     "parts_of_rows": ["gpus=3", "context_parallel_size=3", "sequence_len=1024"],
-    "zero_level_with_shared_rows": [*SHARED_ROWS, "zero_level=2"],
-    "shard_gradients_with_shared_rows": [*SHARED_ROWS, "shard_gradients=true"],
-    "shard_weights_with_shared_rows": [*SHARED_ROWS, "shard_weights=true"],
-    "cpu_training_with_shared_rows": [*SHARED_ROWS, "cpu_training=true"],
-    "exact_reduction_with_shared_rows": [*SHARED_ROWS, "exact_reduction=true"],
+    "zero_level_with_context_parallel_size": [*SHARED_ROWS, "zero_level=2"],
+    "shard_gradients_with_context_parallel_size": [*SHARED_ROWS, "shard_gradients=true"],
+    "shard_weights_with_context_parallel_size": [*SHARED_ROWS, "shard_weights=true"],
+    "cpu_training_with_context_parallel_size": [*SHARED_ROWS, "cpu_training=true"],
+    "exact_reduction_with_context_parallel_size": [*SHARED_ROWS, "exact_reduction=true"],
+    "groups_of_experts": ["gpus=4", "ep_size=3"],
+    "zero_level_with_ep_size": [*SHARED_EXPERTS, "zero_level=2"],
+    "shard_gradients_with_ep_size": [*SHARED_EXPERTS, "shard_gradients=true"],
+    "shard_weights_with_ep_size": [*SHARED_EXPERTS, "shard_weights=true"],
+    "cpu_training_with_ep_size": [*SHARED_EXPERTS, "cpu_training=true"],
+    "exact_reduction_with_ep_size": [*SHARED_EXPERTS, "exact_reduction=true"],
+    "context_parallel_size_with_ep_size": [*SHARED_EXPERTS, "context_parallel_size=2"],
+    "sample_prompts_with_ep_size": [*SHARED_EXPERTS, "sample_prompts=[hello]"],
 }
 
 

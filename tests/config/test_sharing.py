@@ -60,6 +60,12 @@ def test_the_plan_has_the_micro_batches_of_all_ranks(load: Load) -> None:
     assert sharing.axes(replace(config, gpus=0, context_parallel_size=1)).ranks == 1, "not known yet"
 
 
+def test_gpus_that_share_out_experts(load: Load) -> None:
+    plan = sharing.axes(load("model=qwen3-moe", "gpus=4", "ep_size=2", "ep_exchange=rows"))
+    assert (plan.expert, plan.expert_rows, plan.along("expert_replicate").size) == (2, True, 2)
+    assert not sharing.axes(load("model=qwen3-moe", "gpus=4", "ep_size=2")).expert_rows
+
+
 def test_exact_sums_are_for_lora_unless_they_are_asked_for(load: Load) -> None:
     def exact(*keys: str, moves: bool = False) -> bool:
         return sharing.axes(load("model=qwen3-0.6b", *keys), moves_gradients=moves).exact
@@ -70,6 +76,7 @@ def test_exact_sums_are_for_lora_unless_they_are_asked_for(load: Load) -> None:
     assert not exact("lora=false", "gpus=2")
     assert exact("lora=false", "gpus=2", "exact_reduction=true")
     assert not exact("lora=true", "exact_reduction=false")
+    assert not exact("lora=true", "gpus=2", "ep_size=2")
 
 
 def test_whole_matrices_are_not_shared_out(load: Load, problems: Problems, registry: Registry) -> None:

@@ -16,7 +16,7 @@ from surogate_core.dsl.rope import KINDS, Rope
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.prediction import predict
 from surogate_core.errors import UserError
-from surogate_core.kernels import heads, ops
+from surogate_core.kernels import linked, ops
 from surogate_testing import tiny
 from surogate_testing.virtual import VirtualFabric, in_threads
 
@@ -279,7 +279,7 @@ def test_what_ranks_that_share_rows_cannot_exchange_is_refused(block: type[Block
 def test_an_engine_that_fails_frees_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one in this process takes it, and so finds the compiled programs of the other processes."""
     fabrics: dict[int, Any] = {}
-    monkeypatch.setattr(heads, "_fabrics", fabrics)
+    monkeypatch.setattr(linked, "_fabrics", fabrics)
     with pytest.raises(UserError, match="does not divide"):
         in_threads(3, lambda fabric: made(fabric, 3, micro_batches=1, max_seqlen=30))
     assert not fabrics

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surogate_core.kernels import heads, ops
+from surogate_core.kernels import heads, linked, ops
 from surogate_testing.op_cases import random
 from surogate_testing.virtual import in_threads
 
@@ -25,10 +25,11 @@ class Slow(dict[int, Any]):
 
 def test_ranks_in_threads_take_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     fabrics = Slow()
-    monkeypatch.setattr(heads, "_fabrics", fabrics)
+    monkeypatch.setattr(linked, "_fabrics", fabrics)
 
     def rank(fabric: Any) -> tuple[int, bool]:
-        rows = heads.SharedRows.of(fabric)
+        rows = heads.SharedRows(fabric.world)
+        rows.open(fabric)
         return rows.number, fabrics[rows.number] is fabric
 
     assert sorted(in_threads(4, rank)) == [(number, True) for number in range(4)]
@@ -45,8 +46,9 @@ def test_extensions_over_shared_rows_are_those_of_one_rank() -> None:
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
     def rank(fabric: Any) -> list[Tensor]:
-        rows = heads.SharedRows.of(fabric)
-        with heads.sharing(rows):
+        rows = heads.SharedRows(fabric.world)
+        rows.open(fabric)
+        with linked.among(rows):
             mine = [t.chunk(fabric.world)[fabric.rank] for t in (*tensors[:3], dy)]
             return attended(*mine[:3], tensors[3], mine[3])
 

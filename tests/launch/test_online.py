@@ -196,6 +196,7 @@ def test_what_several_ranks_cannot_do_is_refused(
         (["rollout=vllm"], "rollout"),
         (["shard_weights=true"], "shard_weights"),
         (["context_parallel_size=2"], "context_parallel_size"),
+        (["ep_size=2"], "ep_size"),
         (["beta=0.1", "lora=false", "lora_dropout=0"], "beta"),
     ):
         with pytest.raises(ConfigError) as raised:

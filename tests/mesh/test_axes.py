@@ -13,9 +13,9 @@ from surogate_testing.virtual import VirtualFabric, in_threads
 
 
 def test_an_axis_divides_all_ranks_into_groups() -> None:
-    axes = Axes.of(8, shard=4, context=2)
+    axes = Axes.of(8, shard=4, context=2, expert=4)
     assert (axes.replicate, axes.shard, axes.ranks) == (2, 4, 8)
-    expected = {"ranks": 8, "replicate": 2, "shard": 4, "context": 2, "rows": 4}
+    expected = {"ranks": 8, "replicate": 2, "shard": 4, "context": 2, "rows": 4, "expert": 4, "expert_replicate": 2}
     assert {name: axes.along(name).size for name in NAMES} == expected
     for name in NAMES:
         axis = axes.along(name)
@@ -27,6 +27,8 @@ def test_an_axis_divides_all_ranks_into_groups() -> None:
     assert list(axes.along("shard").group(5)) == [4, 5, 6, 7]
     assert list(axes.along("context").group(5)) == [4, 5]
     assert list(axes.along("rows").group(5)) == [1, 3, 5, 7]
+    assert list(axes.along("expert").group(5)) == [4, 5, 6, 7]
+    assert list(axes.along("expert_replicate").group(5)) == [1, 5]
 
 
 def test_the_fabric_of_an_axis_connects_its_group() -> None:

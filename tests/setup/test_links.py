@@ -56,15 +56,15 @@ def test_ranks_of_one_machine_are_refused_before_the_run_begins(installed: Regis
     check_fabric(config, installed, Mesh())
 
 
-def test_auto_takes_a_fabric_with_groups_where_gpus_share_rows(
+def test_auto_takes_a_fabric_with_groups_where_gpus_exchange_values(
     installed: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Any = installed.bundles("fabric")
     first = replace(found["gloo"].bundle, name="first", priority=99, groups=False)
     monkeypatch.setitem(found, "first", replace(found["gloo"], bundle=first))
-    for size, chosen in ((1, "first"), (2, "gloo")):
+    for keys, chosen in (([], "first"), (["context_parallel_size=2"], "gloo"), (["ep_size=2"], "gloo")):
         mesh: Any = of_two()
-        choose_fabric(configured(installed, f"context_parallel_size={size}"), installed, mesh)
+        choose_fabric(configured(installed, *keys), installed, mesh)
         assert mesh._built._chosen.name == chosen
 
 

@@ -162,6 +162,8 @@ def test_another_order_of_sums_gets_a_note() -> None:
     exact = reduction_of(plan())
     assert reduction_of(plan(ranks=4)) == reduction_of(plan(ranks=1)) == exact
     assert reduction_of(plan(zero_level=2)) != reduction_of(plan(zero_level=1))
+    shared = [reduction_of(plan(exact=False, ranks=4, expert=n, expert_rows=n > 2)) for n in (1, 2, 4)]
+    assert len({str(order) for order in shared}) == 3
     # The norm, by which gradients are clipped, has other sums at level 0.
     assert reduction_of(plan(zero_level=1)) != exact
     assert reduction_of(plan(zero_level=1, exact=False, ranks=1)) == reduction_of(plan(exact=False, ranks=1))

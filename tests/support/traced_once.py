@@ -22,7 +22,7 @@ import torch
 from surogate_core.dsl import mixers
 from surogate_core.dsl.declare import Block
 from surogate_core.engine import programs
-from surogate_core.kernels import heads, registry
+from surogate_core.kernels import linked, registry
 from surogate_core.kernels.building import ahead, native
 
 SHARED = ("differentiate", "with_gradients", "without_gradients", "footprint", "joint_bytes")
@@ -111,7 +111,7 @@ def _surroundings() -> Any:
     """What is in use around the functions."""
     table = registry._active.get()
     kernels = None if table is None else (table.device, table.kernels, table.rewrites, table.packs, table.undefined)
-    around = (heads._active.get(), mixers._active.get(), native._assumed.get(), ahead._notes.get())
+    around = (linked._active.get(), mixers._active.get(), native._assumed.get(), ahead._notes.get())
     state = torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
     return _value((kernels, around, state))
 

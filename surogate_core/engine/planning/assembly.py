@@ -110,10 +110,10 @@ class Assembly:
     @property
     def sends_rows(self) -> bool:
         """Whether the ranks that share out a tensor exchange the rows of the embedding's gradient (`EmbeddingRows`),
-        instead of its sums. Where ranks share rows, they communicate in the compute stream alone.
+        instead of its sums. Where ranks exchange values inside of layers, they communicate in the compute stream alone.
         """
         settings, axes = self.settings, self.settings.axes
-        apart = self.lora is None and not self.model.tied and axes.context == 1
+        apart = self.lora is None and not self.model.tied and not axes.exchanges
         here = not settings.update_on_cpu and not self.offloader.moves("gradients")
         # Replicas add their sums afterwards.
         few = ROWS_OF_VOCABULARY * axes.shard * settings.tokens <= self.model.vocab_size

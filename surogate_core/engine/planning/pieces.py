@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
-from surogate_core.dsl.experts import ExpertSlot
+from surogate_core.dsl.experts import EXPERT, ExpertSlot
 from surogate_core.dsl.sides import RelayedSpec, SideSpec
 from surogate_core.dsl.slots import LinearSlot
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
@@ -142,6 +142,49 @@ def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, 
     _check_relayed(found[1:])
     found.append(Piece(key=HEAD, specs=model.head_specs(train_base=train_base)))
     return tuple(found)
+
+
+def of_one_rank(piece: Piece, ranks: int) -> Piece:
+    """The piece as each of several ranks has it that share out its experts evenly."""
+
+    def own(spec: TensorSpec) -> TensorSpec:
+        if EXPERT not in spec.hf_name:
+            return spec
+        return replace(spec, shape=(spec.shape[0] // ranks, *spec.shape[1:]), parts=ranks, summed="expert_replicate")
+
+    specs = tuple(map(own, piece.specs))
+    experts = tuple(replace(slot, count=slot.count // ranks) for slot in piece.experts)
+    return replace(piece, specs=specs, experts=experts)
+
+
+def of_all(spec: TensorSpec) -> TensorSpec:
+    """The tensor of all experts, of one that has a rank's."""
+    return replace(spec, shape=(spec.shape[0] * spec.parts, *spec.shape[1:]), parts=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsOfRank:
+    """A source that gives the tensors of some experts, of one that gives those of all."""
+
+    source: Source
+    number: int
+    """The number of the rank that has them, among those that share experts out."""
+
+    def __call__(self, spec: TensorSpec) -> Tensor | Kept | InFile | OneByOne:
+        """As a `Source`."""
+        if spec.parts == 1:
+            return self.source(spec)
+        value, first = self.source(of_all(spec)), self.number * spec.shape[0]
+        match value:
+            case InFile(read=part):
+                elements = first * math.prod(spec.shape[1:])
+                return InFile(lambda at, into: part(elements + at, into))
+            case OneByOne(read=one):
+                return OneByOne(lambda number: one(first + number))
+            case Kept(tensor=kept):
+                raise AssertionError(f"{spec.hf_name}: {tuple(kept.shape)}, all experts in one")
+        # Copied: a view would keep the experts of other ranks in memory.
+        return value[first : first + spec.shape[0]].clone()
 
 
 def _check_relayed(layers: Sequence[Piece]) -> None:

@@ -14,8 +14,22 @@ import torch
 from surogate_core.dsl.sides import IDS, REAL
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.engine.planning.pieces import Piece, pieces
+from surogate_core.engine.planning.pieces import Piece, of_one_rank, pieces
 from surogate_core.engine.planning.weight_plan import WeightPlan, plain_layers
+from surogate_core.kernels.expert_ranks import ExpertRanks
+from surogate_core.kernels.heads import SharedRows
+from surogate_core.kernels.linked import Linked, among
+from surogate_core.mesh.axes import Axes, AxisName
+
+
+def linked_of(axes: Axes) -> dict[AxisName, Linked]:
+    """The groups of ranks among which programs exchange values, by their axis. They are not open."""
+    found: dict[AxisName, Linked] = {}
+    if axes.context > 1:
+        found["context"] = SharedRows(axes.context)
+    if axes.expert > 1:
+        found["expert"] = ExpertRanks(axes.expert, rows=axes.expert_rows)
+    return found
 
 
 def _takers(layers: Sequence[Piece]) -> dict[tuple[int, str], tuple[str, ...]]:
@@ -50,6 +64,9 @@ class EnginePlan:
         """Plan for programs that are traced for `device`; nothing is allocated."""
         settings = assembly.settings
         found = pieces(assembly.model, lora=assembly.lora, max_seqlen=settings.max_seqlen)
+        sharing = settings.axes.expert
+        if sharing > 1:
+            found = tuple(of_one_rank(piece, sharing) for piece in found)
         positions = torch.zeros(settings.tokens, dtype=torch.int32, device="meta")
         tables = {
             **assembly.model.tables(positions, settings.dtype),
@@ -66,12 +83,14 @@ class EnginePlan:
         for piece in found[1:-1]:
             rows[piece.key] = slice(count, count + len(piece.slots))
             count += len(piece.slots)
+        with among(*linked_of(settings.axes).values()):
+            weights = WeightPlan.of(assembly, found, plain=plain, tables=signatures)
         return cls(
             assembly=assembly,
             pieces=found,
             tables=signatures,
             plain=plain,
-            weights=WeightPlan.of(assembly, found, plain=plain, tables=signatures),
+            weights=weights,
             rows=rows,
             by_key={piece.key: piece for piece in found[1:-1]},
             takers=_takers(found[1:-1]),

@@ -15,13 +15,12 @@ from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.planning.assembly import Assembly, EngineSettings
 from surogate_core.engine.planning.pieces import Piece
-from surogate_core.engine.planning.plan import EnginePlan
+from surogate_core.engine.planning.plan import EnginePlan, linked_of
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.ranks.embedding_rows import EmbeddingRows
 from surogate_core.engine.ranks.shares import GRADIENT, Sent, Shares
 from surogate_core.engine.schedule import EMBED, HEAD, Action, layer_key, training_schedule
 from surogate_core.engine.stores import DeviceStore
-from surogate_core.kernels.heads import SharedRows
 
 CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes of cuBLAS's workspace on Hopper, for each stream that multiplies; 8 MiB on other GPUs."""
@@ -87,6 +86,8 @@ class TensorBytes:
     """Elements of the flat group of what does not decay."""
     wide: tuple[int, ...]
     """Elements of each flat group of what is always in fp32."""
+    own_experts: int
+    """Elements of the flat group of experts, if ranks share them out."""
     frozen: int
     """Bytes of frozen weights as stored."""
     kept_in: str | None
@@ -111,7 +112,7 @@ class TensorBytes:
     again: int
     """FLOPs of products and attention that a micro-step computes again."""
     exchanged: tuple[int, ...]
-    """Bytes of each tensor that ranks which share rows exchange in a micro-step."""
+    """Bytes of each tensor that ranks which share rows, or experts, exchange in a micro-step."""
     embedding_gradient: int
     """Bytes of the tokens' gradients in float32, if the embedding is trained."""
     activation: int
@@ -149,6 +150,7 @@ class TensorBytes:
         total, trainable = parameters.counts()
         kept_in = recipe.name if assembly.weight_format is None else assembly.weight_format.name
         wide = tuple(g.master.numel() for g in parameters.groups if g.name.endswith(WIDE))
+        experts = sum(group.master.numel() for group in parameters.flat.of_experts)
         quantised = any(packed.rounded for packed in parameters.packed.values())
         return cls(
             assembly=assembly,
@@ -156,8 +158,9 @@ class TensorBytes:
             parameters=total,
             trainable_parameters=trainable,
             decayed=_by_piece(plan, parameters),
-            undecayed=sum(g.master.numel() for g in parameters.groups if g.name != "decayed") - sum(wide),
+            undecayed=sum(g.master.numel() for g in parameters.groups if g.name != "decayed") - sum(wide) - experts,
             wide=wide,
+            own_experts=experts,
             frozen=sum(nbytes(parameters, s) for s in parameters.specs.values() if not s.trainable),
             kept_in=kept_in if quantised else None,
             unpacked=sum(room.nbytes for room in parameters.shared),
@@ -206,6 +209,7 @@ class TensorBytes:
             decayed=self.decayed,
             undecayed=self.undecayed,
             wide=self.wide,
+            experts=self.own_experts,
             frozen=frozen,
             exchanged=self.exchanged,
             replicas_once=assembly.adds_replicas_once,
@@ -471,13 +475,12 @@ def programs_on_meta(assembly: Assembly) -> ProgramBuilder:
     plan = EnginePlan.of(assembly, device=tracing)
     state = assembly.recipe.state(plan.slots, torch.device("meta"))
     columns = 0 if state is None else state.rows.shape[1]
-    size = assembly.settings.axes.context
     return ProgramBuilder(
         plan=plan,
         parameters=_parameters_on_meta(plan),
         columns=columns,
         device=tracing,
-        shared_rows=SharedRows(size) if size > 1 else None,
+        linked=tuple(linked_of(assembly.settings.axes).values()),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -14,7 +14,7 @@ from surogate_core.engine.ranks.orders import Orders
 from surogate_core.engine.ranks.sharding import Range, ShardedGroup, chunks, gathered_range
 from surogate_core.engine.ranks.stages import Stages
 from surogate_core.errors import PluginError
-from surogate_core.files.tensorfile import Deferred, TensorFile
+from surogate_core.files.tensorfile import Deferred, read_elements
 from surogate_core.kernels.optimizing.rounding import PERIOD
 from surogate_core.mesh.mesh import Mesh
 
@@ -84,16 +84,31 @@ class ShardedState:
             self._rows[name] = [[told.get(name, {}).get(place, [0])[0] for told in by_part] for place in self._places]
 
     def _defer(self, name: str, orders: Orders) -> Deferred:
-        tail, dtype = self._tails[name]
-        rows = self._rows[name]
-        width = math.prod(tail)
-        works = [
-            partial(self._of_part, name, i, span)
-            for i, counts in enumerate(rows)
-            for span in chunks(0, sum(counts) * width)
-            if any(counts)
-        ]
-        return orders.deferred((sum(map(sum, rows)), *tail), dtype, works)
+        rows, tail, dtype = self.form(name)
+        return orders.deferred((rows, *tail), dtype, self.works(name, 0, rows))
+
+    def form(self, name: str) -> tuple[int, tuple[int, ...], torch.dtype]:
+        """(rows, shape of a row, dtype) of a whole state tensor."""
+        return (sum(map(sum, self._rows[name])), *self._tails[name])
+
+    def works(self, name: str, first: int, stop: int) -> list[Callable[[], Tensor]]:
+        """Works that make the rows of a whole state tensor, from `first` to the one before `stop`, in pieces: all ranks
+        do them together.
+        """
+        width, at = math.prod(self._tails[name][0]), 0
+        found: list[Callable[[], Tensor]] = []
+        for number, counts in enumerate(self._rows[name]):
+            low, high = max(first, at), min(stop, at + sum(counts))
+            if low < high:
+                spans = chunks((low - at) * width, (high - at) * width)
+                found += [partial(self._of_part, name, number, span) for span in spans]
+            at += sum(counts)
+        return found
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the whole state tensors that ranks share out."""
+        return self._suffixes
 
     def _of_part(self, name: str, number: int, span: Range) -> Tensor:
         """Some elements of a part's rows of all ranks; all take part."""
@@ -112,14 +127,13 @@ class ShardedState:
         """Read this rank's state from a checkpoint."""
         for name, tensor in self._replicated.items():
             tensor.copy_(file[name])
-        own = self._stages.own
         for name in self._suffixes:
-            at, tail = 0, math.prod(self._tails[name][0])
-            for place, counts in zip(self._places, self._rows[name], strict=True):
-                if counts[own]:
-                    first, target = at + sum(counts[:own]), self._own[name][place]
-                    if isinstance(file, TensorFile):
-                        file.read_part(name, first * tail, target)
-                    else:
-                        target.copy_(file[name][first : first + counts[own]])
-                at += sum(counts)
+            self.read_whole(name, partial(read_elements, file, name))
+
+    def read_whole(self, name: str, read: Callable[[int, Tensor], None]) -> None:
+        """Read this rank's part of a whole state tensor. `read`: (first element, contiguous tensor) reads into it."""
+        at, width, own = 0, math.prod(self._tails[name][0]), self._stages.own
+        for place, counts in zip(self._places, self._rows[name], strict=True):
+            if counts[own]:
+                read((at + sum(counts[:own])) * width, self._own[name][place])
+            at += sum(counts)

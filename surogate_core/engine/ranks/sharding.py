@@ -21,7 +21,7 @@ from surogate_core.engine.ranks.lanes import Share
 from surogate_core.engine.ranks.owned import Owned, Within
 from surogate_core.engine.ranks.stages import Stages
 from surogate_core.engine.schedule import EMBED, HEAD
-from surogate_core.files.tensorfile import Deferred, TensorFile
+from surogate_core.files.tensorfile import Deferred, read_elements
 from surogate_core.kernels.optimizing.rounding import PERIOD
 from surogate_core.mesh.axes import AXES, Axes, AxisName
 from surogate_core.mesh.mesh import Along, Mesh
@@ -369,10 +369,7 @@ class ShardedGroup:
 
     def read(self, name: str, file: Mapping[str, Tensor]) -> None:
         """Read this rank's part of a master from a checkpoint."""
-        if isinstance(file, TensorFile):
-            self.read_from(name, partial(file.read_part, name))
-        else:
-            self.set(name, file[name])
+        self.read_from(name, partial(read_elements, file, name))
 
     def read_from(self, name: str, read: Callable[[int, Tensor], None]) -> None:
         """Read this rank's part of a master. `read`: (first element of the tensor, where to)."""

@@ -56,8 +56,10 @@ class Shares:
     """Bytes of each piece's frozen weights as stored."""
     wide: tuple[int, ...] = ()
     """Elements of each flat group that is always in fp32, which every rank keeps whole."""
+    experts: int = 0
+    """Elements of the flat group of experts that a rank has of those which ranks share out."""
     exchanged: tuple[int, ...] = ()
-    """Bytes of each tensor that ranks which share rows exchange in a micro-step."""
+    """Bytes of each tensor that ranks which share rows, or experts, exchange in a micro-step."""
     replicas_once: bool = False
     """`Assembly.adds_replicas_once`."""
     rows: int = 0
@@ -110,8 +112,8 @@ class Shares:
 
     @property
     def _replicated(self) -> int:
-        """Elements of the flat groups that every rank keeps whole at each level."""
-        return self.undecayed + sum(self.wide)
+        """Elements of the flat groups that a rank does not share out otherwise, at each level."""
+        return self.undecayed + sum(self.wide) + self.experts
 
     def _own(self, elements: int) -> int:
         """The longest part of a piece."""
@@ -124,6 +126,12 @@ class Shares:
     def _even_of_all(self, elements: int) -> int:
         """Elements of a group that every rank keeps, with equal parts for all ranks."""
         return longest_part(elements, self.ranks) * self.ranks
+
+    @property
+    def _even_experts(self) -> int:
+        """Elements of the group of experts, with equal parts for all ranks that have the same ones."""
+        size = self.axes.along("expert_replicate").size
+        return longest_part(self.experts, size) * size
 
     # ------------------------------------------------------------------------- what is kept
 
@@ -150,7 +158,8 @@ class Shares:
     @property
     def sums(self) -> int:
         """Elements of the gradient sums of a rank, with the padding of those that every rank keeps."""
-        return self._summed + sum(self._even_of_all(n) - n for n in self._kept_by_all)
+        padding = sum(self._even_of_all(n) - n for n in self._kept_by_all)
+        return self._summed + padding + self._even_experts - self.experts
 
     @property
     def partial_sums(self) -> int:
@@ -177,7 +186,7 @@ class Shares:
         whole = sum(map(self._even, self._copied_whole))
         # Shared masters are separate from the copies even in the model's dtype, others only if the CPU updates them.
         apart = self.settings.dtype != self.settings.master_dtype or self.settings.update_on_cpu
-        replicated = self.undecayed if apart else 0
+        replicated = self.undecayed + self.experts if apart else 0
         wide = sum(self.wide) * torch.float32.itemsize if self.settings.update_on_cpu else 0
         return (whole + replicated) * self.settings.dtype.itemsize + wide
 
@@ -231,6 +240,7 @@ class Shares:
         if self.ranks == 1:
             return 0
         whole = max(self._received(n, self.ranks) for n in (self.undecayed, *self.wide))
+        whole = max(whole, self._received(self.experts, self.axes.along("expert_replicate").size))
         pieces = max(self._received(n, self.parts) for n in self._summed_pieces)
         if self.level == 0:
             return max(whole, self._received(sum(self.decayed), self.ranks))
@@ -251,7 +261,7 @@ class Shares:
         if self.ranks == 1:
             return ()
         steps = self.axes.micro_batches // self.axes.along("rows").size
-        found = [*self._gradients(steps), *self._weights(steps), *self._base(steps), self._heads(steps)]
+        found = [*self._gradients(steps), *self._weights(steps), *self._base(steps), self._exchanges(steps)]
         return tuple(sent for sent in found if sent.nbytes)
 
     def _others(self, nbytes: int, ranks: int = 0) -> int:
@@ -259,11 +269,13 @@ class Shares:
         ranks = ranks or self.parts
         return nbytes * (ranks - 1) // ranks
 
-    def _heads(self, steps: int) -> Sent:
-        """Queries, keys, values and their gradients, of which a rank keeps one part; the computation waits for them."""
-        size = self.axes.context
+    def _exchanges(self, steps: int) -> Sent:
+        """What layers exchange, and its gradients, of which a rank keeps one part; the computation waits for them: the
+        queries, keys and values of shared rows, or the tokens and outputs of shared experts.
+        """
+        size = self.axes.context * self.axes.expert
         return Sent(
-            what="heads of shared rows",
+            what="tokens of shared experts" if self.axes.expert > 1 else "heads of shared rows",
             nbytes=steps * sum(nbytes * (size - 1) // size for nbytes in self.exchanged),
             calls=steps * len(self.exchanged),
             how="exchange",
@@ -277,6 +289,7 @@ class Shares:
         found = [
             Sent(what="gradients that all keep, reduced", nbytes=nbytes, calls=len(groups), how="exchange"),
             Sent(what="gradients that all keep, gathered", nbytes=nbytes, calls=len(groups), how="gather"),
+            *self._gradients_of_experts(),
         ]
         if self.level:
             times = 1 if self.level == 1 else steps
@@ -296,6 +309,18 @@ class Shares:
                 *self._replicas(times, embedded, headed),
             ]
         return found
+
+    def _gradients_of_experts(self) -> Sequence[Sent]:
+        """The sums of a rank's experts over the ranks that have the same ones."""
+        axis = self.axes.along("expert_replicate")
+        if axis.size == 1 or not self.experts:
+            return ()
+        nbytes = self._others(GRADIENT * self._even_experts, axis.size)
+        more: Any = {"nbytes": nbytes, "calls": 1, "ranks": axis.size, "stride": axis.stride}
+        return (
+            Sent(what="gradients of experts, reduced", how="exchange", **more),
+            Sent(what="gradients of experts, gathered", how="gather", **more),
+        )
 
     def _reductions(self, steps: int) -> tuple[int, int]:
         """How often the sums of the embedding, and those of the head, are reduced in a step of `steps` micro-steps."""

@@ -43,9 +43,9 @@ class Traffic:
         self.counts = False
         """Whether micro-steps exchange the tokens of experts."""
         self._coming: dict[str, torch.cuda.Event | None] = {}
-        # Ranks that share rows exchange heads in the compute stream. Collectives of two groups on two streams could
-        # wait for each other, so they are all in that stream then.
-        one_stream = axes.context > 1
+        # Ranks that share rows, or experts, exchange values in the compute stream. Collectives of two groups on two
+        # streams could wait for each other, so they are all in that stream then.
+        one_stream = axes.exchanges
         self._side = SideStream(torch.device("cpu") if one_stream else device, priority=FIRST)
         self._last: torch.cuda.Event | None = None
         """After the last work of this micro-step on the side stream."""
@@ -69,7 +69,7 @@ class Traffic:
     def within(self, *, first: bool, last: bool) -> bool:
         """Whether a micro-step of training needs other ranks."""
         own = (first and self.gathers) or (last and self.overlaps) or self._sharing.axes.reduces_each_micro_step
-        return own or self.counts or self._sharing.axes.context > 1
+        return own or self.counts or self._sharing.axes.exchanges
 
     def begin(self, *, first: bool, last: bool) -> None:
         """A micro-step of training begins."""

@@ -9,6 +9,8 @@ import decaying
 import pytest
 import surogate_offload_host as host
 import torch
+from mixture import CONFIG as MIXTURE
+from mixture import Mixture
 from tiny_qwen3 import make_engine
 
 from surogate_core.bundles import Objective
@@ -117,6 +119,8 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "replicas, level 1, weights": (False, 4, {"zero_level": 1, "shard_weights": True, "shard_ranks": 2}),
     "replicas, level 3": (False, 4, {"zero_level": 3, "shard_weights": True, "shard_ranks": 2}),
     "replicas, level 2, exact": (False, 4, {"zero_level": 2, "exact": True, "shard_ranks": 2}),
+    "experts": (False, 4, {"zero_level": 1, "build": Mixture, "config": MIXTURE, "expert": 2}),
+    "adapters of experts": (True, 4, {"build": Mixture, "config": MIXTURE, "expert": 4}),
     "rows of the embedding": (False, 4, {"zero_level": 3, "config": MANY_ROWS, "dtype": torch.bfloat16}),
     "rows of the embedding, replicas": (False, 4, {"zero_level": 2, "config": MANY_ROWS, "shard_ranks": 2}),
     "rows of the embedding, score head": (False, 2, {"zero_level": 2, "config": SCORED, "objective": SCORES}),

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.plugin import ConfigError, MachineError, Problem, UserError
+from surogate_core.plugin import ConfigError, MachineError, Problem, UserError, atomic
 
 if TYPE_CHECKING:
     import torch
@@ -162,6 +162,7 @@ def _plan(
         **experts,
     )
     plan = replace(plan, shared_out=_shared_out(plan, registry, predicted))
+    plan = replace(plan, of_experts=(*plan.of_experts, *_whole_experts(plan, predicted)))
     fitting = None if budget is None else fit.proposals(config, registry, predicted, rates=rates)
     _print(plan, fitting, budget, switches)
     nothing_fits = fitting is not None and budget is not None and not any(fit.fits(p, budget) for p in fitting)
@@ -197,6 +198,25 @@ def _shared_out(plan: RunPlan, registry: Registry, predicted: Predictor) -> tupl
         return None
     config, memory = plan.config, plan.room.device / view.MARGIN
     return fit.shared_out(config, registry, predicted, memory, more=plan.cluster is None)
+
+
+def _whole_experts(plan: RunPlan, predicted: Predictor) -> list[str]:
+    """What a run that shares out experts would need and send if every GPU had all of them, where that fits."""
+    from surogate_command_plan import view
+
+    memory, config = plan.room.device, plan.config
+    if config.ep_size == 1 or memory is None:
+        return []
+    whole = predicted(replace(config, ep_size=1))
+    needed, now = (p.total("device") for p in (whole, plan.prediction))
+    if needed * view.MARGIN > memory:
+        return []
+    sends = [sum(sent.nbytes for sent in p.sent) for p in (whole, plan.prediction)]
+    needs, instead, before, after = map(atomic.human_bytes, (needed, now, *sends))
+    return [
+        f"ep_size=1 fits too: {needs} on each GPU instead of {instead}, and a GPU sends {before} a step instead of "
+        f"{after}."
+    ]
 
 
 def _estimate(config: RunConfig, registry: Registry, model: dsl.Model, prediction: Prediction, gpu: Gpu) -> Speed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -74,7 +75,7 @@ class Predictor:
         """The counts of a configuration, or of an earlier one with the same layers."""
         gathered = config.lora and sharing.axes(config).shards_weights
         streams = config.cpu_training or config.offload_quants or gathered
-        key = config.recompute, config.recompute_budget, streams
+        key = config.recompute, config.recompute_budget, streams, config.ep_size, config.ep_exchange
         if key not in self._traced:
             self._traced[key] = self._count(config)
         return self._traced[key]
@@ -92,7 +93,8 @@ def shared_out(
     First on the run's own GPUs, then, if `more`, on 2, 4 or 8. None if there is no way.
     """
     optimizer = registry.get("optimizer", config.optimizer.name)
-    larger = [n for n in EXACT_RANKS if more and n > config.gpus and n % config.context_parallel_size == 0]
+    each = math.lcm(config.context_parallel_size, config.ep_size)
+    larger = [n for n in EXACT_RANKS if more and n > config.gpus and n % each == 0]
     for gpus in (config.gpus, *larger):
         on_them = replace(config, gpus=gpus)
         as_it_is: list[dict[str, Any]] = [{}] if gpus != config.gpus else []

@@ -137,7 +137,7 @@ class _Run:
         shared = "the rows of a step" if steps is None else f"the {steps} micro-batches of a step"
         if found is None:
             what = f"ranks of fewer machines cannot share {shared} equally"
-            groups = {"dp_shard_size": self._shard, "context_parallel_size": self._context}
+            groups = {"dp_shard_size": self._shard, "context_parallel_size": self._context, "ep_size": self._experts}
             if named := " and ".join(f"{key}={size}" for key, size in groups.items() if size > 1):
                 what += f" in groups of {named}"
             if self._options.min_nodes > 1:
@@ -154,9 +154,8 @@ class _Run:
         assert self._layout is not None
         machines = Machine.of(self._ray.nodes())
         least, micro_batches = self._options.min_nodes, self._micro_batches()
-        return self._layout.on_those_left(
-            machines, micro_batches, least=least, shard=self._shard, context=self._context
-        )
+        groups = {"shard": self._shard, "context": self._context, "experts": self._experts}
+        return self._layout.on_those_left(machines, micro_batches, least=least, **groups)
 
     @property
     def _shard(self) -> int:
@@ -167,6 +166,11 @@ class _Run:
     def _context(self) -> int:
         """Ranks that share each micro-batch."""
         return int(self._job.config.get("context_parallel_size", 1))
+
+    @property
+    def _experts(self) -> int:
+        """Ranks that share out experts."""
+        return int(self._job.config.get("ep_size", 1))
 
     def _micro_batches(self) -> int | None:
         """M, of a step of all ranks; 0 for a job that has no steps, None if their number varies.

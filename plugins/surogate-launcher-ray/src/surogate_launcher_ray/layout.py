@@ -78,13 +78,21 @@ class RankLayout:
         return [machine for machine in machines if machine.cpus >= 1 and machine.gpus >= need]
 
     def on_those_left(
-        self, machines: Sequence[Machine], micro_batches: int | None, *, least: int, shard: int = 0, context: int = 1
+        self,
+        machines: Sequence[Machine],
+        micro_batches: int | None,
+        *,
+        least: int,
+        shard: int = 0,
+        context: int = 1,
+        experts: int = 1,
     ) -> RankLayout | None:
         """The layout for a restart: this one, or after a loss the largest whose ranks share a step equally.
 
         `micro_batches`: M, of a step of all ranks; None if their number varies, and any ranks share them. `least`:
         fewest machines. `shard`: ranks of each replica (`dp_shard_size`), into which several ranks must divide.
-        `context`: ranks that share each micro-batch (`context_parallel_size`). None: another machine is needed.
+        `context`: ranks that share each micro-batch (`context_parallel_size`). `experts`: ranks that share out experts
+        (`ep_size`). None: another machine is needed.
         """
         left = min(len(self.able(machines)), self.nodes)
         if left == self.nodes:
@@ -93,7 +101,7 @@ class RankLayout:
             ranks = nodes * self.per_node
             groups, apart = divmod(ranks, context)
             equal = not apart and (micro_batches is None or (micro_batches > 0 and micro_batches % groups == 0))
-            if equal and (ranks == 1 or ranks % max(shard, 1) == 0):
+            if equal and ranks % experts == 0 and (ranks == 1 or ranks % max(shard, 1) == 0):
                 return replace(self, nodes=nodes)
         return None
 

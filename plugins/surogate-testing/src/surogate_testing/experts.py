@@ -15,11 +15,14 @@ from surogate_core.plugin import UserError, bundles, dsl
 from surogate_core.service.engine import Engine, RandomSource, Source
 from surogate_core.service.model import TensorSpec
 from surogate_testing import tiny
-from surogate_testing.check import ensure
+from surogate_testing.check import NotApplicable, ensure
 from surogate_testing.models import balances_as_transformers
+from surogate_testing.virtual import VirtualFabric, in_threads
 
 TOLERANCE = 1e-5
 """Relative error of gradients and logits in fp32."""
+STEEP = 1e3
+"""A learning rate with which weights after a step are their gradients, all but for the rounding of fp32."""
 
 
 def checks_of(family: bundles.ModelFamily) -> Sequence[Callable[[bundles.ModelFamily], None]]:
@@ -99,6 +102,35 @@ def merges_its_experts(family: bundles.ModelFamily) -> None:
     ensure(error <= TOLERANCE, f"logits of the merged model: relative error {error:.1e}")
 
 
+def shares_out_its_experts(family: bundles.ModelFamily) -> None:
+    """Two ranks that share out experts give one rank's logits, to the bit, and its gradients (`ep_size`)."""
+    model, config = _tiny(family)
+    if odd := sorted({s.count for slots in model.expert_slots().values() for s in slots if s.count % 2}):
+        raise NotApplicable(f"two GPUs cannot share out {odd[0]} experts")
+    batches = [tiny.batch(tiny.documents(seed=number)) for number in range(2)]
+
+    def work(fabric: VirtualFabric) -> tuple[list[Tensor], dict[str, Tensor]]:
+        ranks = {"ranks": fabric.world, "expert": fabric.world, "expert_rows": True}
+        made = tiny.assembly(config, build=family.build, micro_batches=2, max_grad_norm=0.0, **ranks)
+        engine = Engine(made, tiny.random_source(), mesh=fabric.mesh() if fabric.world > 1 else None)
+        engine.evaluate(batches)
+        logits = [engine.logits(batch) for batch in batches[fabric.rank :: fabric.world]]
+        own = engine.sharing.share(2).numbers
+        given = [batch if number in own else batch.counts() for number, batch in enumerate(batches)]
+        engine.train_step(given, step=0, lr=STEEP)
+        state = tiny.whole_state(engine)
+        engine.close()
+        return logits, state
+
+    (wanted, alone), *_ = in_threads(1, work)
+    both = in_threads(2, work)
+    for one, ((found,), _) in zip(wanted, both, strict=True):
+        error = tiny.relative_error(found, one)
+        ensure(torch.equal(found, one), f"logits of two ranks that share out experts: relative error {error:.1e}")
+    error, name = tiny.worst(both[0][1], alone)
+    ensure(error <= TOLERANCE, f"gradient of {name} on two ranks that share out experts: relative error {error:.1e}")
+
+
 def _tiny(family: bundles.ModelFamily) -> tuple[dsl.Model, dict[str, Any]]:
     config = dict(family.presets["tiny"])
     return family.build(config), config
@@ -108,4 +140,4 @@ def _engine(family: bundles.ModelFamily, config: Mapping[str, Any], source: Sour
     return tiny.engine(config, build=family.build, source=source, **changes)
 
 
-CHECKS = (routes_every_token, trains_its_routers, merges_its_experts)
+CHECKS = (routes_every_token, trains_its_routers, merges_its_experts, shares_out_its_experts)

@@ -1,0 +1,253 @@
+"""Experts that several ranks share out: each of C neighbours has E / C of them, and computes them for all tokens.
+
+There are two ways, with the same static shapes in every step, whatever the load:
+
+- `RowsExchange`: a rank sends the row of each choice to the rank of its expert, gets the expert's output back, and adds
+  a token's outputs in the order of its choices. Each source's rows are multiplied apart, so every sum is that of one
+  rank alone, to the bit.
+- `SumsExchange`: every rank gets the tokens of all, and sends back one fp32 sum for each token. So a token that K
+  experts compute is sent once, and so are their outputs.
+
+Rows are in places, of which a rank has as many as it may ever need: min(K, E / C) for each token of all ranks. Places
+that no row takes follow the others; they are computed and never read.
+
+Shape suffixes: C ranks that share out experts, N tokens, E experts, G = E / C experts of a rank, K experts of a token,
+R = N·K rows sorted by expert, P places of a source at a rank, S = C·P places, I features, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.kernels import experts
+from surogate_core.kernels.linked import Linked, all_gather, exchange_rows, own_part, place_in
+from surogate_core.kernels.ops import wide
+from surogate_core.kernels.regions import choice
+
+
+@dataclass(slots=True)
+class ExpertRanks(Linked):
+    """The ranks that share out the experts of each layer."""
+
+    rows: bool = False
+    """Whether they send `RowsExchange` to each other, not `SumsExchange`."""
+
+
+class ExpertExchange(Protocol):
+    """How the rows of a layer's tokens reach the ranks of their experts, and come back."""
+
+    @property
+    def ranks(self) -> ExpertRanks:
+        """The ranks that share out experts."""
+
+    @property
+    def ends(self) -> Sequence[Tensor]:
+        """For each of equal parts of the places, whose rows are multiplied apart: where those of each expert end."""
+
+    def sent(self, x_NI: Tensor) -> Tensor:
+        """[S, I]: the rows of all ranks' tokens that go to the experts of this one."""
+
+    def combined(self, y_SO: Tensor, weights_NK: Tensor) -> Tensor:
+        """[N, O]: the weighted sum of the outputs of each token's experts, of all ranks."""
+
+
+def exchange_of(
+    experts_NK: Tensor, order_R: Tensor, slot_NK: Tensor, ends_E: Tensor, ranks: ExpertRanks
+) -> ExpertExchange:
+    """The way of rows that are sorted by expert (`kernels.experts.route`). C divides E."""
+    if ranks.rows:
+        return RowsExchange.of(experts_NK, order_R, slot_NK, ends_E, ranks)
+    return SumsExchange.of(experts_NK, len(ends_E) // ranks.size, ranks)
+
+
+def biased(y_SO: Tensor, bias_EO: Tensor, way: ExpertExchange) -> Tensor:
+    """[S, O]: rows with the bias of their experts, which are this rank's; zeros in places that no row takes."""
+    # The places that no row takes are those of one more expert.
+    bias_GO, found = torch.nn.functional.pad(own_part(bias_EO, way.ranks), (0, 0, 0, 1)), []
+    for y_PO, ends_G in zip(y_SO.chunk(len(way.ends)), way.ends, strict=True):
+        places_P = torch.arange(len(y_PO), device=y_PO.device)
+        y_PO = experts.expert_bias(y_PO, bias_GO, torch.cat((ends_G, ends_G.new_full((1,), len(y_PO)))))
+        # Their gradient may be NaN.
+        found.append(torch.where((places_P < ends_G[-1])[:, None], y_PO, 0.0))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsExchange:
+    """The places of a rank's rows at the ranks of their experts."""
+
+    ranks: ExpertRanks
+    order_S: Tensor
+    """Place → choice, as `order_R` of `kernels.experts.sort_by_expert`; of a place that no row takes, any."""
+    place_NK: Tensor
+    """Choice → place."""
+    ends_CG: Tensor
+    """For each source, where the rows end that it sent to each expert of this rank."""
+
+    @classmethod
+    def of(
+        cls, experts_NK: Tensor, order_R: Tensor, slot_NK: Tensor, ends_E: Tensor, ranks: ExpertRanks
+    ) -> RowsExchange:
+        """The places of rows that are sorted by expert."""
+        own = len(ends_E) // ranks.size
+        tokens, choices = experts_NK.shape
+        places = tokens * min(choices, own)
+        with choice():
+            ends_CG = ends_E.view(ranks.size, own)
+            firsts_C = torch.cat((torch.zeros_like(ends_CG[:1, -1]), ends_CG[:-1, -1]))
+            rank_NK = (experts_NK // own).long()
+            place_NK = (rank_NK * places + slot_NK - firsts_C[rank_NK]).int()
+            rows_CP = firsts_C[:, None] + torch.arange(places, device=order_R.device)
+            order_S = order_R[rows_CP.clamp(max=len(order_R) - 1).flatten()]
+            received_CG = exchange_rows((ends_CG - firsts_C[:, None]).contiguous(), ranks)
+        return cls(ranks, order_S, place_NK, received_CG)
+
+    @property
+    def ends(self) -> Sequence[Tensor]:
+        """As `ExpertExchange.ends`: the rows of each source."""
+        return self.ends_CG.unbind()
+
+    def _exchanged(self, x_SI: Tensor) -> Tensor:
+        return exchange_rows(x_SI.unflatten(0, (self.ranks.size, -1)).contiguous(), self.ranks).flatten(0, 1)
+
+    def sent(self, x_NI: Tensor) -> Tensor:
+        """As `ExpertExchange.sent`."""
+        return self._exchanged(experts.gather_rows(x_NI, self.order_S, self.place_NK))
+
+    def combined(self, y_SO: Tensor, weights_NK: Tensor) -> Tensor:
+        """As `ExpertExchange.combined`, in the order of a token's choices."""
+        return experts.combine(self._exchanged(y_SO), self.order_S, self.place_NK, weights_NK)
+
+
+@dataclass(frozen=True, slots=True)
+class SumsExchange:
+    """The rows of all ranks' tokens that go to this rank's experts."""
+
+    ranks: ExpertRanks
+    order_S: Tensor
+    """Place → choice among those of all ranks' tokens."""
+    place_MK: Tensor
+    """[C·N, K]: choice → place; -1 where the expert is another rank's."""
+    ends_G: Tensor
+
+    @classmethod
+    def of(cls, experts_NK: Tensor, own: int, ranks: ExpertRanks) -> SumsExchange:
+        """Find the rows of a rank that has `own` experts."""
+        with choice():
+            experts_MK = all_gather(experts_NK.contiguous(), ranks).flatten(0, 1)
+            mine_MK = experts_MK - (place_in(ranks, experts_NK) * own).to(experts_MK.dtype)
+            here_MK = (mine_MK >= 0) & (mine_MK < own)
+            # Rows of the experts of other ranks come last, as those of one more expert.
+            order_R, slot_MK, ends_G = experts.sort_by_expert(torch.where(here_MK, mine_MK, own), own)
+            places = experts_MK.shape[0] * min(experts_MK.shape[1], own)
+            order_S, place_MK = order_R[:places].clone(), torch.where(here_MK, slot_MK, -1)
+        return cls(ranks, order_S, place_MK, ends_G)
+
+    @property
+    def ends(self) -> Sequence[Tensor]:
+        """As `ExpertExchange.ends`: all rows are multiplied together."""
+        return [self.ends_G]
+
+    def sent(self, x_NI: Tensor) -> Tensor:
+        """As `ExpertExchange.sent`."""
+        x_MI = _Gathered.apply(x_NI, self.ranks)
+        found: Tensor = _Picked.apply(x_MI, self.order_S, self.place_MK)
+        return found
+
+    def combined(self, y_SO: Tensor, weights_NK: Tensor) -> Tensor:
+        """As `ExpertExchange.combined`, in the order of the ranks."""
+        weights_MK = _Gathered.apply(weights_NK, self.ranks)
+        parts_MO = _Weighted.apply(y_SO, self.order_S, self.place_MK, weights_MK)
+        found: Tensor = _Added.apply(parts_MO, self.ranks, y_SO.dtype)
+        return found
+
+
+def _added(parts_MO: Tensor, ranks: ExpertRanks) -> Tensor:
+    """[N, O] fp32: the sum over the ranks, in their order, of their parts of this rank's tokens."""
+    parts_CNO = exchange_rows(wide(parts_MO).unflatten(0, (ranks.size, -1)).contiguous(), ranks)
+    total_NO = parts_CNO[0]
+    for part_NO in parts_CNO[1:]:
+        total_NO = total_NO + part_NO
+    return total_NO
+
+
+class _Gathered(Function):
+    """[N, ...] → [C·N, ...]: the tokens of all ranks. The backward adds what they give for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, ranks: ExpertRanks) -> Tensor:
+        ctx.ranks = ranks
+        return all_gather(x_NI.contiguous(), ranks).flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_MI: Tensor) -> tuple[Tensor | None, ...]:
+        return _added(dx_MI, ctx.ranks).to(dx_MI.dtype), None
+
+
+class _Added(Function):
+    """[C·N, O] fp32 → [N, O]: the sum over the ranks. The backward gives each of them the gradient of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, parts_MO: Tensor, ranks: ExpertRanks, dtype: torch.dtype) -> Tensor:
+        ctx.ranks = ranks
+        return _added(parts_MO, ranks).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+        return wide(all_gather(dy_NO.contiguous(), ctx.ranks).flatten(0, 1)), None, None
+
+
+class _Picked(Function):
+    """[M, I] → [S, I]: the rows in the order of their experts. The backward adds a token's rows in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MI: Tensor, order_S: Tensor, place_MK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_MK)
+        return x_MI[(order_S // place_MK.shape[1]).long()]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_SI: Tensor) -> tuple[Tensor | None, ...]:
+        (place_MK,) = ctx.saved_tensors
+        return _rows_added(dx_SI, place_MK, None).to(dx_SI.dtype), None, None
+
+
+def _rows_added(y_SO: Tensor, place_MK: Tensor, weights_MK: Tensor | None) -> Tensor:
+    """[M, O] fp32: the sum of the rows that a token has here, times their weights, in the order of its choices."""
+    total = None
+    for k, place_M in enumerate(place_MK.unbind(1)):
+        # Rows that nothing has written may be NaN, so a factor of 0 would not do.
+        row_MO = torch.where((place_M >= 0)[:, None], wide(y_SO[place_M.clamp(min=0).long()]), 0.0)
+        row_MO = row_MO if weights_MK is None else weights_MK[:, k, None] * row_MO
+        total = row_MO if total is None else total + row_MO
+    assert total is not None
+    return total
+
+
+class _Weighted(Function):
+    """[S, O] → [C·N, O] fp32: `kernels.experts.combine` of the rows that a token has here."""
+
+    @staticmethod
+    def forward(ctx: Any, y_SO: Tensor, order_S: Tensor, place_MK: Tensor, weights_MK: Tensor) -> Tensor:
+        ctx.save_for_backward(y_SO, order_S, place_MK, weights_MK)
+        return _rows_added(y_SO, place_MK, weights_MK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_MO: Tensor) -> tuple[Tensor | None, ...]:
+        y_SO, order_S, place_MK, weights_MK = ctx.saved_tensors
+        dout_SO = dout_MO[(order_S // place_MK.shape[1]).long()]
+        dy_SO = weights_MK.flatten()[order_S.long()][:, None] * dout_SO
+        dweights_S = (dout_SO * wide(y_SO)).sum(dim=-1)
+        here_MK = place_MK >= 0
+        dweights_MK = torch.where(here_MK, dweights_S[place_MK.clamp(min=0).long()], 0.0)
+        return dy_SO.to(y_SO.dtype), None, None, dweights_MK.to(weights_MK.dtype)

@@ -1,0 +1,150 @@
+"""Experts that ranks share out, in float64 against one rank: values, and gradients of tokens, routes and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surogate_core.dsl.declare import Adapter
+from surogate_core.dsl.experts import BoundExperts, ExpertSlot, Routes, project, project_combined
+from surogate_core.kernels.expert_ranks import ExpertRanks
+from surogate_core.kernels.linked import among
+from surogate_testing.op_cases import random
+from surogate_testing.virtual import in_threads
+
+TOKENS, WIDTH, INNER = 6, 4, 3
+
+
+def slot(name: str, count: int, choices: int, inputs: int, outputs: int, index: int) -> ExpertSlot:
+    adapter = Adapter(rank=2, scale=0.5, dropout=0.0, dtype=torch.float64)
+    return ExpertSlot(
+        name=name,
+        module=f"{name}.{{e}}",
+        count=count,
+        choices=choices,
+        inputs=inputs,
+        outputs=outputs,
+        region="ffn",
+        fused=None,
+        adapter=adapter,
+        index=index,
+    )
+
+
+def weights(count: int) -> dict[str, Tensor]:
+    shapes = {
+        "up.weight": (count, INNER, WIDTH),
+        "up.lora_A": (count, 2, WIDTH),
+        "up.lora_B": (count, INNER, 2),
+        "down.weight": (count, WIDTH, INNER),
+        "down.lora_A": (count, 2, INNER),
+        "down.lora_B": (count, WIDTH, 2),
+        "bias": (count, INNER),
+        "last bias": (count, WIDTH),
+    }
+    return {name: random(*shape, seed=n).double() for n, (name, shape) in enumerate(shapes.items())}
+
+
+def layer(x: Tensor, logits: Tensor, tensors: Mapping[str, Tensor], choices: int) -> Tensor:
+    """[N, D]: experts of an up and a down projection with biases."""
+    count = len(tensors["up.weight"])
+    routes = Routes.of(logits, choices, renormalise=True)
+
+    def bound(name: str, inputs: int, outputs: int, index: int) -> BoundExperts:
+        own = {n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(name)}
+        return BoundExperts(slot(name, count, choices, inputs, outputs, index), own, seed=None)
+
+    (rows,) = project(x, routes, bound("up", WIDTH, INNER, 0))
+    rows = torch.tanh(routes.biased(rows, tensors["bias"]))
+    y = project_combined(rows, routes, bound("down", INNER, WIDTH, 1))
+    return y + routes.combined_bias(tensors["last bias"])
+
+
+def results(x: Tensor, logits: Tensor, dy: Tensor, tensors: Mapping[str, Tensor], choices: int) -> dict[str, Tensor]:
+    leaves = {"x": x, "logits": logits, **tensors}
+    leaves = {name: t.clone().requires_grad_() for name, t in leaves.items()}
+    y = layer(leaves["x"], leaves["logits"], {n: leaves[n] for n in tensors}, choices)
+    found = torch.autograd.grad(y, list(leaves.values()), dy)
+    return {"y": y.detach(), **dict(zip(leaves, found, strict=True))}
+
+
+@pytest.mark.parametrize("load", ["drawn", "all on one rank", "no token here"])
+@pytest.mark.parametrize(("experts", "choices", "ranks"), [(4, 2, 2), (4, 4, 4), (8, 3, 4), (6, 1, 2)])
+@pytest.mark.parametrize("rows", [False, True])
+def test_values_and_gradients(experts: int, choices: int, ranks: int, rows: bool, load: str) -> None:
+    """Each rank has its own tokens; the gradients of experts are those of all tokens together."""
+    x, logits = random(ranks, TOKENS, WIDTH, seed=20).double(), random(ranks, TOKENS, experts, seed=21).double()
+    dy, tensors = random(ranks, TOKENS, WIDTH, seed=22).double(), weights(experts)
+    if load == "all on one rank":
+        logits += torch.arange(experts).flip(0) * 50.0
+    if load == "no token here":
+        dy[0] = 0.0  # padding
+    alone = [results(x[r], logits[r], dy[r], tensors, choices) for r in range(ranks)]
+
+    def work(fabric: Any) -> dict[str, Tensor]:
+        group = ExpertRanks(fabric.world, rows=rows)
+        group.open(fabric)
+        each = experts // ranks
+        part = slice(fabric.rank * each, (fabric.rank + 1) * each)
+        own = {n: t if "bias" in n else t[part].contiguous() for n, t in tensors.items()}
+        with among(group):
+            found = results(x[fabric.rank], logits[fabric.rank], dy[fabric.rank], own, choices)
+        group.close()
+        return found
+
+    found = in_threads(ranks, work)
+    for mine, one in zip(found, alone, strict=True):
+        for name in ("y", "x", "logits"):
+            torch.testing.assert_close(mine[name], one[name], rtol=1e-12, atol=1e-12)
+            assert not rows or torch.equal(mine[name], one[name]), name
+    for name in tensors:
+        total = torch.stack([one[name] for one in alone]).sum(0)
+        summed = torch.stack([mine[name] for mine in found]).sum(0) if "bias" in name else None
+        whole = torch.cat([mine[name] for mine in found]) if summed is None else summed
+        torch.testing.assert_close(whole, total, rtol=1e-12, atol=1e-12)
+
+
+def test_places_that_no_row_takes_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may leave them as they are in memory, and NaN."""
+    from surogate_core.kernels import experts as reference
+
+    plain = reference.grouped_product
+
+    def product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        taken = (torch.arange(len(x)) < ends[-1])[:, None]
+        return _Spoilt.apply(plain(x, w, ends), taken)
+
+    tensors, x, logits = weights(4), random(2, TOKENS, WIDTH, seed=20).double(), random(2, TOKENS, 4, seed=21).double()
+    wanted = [results(x[r], logits[r], torch.ones_like(x[r]), tensors, 2) for r in range(2)]
+    monkeypatch.setattr(reference, "grouped_product", product)
+    for rows in (False, True):
+
+        def work(fabric: Any, rows: bool = rows) -> dict[str, Tensor]:
+            group = ExpertRanks(2, rows=rows)
+            group.open(fabric)
+            own = {n: t if "bias" in n else t.chunk(2)[fabric.rank].contiguous() for n, t in tensors.items()}
+            with among(group):
+                found = results(x[fabric.rank], logits[fabric.rank], torch.ones_like(x[0]), own, 2)
+            group.close()
+            return found
+
+        for mine, one in zip(in_threads(2, work), wanted, strict=True):
+            assert all(bool(t.isfinite().all()) for t in mine.values())
+            torch.testing.assert_close(mine["y"], one["y"], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(mine["x"], one["x"], rtol=1e-12, atol=1e-12)
+
+
+class _Spoilt(torch.autograd.Function):
+    """NaN in places that no row takes, of values and of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, taken: Tensor) -> Tensor:
+        return torch.where(taken, y, torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None

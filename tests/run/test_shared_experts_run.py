@@ -1,0 +1,112 @@
+"""Runs whose processes share out experts: the losses of one process, its files, and checkpoints of either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixture import save_qwen3_moe
+from rank_world import World, of_step
+from run_fixtures import QUICK
+from safetensors.torch import load_file
+
+from surogate_core.errors import ConfigError
+from surogate_core.plugins.registry import Registry
+
+Records = Callable[..., list[dict[str, Any]]]
+
+KEYS = ("max_steps=2", "save_steps=0", "eval_steps=0", "gradient_accumulation_steps=2", "tokenizer=null")
+LORA = (
+    "lora=true",
+    "lora_rank=4",
+    "lora_dropout=0",
+    "lora_expert_rank=2",
+    "lora_target_modules=[all]",
+    "merge_adapter=true",
+)
+FULL = ("lora=false",)
+SHARED = ("ep_size=2",)
+
+
+@pytest.fixture(scope="module")
+def ranks(installed: Registry) -> Iterator[World]:
+    """Processes that the runs of this module share."""
+    with World(installed) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, data_cache: Path) -> list[str]:
+    """A random Qwen3-MoE of 4 experts, and the data."""
+    model = save_qwen3_moe(tmp_path_factory.mktemp("moe") / "base")
+    return [*QUICK, f"model={model}", f"data_cache_dir={data_cache}"]
+
+
+def losses(records: Records, run: Path) -> list[float]:
+    return [record["loss"] for event in ("eval_end", "step_end") for record in records(run, event)]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(LORA, id="lora"),
+        pytest.param(FULL, id="full", marks=pytest.mark.slow),
+        pytest.param((*LORA, "qlora_bnb=true"), id="NF4", marks=pytest.mark.slow),
+        pytest.param(
+            (*LORA, "qlora_bnb=true", "qlora_offload_experts=true", "offload=host"),
+            id="experts on the host",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((*LORA, "recipe=fp8-hybrid", "recompute=true"), id="fp8, recomputed", marks=pytest.mark.slow),
+        pytest.param(
+            (*FULL, "optimizer=adamw", "offload=host", "offload_master=true", "offload_optimizer=true"),
+            id="masters on the host",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_processes_share_out_experts(
+    tmp_path: Path, base: list[str], ranks: World, records: Records, mode: tuple[str, ...]
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    ranks.run(1, one, *base, *mode, *KEYS, "gradient_accumulation_steps=4")
+    assert ranks.run(2, two, *base, *mode, *KEYS, *SHARED) == (0, [0])
+    assert losses(records, two) == pytest.approx(losses(records, one), rel=2e-6)
+    starts = [records(run, "run_start")[0]["tokens_per_step"] for run in (one, two)]
+    assert starts[0] == starts[1]
+    for file in sorted(one.glob("*/*.safetensors")):
+        if file.parent.name.startswith("checkpoint"):
+            continue
+        mine, other = load_file(file), load_file(two / file.relative_to(one))
+        assert mine.keys() == other.keys()
+        for name, tensor in mine.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [LORA, FULL], ids=["lora", "full"])
+def test_a_checkpoint_continues_on_any_number_of_processes_that_share_out_experts(
+    tmp_path: Path, base: list[str], ranks: World, records: Records, mode: tuple[str, ...]
+) -> None:
+    keys = [*base, *mode, *KEYS, "save_steps=1"]
+    alone, shared = ("gradient_accumulation_steps=4",), ("ep_size=4", "gradient_accumulation_steps=1")
+    one, four = tmp_path / "one", tmp_path / "four"
+    ranks.run(1, one, *keys, *alone)
+    assert ranks.run(4, four, *keys, *shared) == (0, [0, 0, 0])
+    onto_one = of_step(four, 1, tmp_path / "onto one")
+    ranks.run(1, onto_one, *keys, *alone)
+    onto_two = of_step(one, 1, tmp_path / "onto two")
+    assert ranks.run(2, onto_two, *keys, *SHARED) == (0, [0])
+    for resumed in (onto_one, onto_two):
+        assert records(resumed, "run_start")[-1]["start_step"] == 1
+        assert losses(records, resumed) == pytest.approx(losses(records, one), rel=2e-6)
+
+
+def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, base: list[str], ranks: World) -> None:
+    with pytest.raises(ConfigError, match=r"ep_size.*does not divide gpus=1"):
+        ranks.run(1, tmp_path / "run", *base, *LORA, *KEYS, *SHARED)
+    with pytest.raises(ConfigError, match=r"ep_size: is 3 and does not divide the 4 experts.*Fix: ep_size: 1, or"):
+        ranks.run(3, tmp_path / "run", *base, *LORA, *KEYS, "ep_size=3")
