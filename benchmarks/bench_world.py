@@ -11,16 +11,14 @@ from typing import Any
 import bench
 import gpu_lora
 import torch
-from surogate_model_qwen3.model import build
-from surogate_model_qwen3.presets import PRESETS
+from presets import PRESETS
+from shapes import Weights, model_of
 
 from surogate_core.batch import BatchCounts, MicroBatch
 from surogate_core.bundles import TensorKind
-from surogate_core.dsl.declare import Model
 from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.assembly import Assembly, EngineSettings
-from surogate_core.engine.planning.pieces import RandomSource
 from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh
@@ -49,6 +47,10 @@ class Training:
     """Whether sums do not depend on the number of ranks; None: as the key's default, for LoRA."""
     shared_rows: bool = False
     """Whether all ranks share each micro-batch (`context_parallel_size`)."""
+    shared_experts: bool = False
+    """Whether all ranks share out the experts of each layer (`ep_size`)."""
+    expert_rows: bool = False
+    """Whether they send a row for each expert of a token (`ep_exchange=rows`)."""
     fp32: bool = False
     """Whether a GPU computes in fp32 instead of bf16."""
     recompute: bool = False
@@ -66,7 +68,7 @@ class Training:
     @property
     def is_exact(self) -> bool:
         """Whether sums do not depend on the number of ranks."""
-        return self.lora and not self.shared_rows if self.exact is None else self.exact
+        return self.lora and not (self.shared_rows or self.shared_experts) if self.exact is None else self.exact
 
     def context(self, world: int) -> int:
         """Ranks that share a micro-batch."""
@@ -88,7 +90,8 @@ class Training:
     def tiny(self) -> Training:
         """The same for a CPU, in a second."""
         total = min(self.micro_batches, 8)
-        return replace(self, preset="tiny", layers=2, rank=4, length=32, micro_batches=total)
+        preset = "moe-tiny" if self.preset.startswith("moe-") else "tiny"
+        return replace(self, preset=preset, layers=2, rank=4, length=32, micro_batches=total)
 
 
 def import_all(device: str) -> None:
@@ -98,19 +101,13 @@ def import_all(device: str) -> None:
         import torch._inductor.compile_fx  # noqa: F401
 
 
-def model_of(training: Training) -> Model:
-    """The model, of published shape."""
-    changes: dict[str, Any] = {"num_hidden_layers": training.layers} if training.layers else {}
-    if training.tied is not None:
-        changes["tie_word_embeddings"] = training.tied
-    return build({**PRESETS[training.preset], **changes})
-
-
 def axes_of(training: Training, world: int) -> Axes:
     """The plan of the ranks."""
     return Axes.of(
         world,
         context=training.context(world),
+        expert=world if training.shared_experts else 1,
+        expert_rows=training.expert_rows,
         zero_level=training.zero_level,
         shard_weights=training.shard_weights or training.zero_level == 3,
         exact=training.is_exact,
@@ -121,6 +118,7 @@ def axes_of(training: Training, world: int) -> Axes:
 def assembly_of(training: Training, world: int, device: torch.device, *, seed: int = 0) -> Assembly:
     """The parts of a rank's engine, and of the prediction of its memory."""
     gpu = device.type == "cuda"
+    tied = {} if training.tied is None else {"tie_word_embeddings": training.tied}
     settings = EngineSettings(
         device=device,
         dtype=torch.bfloat16 if gpu and not training.fp32 else torch.float32,
@@ -136,7 +134,7 @@ def assembly_of(training: Training, world: int, device: torch.device, *, seed: i
         axes=axes_of(training, world),
     )
     return bench.assemble(
-        model_of(training),
+        model_of(training.preset, layers=training.layers, **tied),
         settings,
         recipe=training.recipe,
         optimizer=training.optimizer,
@@ -148,7 +146,7 @@ def assembly_of(training: Training, world: int, device: torch.device, *, seed: i
 
 def engine_of(assembly: Assembly, mesh: Mesh, *, seed: int = 0) -> Engine:
     """The engine of a rank, with random weights that are the same on every rank."""
-    source = RandomSource(seed=seed, std=0.02, device=assembly.settings.device)
+    source = Weights(seed=seed, std=0.02, device=assembly.settings.device)
     return Engine(assembly, source, mesh=mesh, progress=gpu_lora.forget_the_set_up)
 
 

@@ -49,6 +49,8 @@ FULL = Training(preset="8b", lora=False, optimizer="adamw_8bit", master="bfloat1
 LONG = replace(
     LORA, preset="8b", rows=1, micro_batches=1, shared_rows=True, recompute=True, head_chunks=16, offload=("residuals",)
 )
+SPARSE = replace(LORA, preset="moe-30b-a3b", rows=8, accumulation=1, recompute=True, head_chunks=8)
+SPARSE_FULL = replace(FULL, preset="moe-30b-a3b", layers=6, recompute=True, rows=4)
 CASES: dict[str, Training] = {
     "0.6B LoRA bf16": LORA,
     "0.6B LoRA fp8": replace(LORA, recipe="fp8-hybrid"),
@@ -94,6 +96,13 @@ CASES: dict[str, Training] = {
     "8B LoRA bf16, shared rows of 32k": replace(LONG, length=2**15),
     "8B LoRA bf16, shared rows of 32k, 16 documents": replace(LONG, rows=16),
     "8B LoRA bf16, shared rows of 128k": replace(LONG, length=2**17),
+    "30B-A3B LoRA bf16": SPARSE,
+    "30B-A3B LoRA bf16, experts shared out": replace(SPARSE, shared_experts=True),
+    "30B-A3B LoRA bf16, experts shared out, rows sent": replace(SPARSE, shared_experts=True, expert_rows=True),
+    "30B-A3B QLoRA nf4, experts shared out": replace(SPARSE, base="nf4", shared_experts=True),
+    "30B-A3B full, 6 layers, level 1": SPARSE_FULL,
+    "30B-A3B full, 6 layers, level 1, experts shared out": replace(SPARSE_FULL, shared_experts=True),
+    "30B-A3B full, 6 layers, level 3": replace(SPARSE_FULL, zero_level=3),
     "8B LoRA bf16, shared rows of 288k, no graphs": replace(LONG, length=9 * 2**15, graphs=False),
 }
 SEVERAL_ONLY = ("8B full, level 3, fp32 AdamW and masters",)

@@ -65,14 +65,14 @@ class Weights(RandomSource):
         return super().__call__(spec)
 
 
-def config_of(preset: str, *, layers: int = 0) -> dict[str, Any]:
-    """The config.json of a shape. `layers`: fewer than it has; 0: all."""
-    return {**PRESETS[preset], **({"num_hidden_layers": layers} if layers else {})}
+def config_of(preset: str, *, layers: int = 0, **changes: Any) -> dict[str, Any]:
+    """The config.json of a shape. `layers`: fewer than it has; 0: all. `changes`: other values of keys."""
+    return {**PRESETS[preset], **({"num_hidden_layers": layers} if layers else {}), **changes}
 
 
-def model_of(preset: str, *, layers: int = 0) -> Model:
-    """A shape's model. Experts are routed unevenly."""
-    config = config_of(preset, layers=layers)
+def model_of(preset: str, *, layers: int = 0, **changes: Any) -> Model:
+    """A shape's model, as of `config_of`. Experts are routed unevenly."""
+    config = config_of(preset, layers=layers, **changes)
     if preset in FAMILIES:
         built: Model = import_module(f"{FAMILIES[preset][0]}.model").build(config)
         return built

@@ -112,6 +112,13 @@ def test_ranks_that_share_rows_have_parts_of_one_step(world: int) -> None:
     assert (shared.tokens, shared.axes.context) == (32 // world, world)
 
 
+def test_ranks_share_out_experts() -> None:
+    training = several_gpus.CASES["30B-A3B LoRA bf16, experts shared out, rows sent"]
+    assert not training.is_exact
+    plan = bench_world.assembly_of(training.tiny(), 2, torch.device("cpu")).settings.axes
+    assert (plan.expert, plan.expert_rows, plan.micro_batches) == (2, True, 2)
+
+
 def test_where_two_runs_differ_first() -> None:
     def run(loss: float, **digests: str) -> dict[str, Any]:
         return {"figures": {"3": [loss.hex(), (1.0).hex()]}, "digests": digests}
