@@ -123,7 +123,8 @@ class Recipe:
     grouped: Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[TracedExperts]], Sequence[Tensor]] | None = None
     """(x_RI, rows sorted by expert; weights_EOI of each slot that reads them; ends_E int32, where each expert's rows
     end; the slots) → y_RO of each slot in x's dtype, without adapters, traced with its backward. A method, or None for
-    the plain product in the dtype of both.
+    the plain product in the dtype of both. Where GPUs share out experts, a recipe with `expert_codes` may get rows
+    behind the last end, which nothing reads; for others they are zeros of the last expert.
     """
     pack_experts: Callable[[Tensor, ExpertSlot], Tensor] | None = None
     """(frozen weights_EOI, slot) → one tensor that `grouped` receives instead; otherwise like `pack`."""

@@ -173,7 +173,9 @@ def misplaced(config: RunConfig, moves: Collection[TensorKind], *, online: bool 
                 f"is {config.zero_level}{acts}, with which every GPU keeps whole {what}, and offload={name} moves them."
             )
             fix = "offload_* keys that leave them alone"
-            if least == 2 or not online:  # a task that samples from the model needs whole weights
+            if plan.exchanges:  # nothing but masters and optimizer state is shared out then
+                fix = f"zero_level: 0, or {fix}"
+            elif least == 2 or not online:  # a task that samples from the model needs whole weights
                 fix = f"zero_level: {least}, with which each GPU moves its part, or {fix}"
             return Problem(key="zero_level", message=message, fix=fix)
     return None
@@ -193,6 +195,8 @@ def notes(config: RunConfig) -> list[str]:
     """Notes about keys of several GPUs that have no effect."""
     found = []
     shards = [key for key in ("shard_gradients", "shard_weights") if getattr(config, key)]
+    if config.ep_exchange != "sums" and config.ep_size == 1:
+        found.append(f"ep_exchange={config.ep_exchange}: no effect with ep_size=1, every GPU has all experts.")
     if config.gpus == 1:
         shards = [f"zero_level={config.zero_level}"] * (config.zero_level > 1) + shards
         shards += [f"dp_shard_size={config.dp_shard_size}"] * (config.dp_shard_size > 0)

@@ -441,6 +441,10 @@ class _Validator:
             if isinstance(built[key], int) and built[key] > 1 and not spec.groups:
                 message = f"{chosen.name} connects all GPUs alone, and `{key}` needs groups of them."
                 self._problem("fabric", message, f"fabric: auto, or {key}: 1")
+        apart = isinstance(built["ep_size"], int) and 1 < built["ep_size"] != built["gpus"]
+        if apart and spec.groups and not spec.across:
+            message = f"{chosen.name} connects neighbours alone, and several groups of `ep_size` need more."
+            self._problem("fabric", message, "fabric: auto, or ep_size: as many as gpus")
 
     def optimizer(self, built: Mapping[str, Any]) -> None:
         """Compare what the run trains with what the optimizer can train."""
@@ -463,6 +467,9 @@ class _Validator:
             problem = sharing.whole_matrices(spec, built)
             if problem is not None:
                 self._problem(problem.key, problem.message, problem.fix)
+        if spec.whole_matrices and isinstance(built["ep_size"], int) and built["ep_size"] > 1:
+            message = f"keeps state that GPUs which share out experts (`ep_size`) cannot put together: {chosen.name}."
+            self._problem("optimizer", message, "optimizer: adamw_8bit, or ep_size: 1")
 
     def recipe(self, built: Mapping[str, Any]) -> None:
         """Ask the recipe whether its options fit the model's dtype."""

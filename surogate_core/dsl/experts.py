@@ -15,7 +15,7 @@ from torch import Tensor
 from surogate_core.dsl.dims import Dim
 from surogate_core.dsl.slots import Adapter
 from surogate_core.kernels import experts as ops
-from surogate_core.kernels.expert_ranks import ExpertExchange, ExpertRanks, biased, exchange_of
+from surogate_core.kernels.expert_ranks import ExpertExchange, ExpertRanks, biased, exchange_of, taken
 from surogate_core.kernels.linked import active
 from surogate_core.kernels.ops import region
 
@@ -224,6 +224,8 @@ class Routes:
 
     def combine(self, y_RO: Tensor) -> Tensor:
         """[N, O]: the weighted sum of each token's rows."""
+        if self.exchange is not None:
+            return self.exchange.combined(y_RO, self.weights_NK)
         return ops.combine(y_RO, self.order_R, self.slot_NK, self.weights_NK)
 
 
@@ -298,10 +300,16 @@ def _multiplied(x_SI: Tensor, way: ExpertExchange, slots: Sequence[BoundExperts]
     """[S, O] of each slot: the products of rows that all ranks sent."""
     seed, ends = slots[0].seed, way.ends
     tensors = [tensor for slot in slots for tensor in slot.tensor_list()]
+    # A product whose scales are not of rows must see every row as an expert's, and zeros in places that no row takes.
+    whole = slots[0].grouped is not None and slots[0].codes is None
     found: list[Sequence[Tensor]] = []
     for part, (x_PI, ends_G) in enumerate(zip(x_SI.chunk(len(ends)), ends, strict=True)):
-        adapters = [_of_part(slot.adapter(), part) for slot in slots]
-        found.append(ops.grouped_linears(x_PI, None, None, ends_G, seed, adapters, _product(slots), *tensors))
+        adapters, taken_P1 = [_of_part(slot.adapter(), part) for slot in slots], taken(x_PI, ends_G)
+        if whole:
+            x_PI = torch.where(taken_P1, x_PI, 0.0)
+            ends_G = torch.cat((ends_G[:-1], ends_G.new_full((1,), len(x_PI))))
+        outputs = ops.grouped_linears(x_PI, None, None, ends_G, seed, adapters, _product(slots), *tensors)
+        found.append([torch.where(taken_P1, y_PO, 0.0) for y_PO in outputs] if whole else outputs)
     return list(found[0]) if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 

@@ -67,15 +67,19 @@ def exchange_of(
     return SumsExchange.of(experts_NK, len(ends_E) // ranks.size, ranks)
 
 
+def taken(x_PI: Tensor, ends_G: Tensor) -> Tensor:
+    """[P, 1] bool: the places that a row takes."""
+    return (torch.arange(len(x_PI), device=x_PI.device) < ends_G[-1])[:, None]
+
+
 def biased(y_SO: Tensor, bias_EO: Tensor, way: ExpertExchange) -> Tensor:
     """[S, O]: rows with the bias of their experts, which are this rank's; zeros in places that no row takes."""
     # The places that no row takes are those of one more expert.
     bias_GO, found = torch.nn.functional.pad(own_part(bias_EO, way.ranks), (0, 0, 0, 1)), []
     for y_PO, ends_G in zip(y_SO.chunk(len(way.ends)), way.ends, strict=True):
-        places_P = torch.arange(len(y_PO), device=y_PO.device)
         y_PO = experts.expert_bias(y_PO, bias_GO, torch.cat((ends_G, ends_G.new_full((1,), len(y_PO)))))
         # Their gradient may be NaN.
-        found.append(torch.where((places_P < ends_G[-1])[:, None], y_PO, 0.0))
+        found.append(torch.where(taken(y_PO, ends_G), y_PO, 0.0))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -171,7 +175,7 @@ class SumsExchange:
 
 def _added(parts_MO: Tensor, ranks: ExpertRanks) -> Tensor:
     """[N, O] fp32: the sum over the ranks, in their order, of their parts of this rank's tokens."""
-    parts_CNO = exchange_rows(wide(parts_MO).unflatten(0, (ranks.size, -1)).contiguous(), ranks)
+    parts_CNO = wide(exchange_rows(parts_MO.unflatten(0, (ranks.size, -1)).contiguous(), ranks))
     total_NO = parts_CNO[0]
     for part_NO in parts_CNO[1:]:
         total_NO = total_NO + part_NO

@@ -93,7 +93,8 @@ def _peft_notes(slots: Sequence[ExpertSlot], lora: LoRA) -> list[str]:
 
 def idle_parameters(engine: Engine) -> int:
     """Parameters that a token does not use: weights and adapters of the experts to which it does not go."""
-    slots = [slot for piece in engine.plan.layers for slot in piece.experts]
+    lora = engine.assembly.lora
+    slots = [slot for _, block in engine.model.blocks(0) for slot in block.expert_slots(lora)]
     ranks = (slot.adapter.rank if slot.adapter else 0 for slot in slots)
     adapters = (rank * (s.inputs + s.outputs) * (s.count - s.choices) for s, rank in zip(slots, ranks, strict=True))
     return sum(slot.unused for slot in slots) + sum(adapters)

@@ -41,11 +41,8 @@ def choose_fabric(config: RunConfig, registry: Registry, mesh: Mesh) -> None:
     spec: FabricSpec = specs[config.fabric.name]
     _check(config, spec, mesh.near, mesh.world)
     plan = axes(config)
-    offers = [
-        other
-        for other in specs.values()
-        if (other.groups or not plan.exchanges) and (other.across or plan.replicate == 1)
-    ]
+    apart = plan.replicate > 1 or plan.expert not in (1, plan.ranks)
+    offers = [other for other in specs.values() if other.groups >= plan.exchanges and other.across >= apart]
     mesh.choose(partial(spec.build, config.fabric.options), resolve_device(config), offers)
 
 

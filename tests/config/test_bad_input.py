@@ -492,6 +492,23 @@ def test_a_fabric_without_groups_is_refused_where_gpus_share_rows(
     assert problem.fix == "fabric: auto, or context_parallel_size: 1"
 
 
+def test_an_optimizer_of_whole_matrices_is_refused_where_gpus_share_out_experts(problems: Problems) -> None:
+    (problem,) = problems("model=qwen3-moe", "gpus=2", "ep_size=2", "lora=false", "zero_level=0", "optimizer=normuon")
+    assert problem.key == "optimizer"
+    assert problem.message == "keeps state that GPUs which share out experts (`ep_size`) cannot put together: normuon."
+    assert problem.fix == "optimizer: adamw_8bit, or ep_size: 1"
+
+
+def test_a_fabric_without_distant_groups_is_refused_where_groups_share_out_experts(
+    problems: Problems, load: Any, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Any = registry.bundles("fabric")
+    monkeypatch.setitem(found, "gloo", replace(found["gloo"], bundle=replace(found["gloo"].bundle, across=False)))
+    (problem,) = problems("model=qwen3-moe", "gpus=4", "ep_size=2", "fabric=gloo")
+    assert (problem.key, problem.fix) == ("fabric", "fabric: auto, or ep_size: as many as gpus")
+    assert load("model=qwen3-moe", "gpus=4", "ep_size=4", "fabric=gloo").ep_size == 4
+
+
 def test_a_fabric_without_distant_groups_is_refused_where_gpus_are_replicas(
     problems: Problems, load: Any, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

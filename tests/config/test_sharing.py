@@ -170,6 +170,19 @@ def test_a_number_of_ranks_that_the_environment_sets_is_checked(load: Load, regi
             check(keys)
 
 
+def test_gradients_off_the_device_get_a_fix_that_holds(load: Load, problems: Problems) -> None:
+    keys = ("model=qwen3-moe", "lora=false", "gpus=2", "ep_size=2", "offload=host", "offload_grads=true")
+    (problem,) = problems(*keys)
+    assert problem.key == "zero_level"
+    assert problem.fix.startswith("zero_level: 0, or")
+    assert load(*keys, "zero_level=0").offload_grads
+
+
+def test_an_exchange_without_groups_is_a_note(load: Load) -> None:
+    (note,) = sharing.notes(load("model=qwen3-moe", "gpus=2", "lora=false", "ep_exchange=rows"))
+    assert note == "ep_exchange=rows: no effect with ep_size=1, every GPU has all experts."
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

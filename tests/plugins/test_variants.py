@@ -578,6 +578,7 @@ def test_only_families_with_experts_have_their_checks() -> None:
         "routes every token",
         "trains its routers",
         "merges its experts",
+        "shares out its experts",
     }
 
 

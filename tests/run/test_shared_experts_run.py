@@ -75,8 +75,9 @@ def test_two_processes_share_out_experts(
     ranks.run(1, one, *base, *mode, *KEYS, "gradient_accumulation_steps=4")
     assert ranks.run(2, two, *base, *mode, *KEYS, *SHARED) == (0, [0])
     assert losses(records, two) == pytest.approx(losses(records, one), rel=2e-6)
-    starts = [records(run, "run_start")[0]["tokens_per_step"] for run in (one, two)]
-    assert starts[0] == starts[1]
+    starts = [records(run, "run_start")[0] for run in (one, two)]
+    for figure in ("tokens_per_step", "parameters", "trainable_parameters", "active_parameters"):
+        assert starts[0][figure] == starts[1][figure], figure
     for file in sorted(one.glob("*/*.safetensors")):
         if file.parent.name.startswith("checkpoint"):
             continue
@@ -84,6 +85,19 @@ def test_two_processes_share_out_experts(
         assert mine.keys() == other.keys()
         for name, tensor in mine.items():
             torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["sums", "rows"])
+def test_a_recipe_with_scales_of_whole_tensors(
+    tmp_path: Path, base: list[str], ranks: World, records: Records, exchange: str
+) -> None:
+    """Its scale is that of all rows that are multiplied together, so losses differ a little from one process's."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    keys = [*base, *LORA, *KEYS, "recipe=nvfp4"]
+    ranks.run(1, one, *keys, "gradient_accumulation_steps=4")
+    assert ranks.run(2, two, *keys, *SHARED, f"ep_exchange={exchange}") == (0, [0])
+    assert losses(records, two) == pytest.approx(losses(records, one), rel=2e-3)
 
 
 @pytest.mark.slow

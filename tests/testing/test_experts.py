@@ -35,6 +35,22 @@ class Centred(mixture.Sparse):
         return x + y, router_figures(logits, routes, tables)
 
 
+class Combined(mixture.Sparse):
+    """Adds the rows of a token apart from their product."""
+
+    def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        h = ops.rms_norm(x, self.norm, self.eps)
+        logits = h @ self.router.t()
+        routes = Routes.of(logits, self.choices, renormalise=True)
+        gate, up = project(h, routes, self.gate, self.up)
+        (rows,) = project(ops.swiglu(gate, up), routes, self.down, gathered=True)
+        return x + routes.combine(rows), router_figures(logits, routes, tables)
+
+
+def test_rows_may_be_combined_apart() -> None:
+    shares_out_its_experts(family(Combined))
+
+
 def test_two_ranks_share_out_experts() -> None:
     shares_out_its_experts(family())
 

@@ -23,6 +23,8 @@ from surogate_core.engine.ranks.stages import Stages
 from surogate_core.errors import UserError
 from surogate_core.files.tensorfile import Deferred, read_elements
 
+LARGE = 2**20
+"""Elements of a tensor from which on a part of it says how much state it has."""
 Build = Callable[[Sequence[ParamGroup]], Optimizer]
 
 
@@ -121,20 +123,23 @@ class ExpertState:
         """Elements of the state tensor of a group that are a trained tensor's, as an optimizer of it alone says."""
         key = (member.group, member.shape, member.whole, member.hidden)
         if key not in self._known:
-            elements = -(-math.prod(member.shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
+            shape, times = _sample(member.shape)
+            elements = -(-math.prod(shape) // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
             like = next(group for group in self._flat.groups if group.name.partition("@")[0] == member.group)
             alone = replace(
                 like,
                 name=member.group,
                 master=torch.empty(elements, dtype=like.master.dtype),
                 grad=torch.empty(elements),
-                shapes={member.name: (0, member.shape)},
+                shapes={member.name: (0, shape)},
                 sizes={member.name: member.whole},
                 hidden=frozenset({member.name}) if member.hidden else frozenset(),
             )
             state = self._build([alone]).state()
             first = f"{member.group}."
-            self._known[key] = {n.removeprefix(first): t.numel() for n, t in state.items() if n.startswith(first)}
+            self._known[key] = {
+                n.removeprefix(first): times * t.numel() for n, t in state.items() if n.startswith(first)
+            }
         return self._known[key].get(suffix, 0)
 
     def _whole(self, name: str) -> _Whole:
@@ -217,6 +222,16 @@ class ExpertState:
                     read_elements(file, name, part.whole + part.count * place, self._own(name, part))
             if apart and self._sharded is not None:
                 self._sharded.read_whole(name, partial(_read_apart, file, name, apart))
+
+
+def _sample(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """A part of a large tensor, of whole blocks, and how often the tensor has it."""
+    first, *rest = shape
+    if math.prod(shape) <= LARGE:
+        return shape, 1
+    whole = (n for n in range(1, first + 1) if first % n == 0 and n * math.prod(rest) % FLAT_ALIGNMENT == 0)
+    part = next(whole, first)
+    return (part, *rest), first // part
 
 
 def _read_apart(file: Mapping[str, Tensor], name: str, apart: Sequence[_Part], first: int, into: Tensor) -> None:
