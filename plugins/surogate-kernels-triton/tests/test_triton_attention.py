@@ -112,15 +112,3 @@ def test_what_it_takes() -> None:
     assert attention.takes(rows(192), rows(192), rows(128))
     assert not attention.takes(rows(20), rows(20), rows(20))
     assert not attention.takes(rows(576), rows(576), rows(512))
-
-
-def test_a_window_of_a_whole_document_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from surogate_kernels_triton import attention
-
-    found: list[object] = []
-    monkeypatch.setattr(attention, "_attention", lambda *args, **named: found.append(named))
-    rows = torch.empty(8, 2, 64)
-    for window in (7, 8):
-        attention.attention(rows, rows, rows, torch.tensor([0, 8]), 8, 0.1, window=window)
-    assert found == [{"window": 7}, {}]
