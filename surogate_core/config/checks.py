@@ -101,6 +101,17 @@ def several(v: Values) -> bool:
     return bool(v["gpus"] > 1)
 
 
+def _divides_gpus(name: str, key: str, do: str) -> Rule:
+    """`do`: what the groups do into which a number of GPUs divides all of them."""
+    return Rule(
+        name=name,
+        key=key,
+        wrong=lambda v: v["gpus"] % v[key] > 0,
+        message=f"is {{{key}}} and does not divide gpus={{gpus}} into groups that {do}.",
+        fix=f"gpus: a multiple of it, or another {key}",
+    )
+
+
 def _not_with(group: str, key: str, wrong: Callable[[Values], bool], why: str, fix: str) -> Rule:
     """`group`: the key of the number of GPUs that share rows, or experts."""
     return Rule(
@@ -126,13 +137,7 @@ def _only_states(group: str) -> tuple[Rule, ...]:
 
 
 SHARED_ROWS: tuple[Rule, ...] = (
-    Rule(
-        name="groups_of_gpus",
-        key="context_parallel_size",
-        wrong=lambda v: v["gpus"] % v["context_parallel_size"] > 0,
-        message="is {context_parallel_size} and does not divide gpus={gpus} into groups that share rows.",
-        fix="gpus: a multiple of it, or another context_parallel_size",
-    ),
+    _divides_gpus("groups_of_gpus", "context_parallel_size", "share rows"),
     Rule(
         name="parts_of_rows",
         key="context_parallel_size",
@@ -155,13 +160,7 @@ SHARED_ROWS: tuple[Rule, ...] = (
 """What GPUs that share rows cannot do."""
 
 SHARED_EXPERTS: tuple[Rule, ...] = (
-    Rule(
-        name="groups_of_experts",
-        key="ep_size",
-        wrong=lambda v: v["gpus"] % v["ep_size"] > 0,
-        message="is {ep_size} and does not divide gpus={gpus} into groups that share out experts.",
-        fix="gpus: a multiple of it, or another ep_size",
-    ),
+    _divides_gpus("groups_of_experts", "ep_size", "share out experts"),
     *_only_states("ep_size"),
     _not_with(
         "ep_size",

@@ -49,7 +49,7 @@ class FlatMember:
     group: str
     """Name of the group in which this rank has it."""
     shape: tuple[int, ...]
-    """Of what this rank has."""
+    """The shape of this rank's part."""
     whole: int
     """Elements of all experts together."""
     of_experts: bool

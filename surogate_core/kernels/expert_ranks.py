@@ -27,7 +27,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.kernels import experts
-from surogate_core.kernels.linked import Linked, all_gather, exchange_rows, own_part, place_in
+from surogate_core.kernels.linked import Linked, all_gather, exchange_rows, own_part
 from surogate_core.kernels.ops import wide
 from surogate_core.kernels.regions import choice
 
@@ -146,7 +146,8 @@ class SumsExchange:
         """Find the rows of a rank that has `own` experts."""
         with choice():
             experts_MK = all_gather(experts_NK.contiguous(), ranks).flatten(0, 1)
-            mine_MK = experts_MK - (place_in(ranks, experts_NK) * own).to(experts_MK.dtype)
+            firsts_C = torch.arange(ranks.size, device=experts_NK.device, dtype=experts_NK.dtype) * own
+            mine_MK = experts_MK - own_part(firsts_C, ranks)
             here_MK = (mine_MK >= 0) & (mine_MK < own)
             # Rows of the experts of other ranks come last, as those of one more expert.
             order_R, slot_MK, ends_G = experts.sort_by_expert(torch.where(here_MK, mine_MK, own), own)

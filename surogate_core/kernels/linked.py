@@ -132,23 +132,6 @@ def all_gather(own: Tensor, ranks: Linked) -> Tensor:
     return found
 
 
-@torch.library.custom_op("surogate::place_in_ranks", mutates_args=())
-def _place(like: Tensor, number: int) -> Tensor:
-    """0-d int64: the number of this rank."""
-    return torch.full((), _fabrics[number].rank, dtype=torch.int64, device=like.device)
-
-
-@_place.register_fake
-def _(like: Tensor, number: int) -> Tensor:
-    return like.new_empty((), dtype=torch.int64)
-
-
-def place_in(ranks: Linked, like: Tensor) -> Tensor:
-    """0-d int64 on the device of `like`: the number of this rank, which a traced program does not know."""
-    found: Tensor = _place(like, ranks.number)
-    return found
-
-
 @torch.library.custom_op("surogate::own_part", mutates_args=())
 def _own_part(x_H: Tensor, size: int, number: int) -> Tensor:
     """[H, ...] → [H / C, ...]."""

@@ -52,7 +52,7 @@ def on_ranks(world: int, expert: int, work: Callable[[Engine], Any], **changes: 
 
 
 def logits(engine: Engine) -> Tensor:
-    """Of this rank's own batch, which differs from those of other ranks."""
+    """The logits of this rank's batch, which differs from those of other ranks."""
     engine.evaluate(tiny.batches(9, MICRO_BATCHES))  # compiles the programs on one rank after another
     return engine.logits(tiny.batches(3, MICRO_BATCHES)[engine.mesh.rank])
 
