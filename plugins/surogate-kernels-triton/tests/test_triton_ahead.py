@@ -86,7 +86,16 @@ def _attention(**named: Any) -> tuple[Any, list[Any]]:
     return SimpleNamespace(_opoverload=op, _init_fn=ahead.launching[op]), arguments
 
 
+def _scan(delta: bool) -> tuple[Callable[..., Any], list[Any]]:
+    from surogate_kernels_triton import scans
+
+    q, v, decay = empty(N, 2, 64), empty(N, 4, 64), empty(N, 4, dtype=torch.float32)
+    return scans._backward, [v, None, q, q, v, decay, decay, empty(4, dtype=torch.int32), None, delta]
+
+
 CASES = {
+    "ssd": lambda: _scan(delta=False),
+    "gated_delta": lambda: _scan(delta=True),
     "attention": _attention,
     "attention, window and sinks": lambda: _attention(window=64, softcap=0.0, sinks=empty(4)),
     "norm": _norm,

@@ -41,12 +41,13 @@ def kernels() -> Iterable[bundles.Kernel]:
         norm,
         norm_rope,
         sampling,
+        scans,
         swiglu,
         updates,
     )
 
     modules = (attention, adapters, cross_entropy, norm, norm_rope, swiglu)
-    several = (decoding, experts, sampling, updates)
+    several = (decoding, experts, sampling, scans, updates)
     return (*(module.kernel() for module in modules), *(kernel for module in several for kernel in module.kernels()))
 
 

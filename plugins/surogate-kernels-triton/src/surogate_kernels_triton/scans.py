@@ -1,0 +1,563 @@
+"""The ops `ssd` and `gated_delta` in Triton. Shape suffixes as in `surogate_core.kernels.scans`.
+
+The kernels have chunks of their own, so `chunk` has no influence on a result. A run's bits depend on the run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import triton
+from surogate_native.adapters import large
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+from triton import knobs
+
+from surogate_core.plugin import bundles, compute
+from surogate_kernels_triton import scans_gradients_programs as gradients_programs
+from surogate_kernels_triton import scans_programs as programs
+
+DTYPES = (torch.bfloat16, torch.float32)
+WIDEST_KEY = 128
+"""Most features of a key."""
+WIDEST_VALUE = 256
+"""Most features of a value."""
+PLACES = 32
+"""Places of chunks that a program finds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How many features of a value a program reads at a time."""
+
+    f: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Rows of a chunk, and the tile of each kind of program. Fixed: equal inputs must give equal bits on every run."""
+
+    chunk: int
+    system: Tile
+    """Of the delta rule's system of a chunk."""
+    local: Tile
+    """Of outputs, and of the delta rule's gradients of new values from outputs of the same chunk."""
+    carried: Tile
+    """Of the programs that carry states or their gradients."""
+    values: Tile
+    """Of the gradients of values, decays and rates."""
+    keys: Tile
+    """Of the gradients of queries and keys."""
+
+
+WIDE = Tiles(
+    chunk=32,
+    system=Tile(f=32, warps=4, stages=1),
+    local=Tile(f=32, warps=4, stages=1),
+    carried=Tile(f=16, warps=4, stages=1),
+    values=Tile(f=16, warps=4, stages=1),
+    keys=Tile(f=16, warps=4, stages=1),
+)
+"""In fp32, which is multiplied without tensor cores."""
+SMALL = Tiles(
+    chunk=64,
+    system=Tile(f=32, warps=8, stages=1),
+    local=Tile(f=64, warps=4, stages=1),
+    carried=Tile(f=32, warps=4, stages=2),
+    values=Tile(f=32, warps=8, stages=1),
+    keys=Tile(f=32, warps=8, stages=1),
+)
+"""For GPUs with 99 KiB of shared memory a block and more; chosen by what fits, not measured."""
+SMALL_DELTA = Tiles(
+    chunk=32,
+    system=Tile(f=32, warps=4, stages=1),
+    local=Tile(f=64, warps=4, stages=1),
+    carried=Tile(f=32, warps=4, stages=2),
+    values=Tile(f=32, warps=4, stages=1),
+    keys=Tile(f=32, warps=4, stages=1),
+)
+"""Likewise with the delta rule."""
+LARGE = Tiles(
+    chunk=64,
+    system=Tile(f=32, warps=8, stages=1),
+    local=Tile(f=64, warps=4, stages=2),
+    carried=Tile(f=32, warps=4, stages=2),
+    values=Tile(f=32, warps=8, stages=1),
+    keys=Tile(f=64, warps=8, stages=1),
+)
+"""For GPUs with 227 KiB (sm_90, sm_100); likewise."""
+
+
+def tiles_for(device: torch.device, dtype: torch.dtype, delta: bool) -> Tiles:
+    """The tiles for a device and the dtype of products."""
+    if dtype == torch.float32:
+        return WIDE
+    if large(device):
+        return LARGE
+    return SMALL_DELTA if delta else SMALL
+
+
+def places_of(rows: int, runs: int, chunk: int) -> int:
+    """The number of chunks of these runs at most."""
+    return min(rows, (rows + runs * (chunk - 1)) // chunk)
+
+
+def padded(features: int) -> int:
+    """Columns of a block that holds a head's features."""
+    return max(16, triton.next_power_of_2(features))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scan:
+    """The inputs that all programs share, and their workspaces."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+    borders: Tensor
+    initial: Tensor | None
+    delta: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *rest: Any) -> _Scan:
+        """Of the arguments of the ops; rows are made adjacent where they are not."""
+        borders, initial, delta = rest
+        return cls(
+            q=_rows(q),
+            k=_rows(k),
+            v=_rows(v),
+            decay=decay.contiguous(),
+            beta=beta.contiguous(),
+            borders=borders.contiguous(),
+            initial=None if initial is None else initial.contiguous(),
+            delta=delta,
+        )
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """How the programs cut it."""
+        return tiles_for(self.v.device, self.v.dtype, self.delta)
+
+    @property
+    def runs(self) -> int:
+        """Their number."""
+        return self.borders.shape[0] - 1
+
+    @property
+    def heads(self) -> int:
+        """Of values."""
+        return self.v.shape[1]
+
+    @cached_property
+    def places(self) -> int:
+        """Of chunks."""
+        return places_of(self.v.shape[0], self.runs, self.tiles.chunk)
+
+    @cached_property
+    def table(self) -> tuple[Tensor, Tensor]:
+        """([2, P] the first row of each chunk and the end of its rows, [R] the chunks before each run)."""
+        table = self.borders.new_empty((2, self.places), dtype=torch.int32)
+        before = self.borders.new_empty(self.runs, dtype=torch.int32)
+        programs.scan_places[triton.cdiv(self.places, PLACES),](
+            self.borders, self.runs, table, before, self.places, C=self.tiles.chunk, B=PLACES, num_warps=4
+        )
+        return table, before
+
+    def strides(self, *rows: Tensor) -> list[int]:
+        """Of a row and of a head of each."""
+        return [stride for x in rows for stride in x.stride()[:2]]
+
+    def options(self, tile: Tile, *, delta: bool = True) -> dict[str, Any]:
+        """Constants and options of a launch. `delta`: whether the program also serves scans without the delta rule."""
+        features, values = self.k.shape[2], self.v.shape[2]
+        return {
+            "H": self.heads,
+            "SHARED": self.heads // self.k.shape[1],
+            "E": features,
+            "F": values,
+            "EP": padded(features),
+            "FP": min(tile.f, padded(values)),
+            "C": self.tiles.chunk,
+            **({"DELTA": self.delta} if delta else {}),
+            "WIDE": knobs.runtime.interpret and self.v.dtype == torch.bfloat16,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    def carrying(self, tile: Tile) -> tuple[int]:
+        """The grid of the programs that carry states."""
+        columns = min(tile.f, padded(self.v.shape[2]))
+        return (self.runs * self.heads * triton.cdiv(self.v.shape[2], columns),)
+
+    def states(self) -> Tensor:
+        """Space for a state of each chunk [P, H, E, F], in the dtype of products."""
+        return self.v.new_empty((self.places, self.heads, self.k.shape[2], self.v.shape[2]))
+
+    def squares(self) -> Tensor:
+        """Space for a matrix of each chunk [P, H, C, C], likewise."""
+        return self.v.new_empty((self.places, self.heads, self.tiles.chunk, self.tiles.chunk))
+
+    def system(self, *, inverses: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(inverses [P, H, C, C] if wanted, corrections [N, H, E], values [N, H, F]) of the delta rule, or Nones."""
+        if not self.delta:
+            return None, None, None
+        chunk, (table, _) = self.tiles.chunk, self.table
+        found = self.squares() if inverses else None
+        corrections = self.v.new_empty((*self.v.shape[:2], self.k.shape[2]))
+        values = self.v.new_empty(self.v.shape)
+        programs.delta_system[self.places * self.heads,](
+            self.k,
+            self.v,
+            self.decay,
+            self.beta,
+            table,
+            self.places,
+            found,
+            corrections,
+            values,
+            *self.strides(self.k, self.v),
+            DOUBLINGS=chunk.bit_length() - 1,
+            SOLVE="ieee" if self.v.dtype == torch.float32 else "tf32x3",
+            **self.options(self.tiles.system, delta=False),
+        )
+        return found, corrections, values
+
+    def forward(self, corrections: Tensor | None, values: Tensor | None, finals: Tensor | None) -> Tensor:
+        """The states that enter the chunks; fills `finals`, and makes `values` the new ones."""
+        states = self.states()
+        programs.scan_states[self.carrying(self.tiles.carried)](
+            self.k,
+            self.v,
+            self.decay,
+            self.beta,
+            corrections,
+            values,
+            self.borders,
+            self.table[1],
+            self.initial,
+            states,
+            finals,
+            *self.strides(self.k, self.v),
+            **self.options(self.tiles.carried),
+        )
+        return states
+
+    def outputs(self, values: Tensor | None, states: Tensor, y: Tensor) -> None:
+        """Fills y."""
+        programs.scan_outputs[self.places * self.heads,](
+            self.q,
+            self.k,
+            self.v,
+            self.decay,
+            self.beta,
+            values,
+            self.table[0],
+            self.places,
+            states,
+            y,
+            *self.strides(self.q, self.k, self.v),
+            **self.options(self.tiles.local),
+        )
+
+    def backward_states(
+        self, dy: Tensor, corrections: Tensor | None, dfinals: Tensor | None, dinitial: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(gradients of the states that leave the chunks, of the new values of the delta rule); fills `dinitial`."""
+        table, before = self.table
+        dvalues = torch.empty_like(dy) if self.delta else None
+        if self.delta:
+            gradients_programs.delta_value_gradients[self.places * self.heads,](
+                self.q,
+                self.k,
+                dy,
+                self.decay,
+                table,
+                self.places,
+                dvalues,
+                *self.strides(self.q, self.k),
+                **self.options(self.tiles.local, delta=False),
+            )
+        dstates = self.states()
+        gradients_programs.scan_state_gradients[self.carrying(self.tiles.carried)](
+            self.q,
+            self.k,
+            dy,
+            self.decay,
+            corrections,
+            dvalues,
+            self.borders,
+            before,
+            dfinals,
+            dstates,
+            dinitial,
+            *self.strides(self.q, self.k),
+            **self.options(self.tiles.carried),
+        )
+        return dstates, dvalues
+
+    def backward(
+        self, dy: Tensor, dfinals: Tensor | None, dinitial: Tensor | None, gradients: Sequence[Tensor]
+    ) -> None:
+        """Fills the gradients of q, k, v, the decays and the rates, and `dinitial`."""
+        inverses, corrections, values = self.system(inverses=True)
+        states = self.forward(corrections, values, None)
+        dstates, dvalues = self.backward_states(dy, corrections, dfinals, dinitial)
+        dq, dk, *others = gradients
+        rows, strides = (self.q, self.k, self.v, dy, self.decay, self.beta), self.strides(self.q, self.k, self.v)
+        kept = (self.table[0], self.places, states, dstates, self.squares(), self.squares() if self.delta else None)
+        gradients_programs.scan_value_gradients[self.places * self.heads,](
+            *rows, inverses, values, dvalues, *kept, *others, *strides, **self.options(self.tiles.values)
+        )
+        gradients_programs.scan_key_gradients[self.places * self.k.shape[1],](
+            *rows, values, dvalues, *kept, dq, dk, *strides, **self.options(self.tiles.keys)
+        )
+
+
+def _dense(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _finals(v_NHF: Tensor, k_NGE: Tensor, runs: int) -> Tensor:
+    return v_NHF.new_empty((runs, v_NHF.shape[1], k_NGE.shape[2], v_NHF.shape[2]), dtype=torch.float32)
+
+
+def _passed_on(state: Tensor, source: Tensor | None) -> None:
+    """Without rows the states behind runs are those before them."""
+    state.zero_() if source is None else state.copy_(source)
+
+
+@compute.compiled_ahead
+@torch.library.custom_op("surogate_triton::chunked_scan", mutates_args=())
+def _forward(
+    q_NGE: Tensor,
+    k_NGE: Tensor,
+    v_NHF: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    borders: Tensor,
+    initial: Tensor | None,
+    finals: bool,
+    delta: bool,
+) -> tuple[Tensor, Tensor]:
+    y, last = _dense(v_NHF), _finals(v_NHF, k_NGE, len(borders) - 1 if finals else 0)
+    if not v_NHF.shape[0]:
+        if finals:
+            _passed_on(last, initial)
+        return y, last
+    scan = _Scan.of(q_NGE, k_NGE, v_NHF, decay_NH, beta_NH, borders, initial, delta)
+    _, corrections, values = scan.system(inverses=False)
+    states = scan.forward(corrections, values, last if finals else None)
+    scan.outputs(values, states, y)
+    return y, last
+
+
+@_forward.register_fake
+def _(
+    q_NGE: Tensor,
+    k_NGE: Tensor,
+    v_NHF: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    borders: Tensor,
+    initial: Tensor | None,
+    finals: bool,
+    delta: bool,
+) -> tuple[Tensor, Tensor]:
+    return _dense(v_NHF), _finals(v_NHF, k_NGE, len(borders) - 1 if finals else 0)
+
+
+@compute.compiled_ahead
+@torch.library.custom_op("surogate_triton::chunked_scan_backward", mutates_args=())
+def _backward(
+    dy_NHF: Tensor,
+    dfinals: Tensor | None,
+    q_NGE: Tensor,
+    k_NGE: Tensor,
+    v_NHF: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    borders: Tensor,
+    initial: Tensor | None,
+    delta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (q_NGE, k_NGE, v_NHF, decay_NH, beta_NH)
+    dq, dk, dv, ddecay, dbeta = gradients = tuple(_dense(x) for x in inputs)
+    dinitial = _dinitial(v_NHF, initial)
+    dfinals = None if dfinals is None else dfinals.contiguous()
+    if v_NHF.shape[0]:
+        scan = _Scan.of(*inputs, borders, initial, delta)
+        scan.backward(dy_NHF.contiguous(), dfinals, None if initial is None else dinitial, gradients)
+    elif initial is not None:
+        _passed_on(dinitial, dfinals)
+    return dq, dk, dv, ddecay, dbeta, dinitial
+
+
+def _dinitial(v_NHF: Tensor, initial: Tensor | None) -> Tensor:
+    return v_NHF.new_empty(0) if initial is None else _dense(initial)
+
+
+@_backward.register_fake
+def _(
+    dy_NHF: Tensor,
+    dfinals: Tensor | None,
+    q_NGE: Tensor,
+    k_NGE: Tensor,
+    v_NHF: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    borders: Tensor,
+    initial: Tensor | None,
+    delta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, ddecay, dbeta = (_dense(x) for x in (q_NGE, k_NGE, v_NHF, decay_NH, beta_NH))
+    return dq, dk, dv, ddecay, dbeta, _dinitial(v_NHF, initial)
+
+
+class _ChunkedScan(Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, finals, delta = arguments
+        y, last = _forward(*tensors, finals, delta)
+        ctx.save_for_backward(*tensors)
+        ctx.delta = delta
+        ctx.set_materialize_grads(False)
+        if not finals:
+            ctx.mark_non_differentiable(last)
+        return y, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dfinals: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        if dy is None:
+            dy = torch.zeros_like(tensors[2])
+        *found, dinitial = _backward(dy, dfinals, *tensors, ctx.delta)
+        return (*found, None, None if tensors[-1] is None else dinitial, None, None)
+
+
+def gated_delta(
+    *rows: Tensor, initial: Tensor | None = None, finals: bool = False, chunk: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`scans.gated_delta` of (q, k, v, decay, beta, borders)."""
+    with compute.region("att"):
+        found: tuple[Tensor, Tensor] = _ChunkedScan.apply(*rows, initial, finals, True)
+        return found
+
+
+def ssd(
+    x_NHF: Tensor,
+    b_NGE: Tensor,
+    c_NGE: Tensor,
+    *rest: Tensor,
+    initial: Tensor | None = None,
+    finals: bool = False,
+    chunk: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`scans.ssd`; `rest`: decay, dt, borders."""
+    with compute.region("att"):
+        found: tuple[Tensor, Tensor] = _ChunkedScan.apply(c_NGE, b_NGE, x_NHF, *rest, initial, finals, False)
+        return found
+
+
+def _takes(
+    q_NGE: Tensor,
+    k_NGE: Tensor,
+    v_NHF: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    borders: Tensor,
+    initial: Tensor | None = None,
+    **named: Any,
+) -> bool:
+    """Whether blocks hold the features, and all rows are multiplied in one dtype."""
+    features, values = k_NGE.shape[2], v_NHF.shape[2]
+    fits = 0 < features <= WIDEST_KEY and 0 < values <= WIDEST_VALUE and features % 8 == values % 8 == 0
+    alike = q_NGE.dtype == k_NGE.dtype == v_NHF.dtype
+    whole = all(x.dtype in (*DTYPES, torch.float16) for x in (decay_NH, beta_NH))
+    state = borders.shape[0] - 1, v_NHF.shape[1], features, values
+    before = initial is None or (initial.dtype == torch.float32 and initial.shape == state)
+    return fits and alike and whole and before
+
+
+def takes_delta(q_NGE: Tensor, k_NGE: Tensor, v_NHF: Tensor, *rest: Any, **named: Any) -> bool:
+    """Whether `gated_delta` can be computed here."""
+    return _takes(q_NGE, k_NGE, v_NHF, *rest, **named)
+
+
+def takes_ssd(x_NHF: Tensor, b_NGE: Tensor, c_NGE: Tensor, *rest: Any, **named: Any) -> bool:
+    """Whether `ssd` can be computed here."""
+    return _takes(c_NGE, b_NGE, x_NHF, *rest, **named)
+
+
+def kernels() -> tuple[bundles.Kernel, ...]:
+    """The kernels of both ops."""
+    kernel = partial(
+        bundles.Kernel,
+        name="triton",
+        supports=lambda device, dtype: device.type == "cuda" and dtype in DTYPES,
+        knows=frozenset({"initial", "finals", "chunk"}),
+        priority=10,
+    )
+    return (
+        kernel(op="ssd", function=ssd, takes=takes_ssd),
+        kernel(op="gated_delta", function=gated_delta, takes=takes_delta),
+    )
+
+
+def _products(k_shape: Sequence[int], v_shape: Sequence[int], delta: bool) -> int:
+    """Multiplications of the forward in chunks of 64 rows, as the reference counts them."""
+    rows, heads, values = v_shape
+    keys, chunk = k_shape[2], LARGE.chunk
+    inside, system = chunk * (keys + values), chunk * (2 * keys + values + chunk)
+    return rows * heads * (inside + 2 * keys * values + (system + keys * values if delta else 0))
+
+
+@register_flop_formula(torch.ops.surogate_triton.chunked_scan)
+def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *others: Any, **named: Any) -> int:
+    return 2 * _products(k_shape, v_shape, others[-1])
+
+
+@register_flop_formula(torch.ops.surogate_triton.chunked_scan_backward)
+def _backward_flops(dy: Any, dfinals: Any, q_shape: Any, k_shape: Any, v_shape: Any, *others: Any, **named: Any) -> int:
+    """The forward again, and two products for each of its products."""
+    return 6 * _products(k_shape, v_shape, others[-1])
+
+
+def _bytes(k_NGE: Tensor, v_NHF: Tensor, borders: Tensor, delta: bool, states: int, squares: int, values: int) -> int:
+    """Bytes of workspaces: these numbers of [P, H, E, F], of [P, H, C, C] and of [N, H, F], and corrections."""
+    rows, heads, width = v_NHF.shape
+    chunk, features = tiles_for(v_NHF.device, v_NHF.dtype, delta).chunk, k_NGE.shape[2]
+    places = places_of(rows, len(borders) - 1, chunk)
+    found = places * heads * (states * features * width + squares * chunk * chunk)
+    if delta:
+        found += rows * heads * (features + values * width)
+    return found * v_NHF.element_size() + 4 * (2 * places + len(borders))
+
+
+@compute.workspace(torch.ops.surogate_triton.chunked_scan)
+def _forward_bytes(*arguments: Any) -> int:
+    """A state of each chunk; corrections and new values."""
+    return _bytes(arguments[1], arguments[2], arguments[5], arguments[8], 1, 0, 1)
+
+
+@compute.workspace(torch.ops.surogate_triton.chunked_scan_backward)
+def _backward_bytes(*arguments: Any) -> int:
+    """A state of each chunk and its gradient, the gradients of products of keys; of the delta rule also inverses,
+    corrections, new values and their gradients.
+    """
+    delta = arguments[9]
+    return _bytes(arguments[3], arguments[4], arguments[7], delta, 2, 3 if delta else 1, 2)
