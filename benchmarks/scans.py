@@ -249,7 +249,7 @@ def patches(settings: Sequence[str]) -> ExitStack:
         if parts is None:
             raise SystemExit(f"--tiles: {setting} is not like 64:keys=64w8s1")
         features, warps, stages = map(int, parts.groups()[2:])
-        found |= {"chunk": int(parts[1]), parts[2]: pack.Tile(f=features, warps=warps, stages=stages)}
+        found |= {"chunk": int(parts[1]), parts[2]: pack.ScanTile(f=features, warps=warps, stages=stages)}
     before = pack.tiles_for
     stack.enter_context(patch.object(pack, "tiles_for", lambda *args: replace(before(*args), **found)))
     return stack

@@ -102,9 +102,9 @@ def test_every_tile(name: str, tile: tuple[int, int, int], device: str, monkeypa
 
     chunk, features, warps = tile
     whole = dict.fromkeys(
-        ("system", "local", "carried", "values", "keys"), scans.Tile(f=features, warps=warps, stages=2)
+        ("system", "local", "carried", "values", "keys"), scans.ScanTile(f=features, warps=warps, stages=2)
     )
-    monkeypatch.setattr(scans, "tiles_for", lambda *args: scans.Tiles(chunk=chunk, **whole))
+    monkeypatch.setattr(scans, "tiles_for", lambda *args: scans.ScanTiles(chunk=chunk, **whole))
     lengths = (chunk - 1, chunk, chunk + 1)
     for dtype in (torch.float16,) if INTERPRETED else (torch.bfloat16, torch.float16):
         rows = make(name, sum(lengths), dtype, device, heads=(1, 1) if INTERPRETED else (2, 6), sizes=(64, 80))

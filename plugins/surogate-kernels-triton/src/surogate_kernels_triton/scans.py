@@ -33,7 +33,7 @@ PLACES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
+class ScanTile:
     """How many features of a value a program reads at a time."""
 
     f: int
@@ -42,61 +42,61 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
+class ScanTiles:
     """Rows of a chunk, and the tile of each kind of program. Fixed: equal inputs must give equal bits on every run."""
 
     chunk: int
-    system: Tile
+    system: ScanTile
     """Of the delta rule's system of a chunk."""
-    local: Tile
+    local: ScanTile
     """Of outputs, and of the delta rule's gradients of new values from outputs of the same chunk."""
-    carried: Tile
+    carried: ScanTile
     """Of the programs that carry states or their gradients."""
-    values: Tile
+    values: ScanTile
     """Of the gradients of values, decays and rates."""
-    keys: Tile
+    keys: ScanTile
     """Of the gradients of queries and keys."""
 
 
-WIDE = Tiles(
+WIDE = ScanTiles(
     chunk=32,
-    system=Tile(f=32, warps=4, stages=1),
-    local=Tile(f=32, warps=4, stages=1),
-    carried=Tile(f=16, warps=4, stages=1),
-    values=Tile(f=16, warps=4, stages=1),
-    keys=Tile(f=16, warps=4, stages=1),
+    system=ScanTile(f=32, warps=4, stages=1),
+    local=ScanTile(f=32, warps=4, stages=1),
+    carried=ScanTile(f=16, warps=4, stages=1),
+    values=ScanTile(f=16, warps=4, stages=1),
+    keys=ScanTile(f=16, warps=4, stages=1),
 )
 """In fp32, which is multiplied without tensor cores."""
-SMALL = Tiles(
+SMALL = ScanTiles(
     chunk=64,
-    system=Tile(f=32, warps=8, stages=1),
-    local=Tile(f=64, warps=4, stages=1),
-    carried=Tile(f=32, warps=4, stages=2),
-    values=Tile(f=32, warps=8, stages=1),
-    keys=Tile(f=32, warps=8, stages=1),
+    system=ScanTile(f=32, warps=8, stages=1),
+    local=ScanTile(f=64, warps=4, stages=1),
+    carried=ScanTile(f=32, warps=4, stages=2),
+    values=ScanTile(f=32, warps=8, stages=1),
+    keys=ScanTile(f=32, warps=8, stages=1),
 )
 """For GPUs with 99 KiB of shared memory a block and more; chosen by what fits, not measured."""
-SMALL_DELTA = Tiles(
+SMALL_DELTA = ScanTiles(
     chunk=32,
-    system=Tile(f=32, warps=4, stages=1),
-    local=Tile(f=64, warps=4, stages=1),
-    carried=Tile(f=32, warps=4, stages=2),
-    values=Tile(f=32, warps=4, stages=1),
-    keys=Tile(f=32, warps=4, stages=1),
+    system=ScanTile(f=32, warps=4, stages=1),
+    local=ScanTile(f=64, warps=4, stages=1),
+    carried=ScanTile(f=32, warps=4, stages=2),
+    values=ScanTile(f=32, warps=4, stages=1),
+    keys=ScanTile(f=32, warps=4, stages=1),
 )
 """Likewise with the delta rule."""
-LARGE = Tiles(
+LARGE = ScanTiles(
     chunk=64,
-    system=Tile(f=32, warps=8, stages=1),
-    local=Tile(f=64, warps=4, stages=2),
-    carried=Tile(f=32, warps=4, stages=2),
-    values=Tile(f=32, warps=8, stages=1),
-    keys=Tile(f=64, warps=8, stages=1),
+    system=ScanTile(f=32, warps=8, stages=1),
+    local=ScanTile(f=64, warps=4, stages=2),
+    carried=ScanTile(f=32, warps=4, stages=2),
+    values=ScanTile(f=32, warps=8, stages=1),
+    keys=ScanTile(f=64, warps=8, stages=1),
 )
 """For GPUs with 227 KiB (sm_90, sm_100); likewise."""
 
 
-def tiles_for(device: torch.device, dtype: torch.dtype, delta: bool) -> Tiles:
+def tiles_for(device: torch.device, dtype: torch.dtype, delta: bool) -> ScanTiles:
     """The tiles for a device and the dtype of products."""
     if dtype == torch.float32:
         return WIDE
@@ -148,7 +148,7 @@ class _Scan:
         )
 
     @cached_property
-    def tiles(self) -> Tiles:
+    def tiles(self) -> ScanTiles:
         """How the programs cut it."""
         return tiles_for(self.v.device, self.v.dtype, self.delta)
 
@@ -181,7 +181,7 @@ class _Scan:
         """Of a row and of a head of each."""
         return [stride for x in rows for stride in x.stride()[:2]]
 
-    def options(self, tile: Tile, *, delta: bool = True) -> dict[str, Any]:
+    def options(self, tile: ScanTile, *, delta: bool = True) -> dict[str, Any]:
         """Constants and options of a launch. `delta`: whether the program also serves scans without the delta rule."""
         features, values = self.k.shape[2], self.v.shape[2]
         return {
@@ -198,7 +198,7 @@ class _Scan:
             "num_stages": tile.stages,
         }
 
-    def carrying(self, tile: Tile) -> tuple[int]:
+    def carrying(self, tile: ScanTile) -> tuple[int]:
         """The grid of the programs that carry states."""
         columns = min(tile.f, padded(self.v.shape[2]))
         return (self.runs * self.heads * triton.cdiv(self.v.shape[2], columns),)
