@@ -150,8 +150,12 @@ def make_assembly(options: argparse.Namespace, device: torch.device, borders: in
 
 def make_engine(options: argparse.Namespace, device: torch.device, borders: int) -> Engine:
     """The engine that a training run would make, with random weights."""
-    assembly = make_assembly(options, device, borders)
-    return Engine(assembly, Weights(seed=0, std=0.02, device=device), progress=forget_the_set_up)
+    return engine_of(make_assembly(options, device, borders))
+
+
+def engine_of(assembly: Assembly) -> Engine:
+    """An engine with random weights."""
+    return Engine(assembly, Weights(seed=0, std=0.02, device=assembly.settings.device), progress=forget_the_set_up)
 
 
 def forget_the_set_up(task: str, done: int, total: int) -> None:
@@ -309,7 +313,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
     parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--router-losses", choices=get_args(Form), help="both, with the balance over what")
-    parser.add_argument("--base", choices=["bf16", "nf4", "fp8", "nvfp4"], default="bf16", help="of frozen weights")
+    parser.add_argument("--base", choices=["bf16", "nf4", "fp8", "nvfp4", "mxfp4"], default="bf16", help="of frozen weights")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
     parser.add_argument("--budget", type=float, default=1.0, help="share of the residuals that is kept")

@@ -157,14 +157,11 @@ def _ours(options: argparse.Namespace, device: Any, batches: Sequence[Any], resu
     import gpu_lora
     import peers
     import plan_memory
-    from shapes import Weights
-
-    from surogate_core.engine.engine import Engine
     from surogate_core.engine.planning.prediction import predict
 
     assembly = gpu_lora.make_assembly(options, device, batches[0].cu_seqlens.numel())
     facts: dict[str, Any] = {"predicted_gib": plan_memory.in_torch(predict(assembly)) / 2**30}
-    engine = Engine(assembly, Weights(seed=0, std=0.02, device=device), progress=gpu_lora.forget_the_set_up)
+    engine = gpu_lora.engine_of(assembly)
     facts |= dict(zip(("parameters", "trained"), engine.parameters.counts(), strict=True))
     facts["frozen_gib"] = gpu_lora.frozen_gib(engine)
 

@@ -118,7 +118,8 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     vocabulary = PRESETS[line.size]["vocab_size"]
     batches = gpu_lora.make_batches(line.documents, vocabulary, max(borders, options.borders))
     if line.side == OURS:
-        side = _ours(gpu_lora.make_engine(options, device, batches[0].cu_seqlens.numel()), batches)
+        assembly = gpu_lora.make_assembly(options, device, batches[0].cu_seqlens.numel())
+        side = _ours(gpu_lora.engine_of(assembly), batches)
     else:
         side = _peer(line, batches, device)
     losses = [side.step()]
@@ -133,6 +134,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     tokens = sum(b.tokens for b in batches)
     milliseconds = statistics.median(times)
+    planned = _planned(assembly) if line.side == OURS and device.type == "cuda" else None
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "gemm_tflops": gemm,
@@ -142,6 +144,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "gflop_per_token": gpu_lora.gflop_per_token(line.size, batches, full=full),
         "peak_gib": peak,
+        "planned_gib": planned,
         "import_seconds": imported,
         "setup_seconds": setup,
         "losses": [read() for read in losses],
@@ -180,6 +183,15 @@ def _peer(line: Line, batches: Sequence[Any], device: Any) -> Any:
         batches=batches,
     )
     return peers.build_peer(line.side, work)
+
+
+def _planned(assembly: Any) -> float:
+    """GiB of torch's tensors that `surogate plan` would predict."""
+    import plan_memory
+
+    from surogate_core.engine.planning.prediction import predict
+
+    return plan_memory.in_torch(predict(assembly)) / 2**30
 
 
 def _ours(engine: Any, batches: Sequence[Any]) -> Any:
@@ -323,14 +335,14 @@ def markdown(report: Mapping[str, Any]) -> str:
     if report["gemm_tflops"]:
         each = report["gemm_tflops_each"]
         text += [f"Product of 8192³: {report['gemm_tflops']:.0f} TFLOP/s, {min(each):.0f} to {max(each):.0f} by line."]
-    heads = ["model", "mode", "documents", "recompute", "side", "tok/s", "ours ÷ this", "ms a step", "SOL", "GiB"]
+    heads = ["model", "mode", "documents", "recompute", "side", "tok/s", "ours ÷ this", "ms a step", "SOL", "GiB", "planned"]
     heads += ["set-up", "loss first … last"]
     text += ["", "| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
     for row in report["lines"]:
         recompute = "on" if row["recompute"] else "off"
         cells = [row["size"], row["mode"], row["documents"], recompute, _title(row)]
         if "error" in row:
-            cells += ["failed: " + row["error"].replace("|", "\\|"), *[""] * 6]
+            cells += ["failed: " + row["error"].replace("|", "\\|"), *[""] * 7]
         else:
             measured = not row["again"]
             ratio, peak, losses = row.get("ours_over_this"), row["peak_gib"], row["losses"]
@@ -340,6 +352,7 @@ def markdown(report: Mapping[str, Any]) -> str:
                 f"{row['milliseconds']:.1f}" if measured else "",
                 f"{row['speed_of_light']:.1%}" if measured else "",
                 "" if peak is None else f"{peak:.1f}",
+                "" if row["planned_gib"] is None else f"{row['planned_gib']:.1f}",
                 f"{row['setup_seconds']:.1f} s",
                 f"{losses[0]:.3f} … {losses[-1]:.3f}",
             ]

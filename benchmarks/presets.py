@@ -17,7 +17,8 @@ SPARSE = {f"moe-{name}": config for name, config in surogate_model_qwen3_moe.pre
 def installed_families() -> dict[str, str]:
     """Family → package of each other distribution ``surogate-model-…`` here."""
     found = [point for point in entry_points(group="surogate") if point.name.startswith("model-")]
-    return {point.name.removeprefix("model-"): point.value for point in found if "qwen3" not in point.value}
+    named = (surogate_model_qwen3.__name__, surogate_model_qwen3_moe.__name__)
+    return {point.name.removeprefix("model-"): point.value for point in found if point.value not in named}
 
 
 FAMILIES = {

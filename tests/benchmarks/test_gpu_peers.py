@@ -151,6 +151,7 @@ def result(tokens_per_second: float, gemm: float) -> dict[str, Any]:
         "milliseconds": 1.0,
         "gflop_per_token": 4.0,
         "peak_gib": 5.0,
+        "planned_gib": None,
         "setup_seconds": 6.0,
         "losses": [7.0, 6.0],
         "profile": None,
@@ -184,7 +185,7 @@ def test_the_table() -> None:
     )
     table = [row for row in text.splitlines() if row.startswith("|")]
     assert {row.count("|") for row in table} == {13}
-    assert "| Surogate | 80.0k |  | 1.0 | 40.0% | 5.0 | 6.0 s | 7.000 … 6.000 |" in text
+    assert "| Surogate | 80.0k |  | 1.0 | 40.0% | 5.0 |  | 6.0 s | 7.000 … 6.000 |" in text
     assert "failed: out of memory" in text
     assert "- Unsloth: not installed." in text
 
