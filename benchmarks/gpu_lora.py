@@ -47,6 +47,7 @@ from surogate_core.train.flops import ModelFlops, gemm_flops_per_second
 
 ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
 RECIPES, OPTIMIZERS = ("bf16", "fp8-hybrid", "nvfp4"), ("adamw", "adamw_8bit")
+BASES = ("bf16", "nf4", "fp8", "nvfp4", "mxfp4")
 TARGETS = {"all": ("all",), "attention": ("q_proj", "k_proj", "v_proj", "o_proj")}
 MEAN_LENGTH, SIGMA = 400.0, 0.8
 """Mean, and sigma of the logarithm, of the log-normal document lengths."""
@@ -313,7 +314,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
     parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--router-losses", choices=get_args(Form), help="both, with the balance over what")
-    parser.add_argument("--base", choices=["bf16", "nf4", "fp8", "nvfp4", "mxfp4"], default="bf16", help="of frozen weights")
+    parser.add_argument("--base", choices=BASES, default="bf16", help="of frozen weights")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks")
     parser.add_argument("--regions", nargs="*", default=[], help="recompute these regions alone, such as swiglu")
     parser.add_argument("--budget", type=float, default=1.0, help="share of the residuals that is kept")

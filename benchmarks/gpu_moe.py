@@ -157,6 +157,7 @@ def _ours(options: argparse.Namespace, device: Any, batches: Sequence[Any], resu
     import gpu_lora
     import peers
     import plan_memory
+
     from surogate_core.engine.planning.prediction import predict
 
     assembly = gpu_lora.make_assembly(options, device, batches[0].cu_seqlens.numel())

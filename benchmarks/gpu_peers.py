@@ -335,8 +335,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     if report["gemm_tflops"]:
         each = report["gemm_tflops_each"]
         text += [f"Product of 8192³: {report['gemm_tflops']:.0f} TFLOP/s, {min(each):.0f} to {max(each):.0f} by line."]
-    heads = ["model", "mode", "documents", "recompute", "side", "tok/s", "ours ÷ this", "ms a step", "SOL", "GiB", "planned"]
-    heads += ["set-up", "loss first … last"]
+    heads = ["model", "mode", "documents", "recompute", "side", "tok/s", "ours ÷ this", "ms a step", "SOL", "GiB"]
+    heads += ["planned", "set-up", "loss first … last"]
     text += ["", "| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
     for row in report["lines"]:
         recompute = "on" if row["recompute"] else "off"
@@ -352,7 +352,7 @@ def markdown(report: Mapping[str, Any]) -> str:
                 f"{row['milliseconds']:.1f}" if measured else "",
                 f"{row['speed_of_light']:.1%}" if measured else "",
                 "" if peak is None else f"{peak:.1f}",
-                "" if row["planned_gib"] is None else f"{row['planned_gib']:.1f}",
+                f"{row['planned_gib']:.1f}" if row.get("planned_gib") else "",
                 f"{row['setup_seconds']:.1f} s",
                 f"{losses[0]:.3f} … {losses[-1]:.3f}",
             ]
