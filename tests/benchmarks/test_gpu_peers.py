@@ -184,7 +184,7 @@ def test_the_table() -> None:
         }
     )
     table = [row for row in text.splitlines() if row.startswith("|")]
-    assert {row.count("|") for row in table} == {13}
+    assert {row.count("|") for row in table} == {14}
     assert "| Surogate | 80.0k |  | 1.0 | 40.0% | 5.0 |  | 6.0 s | 7.000 … 6.000 |" in text
     assert "failed: out of memory" in text
     assert "- Unsloth: not installed." in text
