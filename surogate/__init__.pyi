@@ -123,6 +123,8 @@ def sft(
     context_parallel_size: int = ...,
     ep_size: int = ...,
     ep_exchange: Literal["sums", "rows"] = ...,
+    ep_load_balance_threshold: float | None = ...,
+    ep_plan_refresh_interval: int = ...,
     hierarchical_reduction: bool = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
@@ -307,6 +309,12 @@ def sft(
         ep_exchange: What GPUs that share out experts send each other for a token: it once, and back one sum of what
             its experts there give; or, with rows, it for each of its experts, and back what each gives. Sums are
             smaller, and rows have the bits of one GPU's forward.
+        ep_load_balance_threshold: Even out the rows of GPUs that share out experts in each layer where the busiest
+            has more than this many times the mean: others get the weights of its largest experts and compute a part
+            of their rows; 1.3 is a good value. null never does: it costs memory for those weights, and sums are
+            then added in another order.
+        ep_plan_refresh_interval: Largest age, in micro-steps, of the plan by which rows are evened out. Every layer
+            makes its own in every micro-step, on the GPU, which satisfies any value.
         hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first
             and then between machines, and gather in the other order, so that each sum leaves a machine once. false
             treats all GPUs alike.
@@ -471,6 +479,8 @@ def pt(
     context_parallel_size: int = ...,
     ep_size: int = ...,
     ep_exchange: Literal["sums", "rows"] = ...,
+    ep_load_balance_threshold: float | None = ...,
+    ep_plan_refresh_interval: int = ...,
     hierarchical_reduction: bool = ...,
     fabric: _Choice = ...,
     datasets: _Data = ...,
@@ -655,6 +665,12 @@ def pt(
         ep_exchange: What GPUs that share out experts send each other for a token: it once, and back one sum of what
             its experts there give; or, with rows, it for each of its experts, and back what each gives. Sums are
             smaller, and rows have the bits of one GPU's forward.
+        ep_load_balance_threshold: Even out the rows of GPUs that share out experts in each layer where the busiest
+            has more than this many times the mean: others get the weights of its largest experts and compute a part
+            of their rows; 1.3 is a good value. null never does: it costs memory for those weights, and sums are
+            then added in another order.
+        ep_plan_refresh_interval: Largest age, in micro-steps, of the plan by which rows are evened out. Every layer
+            makes its own in every micro-step, on the GPU, which satisfies any value.
         hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first
             and then between machines, and gather in the other order, so that each sum leaves a machine once. false
             treats all GPUs alike.

@@ -448,9 +448,7 @@ class RoutingStats(Event):
     moe_cv: float
     """Standard deviation of the experts' tokens divided by their mean, mean over the layers; 0 is even."""
     moe_top_mass: float | None = None
-    """Sum of the probabilities that the router gives a token's experts, mean over tokens and layers; None if the family
-    does not report it.
-    """
+    """Sum of the probabilities of a token's experts, mean over tokens and layers; None if the family reports none."""
     moe_dead_experts: int | None = None
     """Experts of all layers that received no token in the last 50 steps; None in the first 49 of a start."""
     moe_aux_loss: float | None = None
@@ -469,6 +467,14 @@ class RoutingStats(Event):
     """Experts of a layer."""
     moe_experts_per_token: int | None = None
     """Experts that each token goes to; None if the family does not report the router's probabilities."""
+    moe_rank_imbalance: float | None = None
+    """Rows of the busiest GPU of `ep_size` by their mean, as routed; None without `ep_load_balance_threshold`."""
+    moe_rank_imbalance_evened: float | None = None
+    """The same of the rows that each GPU then computes; both are means over layers and micro-batches."""
+    moe_moved_rows: float | None = None
+    """Share of all rows that another GPU than their expert's computes."""
+    moe_moved_bytes: int | None = None
+    """Bytes that a GPU sends in the step for it: weights and adapters of experts, and gradients of trained ones."""
     moe_dropped: int = 0
     """Choices of experts that were not computed. Routing is exact, so it is always 0."""
 

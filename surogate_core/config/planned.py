@@ -7,8 +7,6 @@ from __future__ import annotations
 
 KEYS = {
     "model_type": "remove it; the model's config.json names its family",
-    "ep_load_balance_threshold": "remove it; GPUs that share out experts keep them, whatever their loads",
-    "ep_plan_refresh_interval": "remove it; GPUs that share out experts keep them, whatever their loads",
     "debug_time_breakdown": "remove it; `surogate.log` has the seconds of each part of the start",
     "debug_memory_breakdown": "remove it; `surogate plan` lists the memory of each kind of tensor",
 }

@@ -295,6 +295,15 @@ class RunConfig:
     give; or, with rows, it for each of its experts, and back what each gives. Sums are smaller, and rows have the bits
     of one GPU's forward.
     """
+    ep_load_balance_threshold: Annotated[float, Interval(ge=1, le=1024)] | None = None
+    """Even out the rows of GPUs that share out experts in each layer where the busiest has more than this many times
+    the mean: others get the weights of its largest experts and compute a part of their rows; 1.3 is a good value. null
+    never does: it costs memory for those weights, and sums are then added in another order.
+    """
+    ep_plan_refresh_interval: Annotated[int, Interval(ge=1)] = 1
+    """Largest age, in micro-steps, of the plan by which rows are evened out. Every layer makes its own in every
+    micro-step, on the GPU, which satisfies any value.
+    """
     hierarchical_reduction: bool = True
     """On several machines with equally many GPUs, add gradients inside each machine first and then between machines,
     and gather in the other order, so that each sum leaves a machine once. false treats all GPUs alike.

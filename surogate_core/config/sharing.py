@@ -33,6 +33,7 @@ def axes(given: RunKeys, *, moves_gradients: bool = False, varying: bool = False
         context=size,
         expert=config.ep_size,
         expert_rows=config.ep_exchange == "rows",
+        expert_balance=config.ep_load_balance_threshold if config.ep_size > 1 else None,
         zero_level=level,
         shard_weights=config.shard_weights or 3 in (config.zero_level, level),
         exact=_exact(config, moves_gradients=moves_gradients),
@@ -197,6 +198,8 @@ def notes(config: RunConfig) -> list[str]:
     shards = [key for key in ("shard_gradients", "shard_weights") if getattr(config, key)]
     if config.ep_exchange != "sums" and config.ep_size == 1:
         found.append(f"ep_exchange={config.ep_exchange}: no effect with ep_size=1, every GPU has all experts.")
+    if config.ep_load_balance_threshold is not None and config.ep_size == 1:
+        found.append("ep_load_balance_threshold: no effect with ep_size=1, every GPU computes all of its tokens.")
     if config.gpus == 1:
         shards = [f"zero_level={config.zero_level}"] * (config.zero_level > 1) + shards
         shards += [f"dp_shard_size={config.dp_shard_size}"] * (config.dp_shard_size > 0)

@@ -299,7 +299,10 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
 def _multiplied(x_SI: Tensor, way: ExpertExchange, slots: Sequence[BoundExperts]) -> list[Tensor]:
     """[S, O] of each slot: the products of rows that all ranks sent."""
     seed, ends = slots[0].seed, way.ends
-    tensors = [tensor for slot in slots for tensor in slot.tensor_list()]
+    tensors: Sequence[Tensor] = [tensor for slot in slots for tensor in slot.tensor_list()]
+    if way.moved is not None:
+        tensors = way.moved.with_others(tensors)
+        slots = [replace(one, slot=replace(one.slot, count=len(way.ends[0]))) for one in slots]
     # A product whose scales are not of rows must see every row as an expert's, and zeros in places that no row takes.
     whole = slots[0].grouped is not None and slots[0].codes is None
     found: list[Sequence[Tensor]] = []

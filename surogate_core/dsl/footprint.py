@@ -11,6 +11,7 @@ from surogate_core.dsl.products import defer_products
 from surogate_core.dsl.trace import Compiler, Function, Recompute, Signature, _split, _summed, trace_joint
 from surogate_core.dsl.values import base_op, flops, is_call, name_of, storages
 from surogate_core.kernels import heads, linked
+from surogate_core.kernels.balancing import moved
 from surogate_core.kernels.registry import workspaces
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp", "var_mean"})
@@ -62,9 +63,19 @@ def footprint(
         backward_bytes=peak_bytes(backward.graph, compiler),
         again=sum(flops(n) for n in backward.graph.nodes if n.op == "call_function" and n.name in computed),
         exchanged=tuple(
-            n.meta["val"].nbytes for g in (forward.graph, backward.graph) for n in g.nodes if n.target in exchanges
+            _exchanged(n)
+            for g in (forward.graph, backward.graph)
+            for n in g.nodes
+            if n.target in exchanges or n.target in moved.SENT
         ),
     )
+
+
+def _exchanged(node: fx.Node) -> int:
+    """Bytes that ranks exchange in an op."""
+    if node.target in moved.SENT:
+        return moved.SENT[node.target](*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+    return int(node.meta["val"].nbytes)
 
 
 def joint_bytes(function: Function, inputs: Sequence[Signature], *, compiler: Compiler, summed: int = 0) -> int:

@@ -35,12 +35,16 @@ Role = Literal[
     "router_mass",
     "router_aux_loss",
     "router_z_loss",
+    "rank_loads",
 ]
 """figure: for events only. loss: a 0-d term of the loss.
 
 expert_tokens [E], router_probability [E], router_z and router_mass, 0-d, are sums over the tokens of a layer with
 experts: tokens of each expert, their probabilities, squares of the logits' log-sum-exp, and probabilities of the chosen
 experts. The engine makes router_aux_loss and router_z_loss of them: terms of the loss, with their coefficients.
+
+rank_loads: `kernels.balancing.moved.Moved.figures`, of layers whose experts ranks share out and whose loads they even
+out. The engine adds it to what a block declares.
 """
 REAL = "real"
 """The table, [N] bool, that says which positions are tokens, not padding. Blocks with side outputs get it."""
@@ -168,6 +172,7 @@ def reported(sides: Mapping[str, Tensor], specs: Sequence[SideSpec], losses: Rou
     return [value.float().clone() for value in values]
 
 
+LOADS = "expert.ranks"
 TOKENS, PROBABILITY, Z, MASS = "router.tokens", "router.probability", "router.z", "router.mass"
 
 

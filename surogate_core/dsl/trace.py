@@ -231,7 +231,8 @@ def _again(node: fx.Node, forward: set[fx.Node], recompute: Recompute) -> bool:
     elif not isinstance(node.meta.get("val"), Tensor):
         # A tuple is never kept itself; it is here because one of its elements is computed again.
         return True
-    return base_op(made_by) in VIEWS or (made_by.meta.get("custom") or {}).get("region") in recompute.regions
+    marks = made_by.meta.get("custom") or {}
+    return base_op(made_by) in VIEWS or bool(marks.get("again")) or marks.get("region") in recompute.regions
 
 
 def _is_choice(node: fx.Node) -> bool:
@@ -521,7 +522,8 @@ def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
             continue
         sources = [n for n in node.all_input_nodes if base_op(n) not in EMPTY]
         follows = base_op(node) in {*VIEWS, torch.ops.aten.cat} and sources and marked.issuperset(sources)
-        if follows or base_op(node) in EMPTY or (node.meta.get("custom") or {}).get("region") in recompute.regions:
+        marks = node.meta.get("custom") or {}
+        if follows or base_op(node) in EMPTY or marks.get("again") or marks.get("region") in recompute.regions:
             node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
             marked.add(node)
 

@@ -14,7 +14,7 @@ from surogate_core.batch import WEIGHTS
 from surogate_core.dsl.declare import Multiply
 from surogate_core.dsl.experts import EXPERT
 from surogate_core.dsl.footprint import Footprint, footprint, joint_bytes
-from surogate_core.dsl.sides import reported
+from surogate_core.dsl.sides import LOADS, reported
 from surogate_core.dsl.slots import Join, Panel, plain_gemm
 from surogate_core.dsl.trace import (
     Function,
@@ -33,7 +33,8 @@ from surogate_core.engine.planning.pieces import Piece
 from surogate_core.engine.planning.plan import EnginePlan
 from surogate_core.errors import SurogateError
 from surogate_core.kernels import ops, registry
-from surogate_core.kernels.linked import Linked, among
+from surogate_core.kernels.expert_ranks import ExpertRanks
+from surogate_core.kernels.linked import Linked, active, among
 
 
 @contextmanager
@@ -150,6 +151,9 @@ class ProgramBuilder:
             )
             bound.taken = {spec.name: value for spec, value in zip(piece.takes, flat[count + 1 :], strict=False)}
             y, sides = bound.outputs(x, tables)
+            group = active(ExpertRanks)
+            if group is not None and group.moved is not None:
+                sides = {**sides, LOADS: group.moved.figures}
             # Copied, because AOTAutograd exports no output that is a view, or an input.
             given = [bound.given[s.name].clone(memory_format=torch.contiguous_format) for s in piece.gives]
             y = y.clone() if y is x else y

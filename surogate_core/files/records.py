@@ -31,6 +31,7 @@ EVAL_FIELDS = ("loss", "gap")
 ROUTING_FIELDS = (
     *("moe_load_imbalance", "moe_worst_imbalance", "moe_expert_utilization", "moe_entropy", "moe_dead_experts"),
     *("moe_aux_loss_raw", "moe_z_loss_raw"),
+    *("moe_rank_imbalance", "moe_rank_imbalance_evened", "moe_moved_rows", "moe_moved_bytes"),
 )
 GPU_FIELDS = ("utilization", "memory_used_bytes", "power_watts", "temperature_celsius", "sm_clock_mhz")
 

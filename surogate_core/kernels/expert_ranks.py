@@ -27,6 +27,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.kernels import experts
+from surogate_core.kernels.balancing.moved import Moved, balanced
+from surogate_core.kernels.balancing.plan import LoadBalance
 from surogate_core.kernels.linked import Linked, all_gather, exchange_rows, own_part
 from surogate_core.kernels.ops import wide
 from surogate_core.kernels.regions import choice
@@ -38,6 +40,10 @@ class ExpertRanks(Linked):
 
     rows: bool = False
     """Whether they send `RowsExchange` to each other, not `SumsExchange`."""
+    balance: LoadBalance | None = None
+    """When ranks compute rows for the experts of others (`SumsExchange`); None: never."""
+    moved: Moved | None = None
+    """The experts that were moved in the layer that was traced last."""
 
 
 class ExpertExchange(Protocol):
@@ -50,6 +56,10 @@ class ExpertExchange(Protocol):
     @property
     def ends(self) -> Sequence[Tensor]:
         """For each of equal parts of the places, whose rows are multiplied apart: where those of each expert end."""
+
+    @property
+    def moved(self) -> Moved | None:
+        """The experts of which several ranks compute rows."""
 
     def sent(self, x_NI: Tensor) -> Tensor:
         """[S, I]: the rows of all ranks' tokens that go to the experts of this one."""
@@ -75,7 +85,8 @@ def taken(x_PI: Tensor, ends_G: Tensor) -> Tensor:
 def biased(y_SO: Tensor, bias_EO: Tensor, way: ExpertExchange) -> Tensor:
     """[S, O]: rows with the bias of their experts, which are this rank's; zeros in places that no row takes."""
     # The places that no row takes are those of one more expert.
-    bias_GO, found = torch.nn.functional.pad(own_part(bias_EO, way.ranks), (0, 0, 0, 1)), []
+    mine_GO = own_part(bias_EO, way.ranks) if way.moved is None else way.moved.of_experts(bias_EO)
+    bias_GO, found = torch.nn.functional.pad(mine_GO, (0, 0, 0, 1)), []
     for y_PO, ends_G in zip(y_SO.chunk(len(way.ends)), way.ends, strict=True):
         y_PO = experts.expert_bias(y_PO, bias_GO, torch.cat((ends_G, ends_G.new_full((1,), len(y_PO)))))
         # Their gradient may be NaN.
@@ -118,6 +129,10 @@ class RowsExchange:
         """As `ExpertExchange.ends`: the rows of each source."""
         return self.ends_CG.unbind()
 
+    @property
+    def moved(self) -> None:
+        """No expert's rows are divided."""
+
     def _exchanged(self, x_SI: Tensor) -> Tensor:
         return exchange_rows(x_SI.unflatten(0, (self.ranks.size, -1)).contiguous(), self.ranks).flatten(0, 1)
 
@@ -140,12 +155,19 @@ class SumsExchange:
     place_MK: Tensor
     """[C·N, K]: choice → place; -1 where the expert is another rank's."""
     ends_G: Tensor
+    """Of this rank's experts, and of those that other ranks gave it."""
+    moved: Moved | None = None
 
     @classmethod
     def of(cls, experts_NK: Tensor, own: int, ranks: ExpertRanks) -> SumsExchange:
         """Find the rows of a rank that has `own` experts."""
         with choice():
             experts_MK = all_gather(experts_NK.contiguous(), ranks).flatten(0, 1)
+            if ranks.balance is not None:
+                sorted_R = experts.sort_by_expert(experts_MK, own * ranks.size)
+                found, moved = balanced(experts_MK, *sorted_R, ranks, ranks.balance)
+                ranks.moved = moved
+                return cls(ranks, found.order_S, found.place_MK, found.ends, moved)
             firsts_C = torch.arange(ranks.size, device=experts_NK.device, dtype=experts_NK.dtype) * own
             mine_MK = experts_MK - own_part(firsts_C, ranks)
             here_MK = (mine_MK >= 0) & (mine_MK < own)

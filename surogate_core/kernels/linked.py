@@ -68,6 +68,11 @@ def active(kind: type[L]) -> L | None:
     return found
 
 
+def rank_in(number: int) -> int:
+    """This rank's number in a group; for ops that traced programs call."""
+    return _fabrics[number].rank
+
+
 def exchanged(sent_C: Tensor, number: int) -> Tensor:
     """[C, ...]: in row r what rank r sent to this one; row r of `sent_C` goes to rank r."""
     fabric = _fabrics[number]

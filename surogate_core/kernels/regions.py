@@ -19,6 +19,11 @@ def choice() -> AbstractContextManager[Any]:
     return _marked(choice=True)
 
 
+def again() -> AbstractContextManager[Any]:
+    """Marks traced nodes whose results the backward never keeps, and computes again at every level of recompute."""
+    return _marked(again=True)
+
+
 def _marked(**marks: Any) -> AbstractContextManager[Any]:
     # Outside of a trace nothing reads marks, which torch keeps in one place for all threads of a process.
     return nullcontext() if get_proxy_mode() is None else fx_traceback.annotate(marks)

@@ -57,6 +57,8 @@ class Axes:
     """Neighbouring ranks that share out the experts of each layer."""
     expert_rows: bool = False
     """Whether they send the row of each choice (`kernels.expert_ranks.RowsExchange`)."""
+    expert_balance: float | None = None
+    """The largest load of one of them by the mean that is not evened out (`kernels.balancing`); None: none is."""
     zero_level: int = 0
     """Trained state that ranks share out: 1 masters and optimizer state, 2 also gradients, 3 also compute copies. With
     one rank it decides only the order of exact sums.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from surogate_core.kernels.building.native import assumed
 from surogate_core.kernels.registry import KernelTable
 from surogate_core.setup.heads import built_for, new_names, own_head_note, read_head
 from surogate_core.setup.router import router_losses
+from surogate_core.setup.shared_experts import check_shares_experts
 from surogate_core.setup.task_spec import objective_of, task_spec
 
 if TYPE_CHECKING:
@@ -482,7 +482,6 @@ def assemble(
     columns = tuple(sorted(objective.columns)) if columns is None else columns
     check_columns(objective, columns, task=config.task)
     check_shares_rows(config, resolved.model, objective)
-    check_shares_experts(config, resolved.model)
     offloader = resolve_offloader(config, registry)
     gradients = offloader.moves("gradients")
     settings = engine_settings(
@@ -493,11 +492,13 @@ def assemble(
         moves_gradients=gradients,
         varying=task_spec(config, registry).online is not None,
     )
+    recipe = resolve_recipe(config, registry, device)
+    check_shares_experts(config, resolved.model, recipe)
     return Assembly(
         model=resolved.model,
         settings=replace(settings, router_losses=router_losses(config, resolved.model)),
         kernels=kernel_table(config, registry, device, resolved.family),
-        recipe=resolve_recipe(config, registry, device),
+        recipe=recipe,
         objective=objective,
         optimizer=registry.get("optimizer", config.optimizer.name),
         optimizer_options=config.optimizer.options,
@@ -522,20 +523,6 @@ def check_shares_rows(config: RunConfig, model: Model, objective: Objective) -> 
     if message:
         fix = "context_parallel_size: 1"
         raise ConfigError([Problem(key="context_parallel_size", message=message, fix=fix)])
-
-
-def check_shares_experts(config: RunConfig, model: Model) -> None:
-    """Raise `ConfigError` if several GPUs are to share out experts and cannot do so evenly."""
-    size, found = config.ep_size, model.expert_slots()
-    counts = {slot.count for slots in found.values() for slot in slots}
-    odd = next((count for count in sorted(counts) if count % size), None)
-    if size == 1 or (counts and odd is None):
-        return
-    message, fix = f"is {size}, and the model has no experts that GPUs could share out.", "ep_size: 1"
-    if odd is not None:
-        message = f"is {size} and does not divide the {odd} experts of a layer."
-        fix = f"ep_size: {math.gcd(odd, size)}, or another divisor of {odd}"
-    raise ConfigError([Problem(key="ep_size", message=message, fix=fix)])
 
 
 def check_columns(objective: Objective, columns: Collection[str], *, task: str) -> None:

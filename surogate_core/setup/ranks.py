@@ -159,6 +159,7 @@ def reduction_of(plan: Axes, stages: Sequence[int] = ()) -> dict[str, Any]:
             {"exact": False, "ranks": plan.ranks, "level": plan.zero_level if plan.shards else 0}
             | ({"context": plan.context} if plan.context > 1 else {})
             | ({"experts": plan.expert, "rows": plan.expert_rows} if plan.expert > 1 else {})
+            | ({"balance": plan.expert_balance} if plan.expert_balance is not None else {})
             | ({"shard": plan.shard} if plan.replicate > 1 and plan.shards else {})
             | ({"sharded": SHARDED_ORDER} if plan.reduces_later else {})
             | ({"stages": list(stages)} if any(size & (size - 1) for size in stages) and len(stages) > 1 else {})

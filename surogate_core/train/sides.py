@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +51,19 @@ def _rows(probability_LE: Tensor) -> Tensor:
 class SideFigures:
     """Makes events from the side outputs of each step. It is given every step once, in order."""
 
-    def __init__(self, layers: Mapping[str, Sequence[int]], *, losses: RouterLosses | None = None, every: int = 0):
-        """`layers`: name of a side output → the numbers of its layers. `every`: steps of a record of loads, or 0."""
+    def __init__(
+        self,
+        layers: Mapping[str, Sequence[int]],
+        *,
+        losses: RouterLosses | None = None,
+        every: int = 0,
+        moved_bytes: int = 0,
+    ):
+        """`layers`: name of a side output → the numbers of its layers. `every`: steps of a record of loads, or 0.
+        `moved_bytes`: what a rank sends for moved experts in a step.
+        """
         self._layers, self._losses, self._every = layers, losses or RouterLosses(), every
+        self._moved_bytes = moved_bytes
         self._idle: list[Tensor] = []
         self._steps = 0
         self._loads: dict[str, Tensor] = {}
@@ -63,7 +75,9 @@ class SideFigures:
         numbers = {piece.key: number for number, piece in enumerate(engine.plan.layers)}
         layers = {name: [numbers[piece.key] for piece in having] for name, having in engine.sides.layers.items()}
         every = max(1, math.ceil(steps / LOAD_RECORDS)) if every is None else every
-        return cls(layers, losses=engine.sides.losses, every=every)
+        micro_steps = engine.axes.micro_batches // engine.axes.along("rows").size
+        moved = engine.plan.moved_bytes * micro_steps
+        return cls(layers, losses=engine.sides.losses, every=every, moved_bytes=moved)
 
     def events(self, step: int, sides: Sides, micro_steps: int) -> Iterator[Event]:
         """The events of a step."""
@@ -75,7 +89,7 @@ class SideFigures:
         if figures:
             yield BlockFigures(step=step, figures=figures)
         if counts:
-            yield self._routing(step, counts, sides, terms)
+            yield replace(self._routing(step, counts, sides, terms), **self._of_ranks(sides, micro_steps))
             self._add_loads(counts)
             if self._every and step % self._every == 0:
                 yield from self.flush(step)
@@ -130,6 +144,19 @@ class SideFigures:
             moe_experts=max(total.shape[1] for total in counts.values()),
             moe_experts_per_token=_choices(list(counts.values()), probabilities),
         )
+
+    def _of_ranks(self, sides: Sides, micro_batches: int) -> dict[str, Any]:
+        """The fields about GPUs that even out their loads; none otherwise."""
+        totals = [total_LF for role, total_LF in sides.values() if role == "rank_loads"]
+        if not totals:
+            return {}
+        before, after, rows, _ = (torch.cat(totals).double().mean(0) / micro_batches).tolist()
+        return {
+            "moe_rank_imbalance": before,
+            "moe_rank_imbalance_evened": after,
+            "moe_moved_rows": rows,
+            "moe_moved_bytes": self._moved_bytes,
+        }
 
     def _losses_of(
         self, by_role: Mapping[str, Sequence[Tensor]], terms: Mapping[str, float]

@@ -50,6 +50,7 @@ GPU_SCALARS = ("utilization", "memory_used_bytes", "power_watts", "temperature_c
 ROUTING_SCALARS = (
     *("moe_load_imbalance", "moe_expert_utilization", "moe_worst_imbalance", "moe_entropy", "moe_cv", "moe_top_mass"),
     *("moe_dead_experts", "moe_aux_loss", "moe_aux_loss_raw", "moe_z_loss", "moe_z_loss_raw"),
+    *("moe_rank_imbalance", "moe_rank_imbalance_evened", "moe_moved_rows", "moe_moved_bytes"),
 )
 """Fields of a mixture of experts, named ``train/FIELD``."""
 

@@ -63,7 +63,13 @@ def test_the_plan_has_the_micro_batches_of_all_ranks(load: Load) -> None:
 def test_gpus_that_share_out_experts(load: Load) -> None:
     plan = sharing.axes(load("model=qwen3-moe", "gpus=4", "ep_size=2", "ep_exchange=rows"))
     assert (plan.expert, plan.expert_rows, plan.along("expert_replicate").size) == (2, True, 2)
-    assert not sharing.axes(load("model=qwen3-moe", "gpus=4", "ep_size=2")).expert_rows
+    plain = sharing.axes(load("model=qwen3-moe", "gpus=4", "ep_size=2"))
+    assert (plain.expert_rows, plain.expert_balance) == (False, None)
+    even = load(
+        "model=qwen3-moe", "gpus=4", "ep_size=2", "ep_load_balance_threshold=1.3", "ep_plan_refresh_interval=16"
+    )
+    assert sharing.axes(even).expert_balance == 1.3
+    assert sharing.axes(replace(even, ep_size=1)).expert_balance is None
 
 
 def test_exact_sums_are_for_lora_unless_they_are_asked_for(load: Load) -> None:
@@ -181,6 +187,8 @@ def test_gradients_off_the_device_get_a_fix_that_holds(load: Load, problems: Pro
 def test_an_exchange_without_groups_is_a_note(load: Load) -> None:
     (note,) = sharing.notes(load("model=qwen3-moe", "gpus=2", "lora=false", "ep_exchange=rows"))
     assert note == "ep_exchange=rows: no effect with ep_size=1, every GPU has all experts."
+    (note,) = sharing.notes(load("model=qwen3-moe", "gpus=2", "lora=false", "ep_load_balance_threshold=1.3"))
+    assert note == "ep_load_balance_threshold: no effect with ep_size=1, every GPU computes all of its tokens."
 
 
 @pytest.mark.parametrize(

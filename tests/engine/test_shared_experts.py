@@ -118,9 +118,49 @@ def test_training_is_that_of_one_rank(world: int, expert: int, changes: dict[str
         assert error < 1e-6, name
 
 
+BALANCED: Mapping[str, Any] = {"expert_balance": 1.0, "source": to_two_experts}
+
+
+@pytest.mark.slow_cases("all weights of two groups", "every expert", "recompute", "eight ranks")
+@pytest.mark.parametrize(
+    ("world", "expert", "changes"),
+    [
+        pytest.param(2, 2, {"lora": tiny.lora(), "source": to_two_experts}, id="adapters"),
+        pytest.param(4, 2, {"zero_level": 1}, id="all weights of two groups"),
+        pytest.param(4, 4, {"config": {**EIGHT, "num_experts_per_tok": 8}}, id="every expert"),
+        pytest.param(4, 4, {"recompute": True, "lora": tiny.lora(), "source": to_two_experts}, id="recompute"),
+        pytest.param(8, 8, {"zero_level": 0}, id="eight ranks"),
+    ],
+)
+def test_evened_out_loads_change_no_figure(world: int, expert: int, changes: dict[str, Any]) -> None:
+    """Losses, norms, masters and state are those of one rank, and the loads are even."""
+    figures, state = on_ranks(1, 1, trained, **changes)[0]
+
+    def work(engine: Engine) -> tuple[list[float], dict[str, Tensor], list[float]]:
+        return *trained(engine), loads(engine)
+
+    found, other, (before, after, moved, count) = on_ranks(world, expert, work, expert_balance=1.0, **changes)[0]
+    assert found == pytest.approx(figures, rel=1e-6)
+    error, name = tiny.worst(other, state)
+    assert error < 1e-6, name
+    assert after <= 1.05
+    assert before >= 1.9 if "source" in changes else before > 1.05 or "config" in changes
+    assert (moved > 0) == (count > 0) == ("config" not in changes)
+
+
+def loads(engine: Engine) -> list[float]:
+    """The means of `Moved.figures` over layers and micro-batches."""
+    own = engine.sharing.share(MICRO_BATCHES).numbers
+    given: list[Any] = [b if n in own else b.counts() for n, b in enumerate(tiny.batches(9, MICRO_BATCHES))]
+    sides = engine.train_step(given, step=9, lr=0.0).sides()
+    (total_LF,) = [total for role, total in sides.values() if role == "rank_loads"]
+    return (total_LF.mean(0) / MICRO_BATCHES).tolist()
+
+
 @pytest.mark.slow
-def test_two_runs_have_equal_bits() -> None:
-    first, second = (on_ranks(4, 2, trained, zero_level=1)[0] for _ in range(2))
+@pytest.mark.parametrize("changes", [{}, BALANCED])
+def test_two_runs_have_equal_bits(changes: dict[str, Any]) -> None:
+    first, second = (on_ranks(4, 2, trained, zero_level=1, **changes)[0] for _ in range(2))
     assert first[0] == second[0]
     tiny.ensure_same_bits(first[1], second[1], "a second run")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from surogate_core.dsl.declare import Adapter
 from surogate_core.dsl.experts import BoundExperts, ExpertSlot, Routes, project, project_combined
+from surogate_core.kernels.balancing.plan import LoadBalance
 from surogate_core.kernels.expert_ranks import ExpertRanks
 from surogate_core.kernels.linked import among
 from surogate_testing.op_cases import random
@@ -74,8 +75,10 @@ def results(x: Tensor, logits: Tensor, dy: Tensor, tensors: Mapping[str, Tensor]
 
 @pytest.mark.parametrize("load", ["drawn", "all on one rank", "no token here"])
 @pytest.mark.parametrize(("experts", "choices", "ranks"), [(4, 2, 2), (4, 4, 4), (8, 3, 4), (6, 1, 2)])
-@pytest.mark.parametrize("rows", [False, True])
-def test_values_and_gradients(experts: int, choices: int, ranks: int, rows: bool, load: str) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"rows": True}, {"balance": LoadBalance(threshold=1.0)}], ids=["sums", "rows", "even"]
+)
+def test_values_and_gradients(experts: int, choices: int, ranks: int, how: dict[str, Any], load: str) -> None:
     """Each rank has its own tokens; the gradients of experts are those of all tokens together."""
     x, logits = random(ranks, TOKENS, WIDTH, seed=20).double(), random(ranks, TOKENS, experts, seed=21).double()
     dy, tensors = random(ranks, TOKENS, WIDTH, seed=22).double(), weights(experts)
@@ -86,7 +89,7 @@ def test_values_and_gradients(experts: int, choices: int, ranks: int, rows: bool
     alone = [results(x[r], logits[r], dy[r], tensors, choices) for r in range(ranks)]
 
     def work(fabric: Any) -> dict[str, Tensor]:
-        group = ExpertRanks(fabric.world, rows=rows)
+        group = ExpertRanks(fabric.world, **how)
         group.open(fabric)
         each = experts // ranks
         part = slice(fabric.rank * each, (fabric.rank + 1) * each)
@@ -100,7 +103,7 @@ def test_values_and_gradients(experts: int, choices: int, ranks: int, rows: bool
     for mine, one in zip(found, alone, strict=True):
         for name in ("y", "x", "logits"):
             torch.testing.assert_close(mine[name], one[name], rtol=1e-12, atol=1e-12)
-            assert not rows or torch.equal(mine[name], one[name]), name
+            assert "rows" not in how or torch.equal(mine[name], one[name]), name
     for name in tensors:
         total = torch.stack([one[name] for one in alone]).sum(0)
         summed = torch.stack([mine[name] for mine in found]).sum(0) if "bias" in name else None
@@ -121,10 +124,10 @@ def test_places_that_no_row_takes_are_never_read(monkeypatch: pytest.MonkeyPatch
     tensors, x, logits = weights(4), random(2, TOKENS, WIDTH, seed=20).double(), random(2, TOKENS, 4, seed=21).double()
     wanted = [results(x[r], logits[r], torch.ones_like(x[r]), tensors, 2) for r in range(2)]
     monkeypatch.setattr(reference, "grouped_product", product)
-    for rows in (False, True):
+    for how in ({}, {"rows": True}, {"balance": LoadBalance(threshold=1.0)}):
 
-        def work(fabric: Any, rows: bool = rows) -> dict[str, Tensor]:
-            group = ExpertRanks(2, rows=rows)
+        def work(fabric: Any, how: dict[str, Any] = how) -> dict[str, Tensor]:
+            group = ExpertRanks(2, **how)
             group.open(fabric)
             own = {n: t if "bias" in n else t.chunk(2)[fabric.rank].contiguous() for n, t in tensors.items()}
             with among(group):

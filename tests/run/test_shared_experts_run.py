@@ -29,6 +29,7 @@ LORA = (
 )
 FULL = ("lora=false",)
 SHARED = ("ep_size=2",)
+EVEN = ("ep_load_balance_threshold=1",)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +56,17 @@ def losses(records: Records, run: Path) -> list[float]:
         pytest.param(LORA, id="lora"),
         pytest.param(FULL, id="full", marks=pytest.mark.slow),
         pytest.param((*LORA, "qlora_bnb=true"), id="NF4", marks=pytest.mark.slow),
+        pytest.param((*LORA, *EVEN), id="even loads"),
+        pytest.param((*FULL, *EVEN), id="full, even loads", marks=pytest.mark.slow),
+        pytest.param((*LORA, *EVEN, "qlora_bnb=true", "recompute=true"), id="NF4, even", marks=pytest.mark.slow),
         pytest.param(
             (*LORA, "qlora_bnb=true", "qlora_offload_experts=true", "offload=host"),
             id="experts on the host",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (*LORA, *EVEN, "qlora_bnb=true", "qlora_offload_experts=true", "offload=host"),
+            id="experts on the host, even loads",
             marks=pytest.mark.slow,
         ),
         pytest.param((*LORA, "recipe=fp8-hybrid", "recompute=true"), id="fp8, recomputed", marks=pytest.mark.slow),
@@ -76,6 +85,8 @@ def test_two_processes_share_out_experts(
     assert ranks.run(2, two, *base, *mode, *KEYS, *SHARED) == (0, [0])
     assert losses(records, two) == pytest.approx(losses(records, one), rel=2e-6)
     starts = [records(run, "run_start")[0] for run in (one, two)]
+    moved = [event["moe_moved_rows"] for event in records(two, "routing_stats")]
+    assert all(moved) if EVEN[0] in mode else moved == [None, None]
     for figure in ("tokens_per_step", "parameters", "trainable_parameters", "active_parameters"):
         assert starts[0][figure] == starts[1][figure], figure
     for file in sorted(one.glob("*/*.safetensors")):
@@ -109,11 +120,11 @@ def test_a_checkpoint_continues_on_any_number_of_processes_that_share_out_expert
     alone, shared = ("gradient_accumulation_steps=4",), ("ep_size=4", "gradient_accumulation_steps=1")
     one, four = tmp_path / "one", tmp_path / "four"
     ranks.run(1, one, *keys, *alone)
-    assert ranks.run(4, four, *keys, *shared) == (0, [0, 0, 0])
+    assert ranks.run(4, four, *keys, *shared, *EVEN) == (0, [0, 0, 0])
     onto_one = of_step(four, 1, tmp_path / "onto one")
     ranks.run(1, onto_one, *keys, *alone)
     onto_two = of_step(one, 1, tmp_path / "onto two")
-    assert ranks.run(2, onto_two, *keys, *SHARED) == (0, [0])
+    assert ranks.run(2, onto_two, *keys, *SHARED, *EVEN) == (0, [0])
     for resumed in (onto_one, onto_two):
         assert records(resumed, "run_start")[-1]["start_step"] == 1
         assert losses(records, resumed) == pytest.approx(losses(records, one), rel=2e-6)
@@ -122,5 +133,8 @@ def test_a_checkpoint_continues_on_any_number_of_processes_that_share_out_expert
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, base: list[str], ranks: World) -> None:
     with pytest.raises(ConfigError, match=r"ep_size.*does not divide gpus=1"):
         ranks.run(1, tmp_path / "run", *base, *LORA, *KEYS, *SHARED)
+    fix = r"ep_load_balance_threshold: is set, and recipe fp8-hybrid keeps.*Fix: ep_load_balance_threshold: null, or"
+    with pytest.raises(ConfigError, match=fix):
+        ranks.run(2, tmp_path / "run", *base, *LORA, *KEYS, *SHARED, *EVEN, "recipe=fp8-hybrid")
     with pytest.raises(ConfigError, match=r"ep_size: is 3 and does not divide the 4 experts.*Fix: ep_size: 1, or"):
         ranks.run(3, tmp_path / "run", *base, *LORA, *KEYS, "ep_size=3")

@@ -31,6 +31,18 @@ def test_counts_become_statistics_of_routing() -> None:
     assert (found.moe_aux_loss, found.moe_aux_loss_raw, found.moe_z_loss, found.moe_z_loss_raw) == (None,) * 4
 
 
+def test_loads_of_gpus_are_means_over_layers_and_micro_batches() -> None:
+    loads = ("rank_loads", torch.tensor([[3.0, 2.0, 0.5, 2.0], [5.0, 2.0, 0.7, 4.0]]))
+    figures = SideFigures({"tokens": [1, 3]}, moved_bytes=12)
+    (found,) = figures.events(7, {"tokens": ("expert_tokens", UNEVEN), "loads": loads}, 2)  # type: ignore[dict-item]
+    assert isinstance(found, RoutingStats)
+    assert (found.moe_rank_imbalance, found.moe_rank_imbalance_evened) == (2.0, 1.0)
+    assert (found.moe_moved_rows, found.moe_moved_bytes) == (pytest.approx(0.3), 12)
+    (alone,) = one_step({"tokens": ("expert_tokens", UNEVEN)})
+    assert isinstance(alone, RoutingStats)
+    assert (alone.moe_rank_imbalance, alone.moe_moved_bytes) == (None, None)
+
+
 def test_figures_and_terms() -> None:
     entropy = ("figure", torch.tensor([1.0, 3.0]))
     penalty = ("loss", torch.tensor([2.0, 4.0]))

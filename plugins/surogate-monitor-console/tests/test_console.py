@@ -111,7 +111,11 @@ def test_columns_of_experts() -> None:
     first, second = stream.getvalue().splitlines()
     assert "tok/s  imbal   2.35  mem" in first
     assert "tok/s  imbal   2.35  aux  8.062  mem" in second
-    assert text.experts_line(ROUTING) == "experts 99.8% used · worst layer 7, imbalance 5.50 · entropy 0.971"
+    told = "experts 99.8% used · worst layer 7, imbalance 5.50 · entropy 0.971"
+    assert text.experts_line(ROUTING) == told
+    evened = {"moe_rank_imbalance": 1.31, "moe_rank_imbalance_evened": 1.0, "moe_moved_rows": 0.15}
+    moved = " · GPUs 1.31 → 1.00 by moving 15.0% of the rows"
+    assert text.experts_line(replace(ROUTING, **evened)) == told + moved  # type: ignore[arg-type]
     console = Console(file=io.StringIO(), force_terminal=True, width=160)
     live = LiveView(ConsoleOptions(), INFO, console=console, clock=Clock())
     for event in (START, replace(ROUTING, moe_aux_loss_raw=8.0, moe_dead_experts=3), step(1)):

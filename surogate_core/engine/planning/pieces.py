@@ -12,10 +12,11 @@ from torch import Tensor
 
 from surogate_core.dsl.declare import Block, LoRA, Model, TensorSpec
 from surogate_core.dsl.experts import EXPERT, ExpertSlot
-from surogate_core.dsl.sides import RelayedSpec, SideSpec
+from surogate_core.dsl.sides import LOADS, RelayedSpec, SideSpec
 from surogate_core.dsl.slots import LinearSlot
 from surogate_core.engine.schedule import EMBED, HEAD, layer_key
 from surogate_core.errors import PluginError
+from surogate_core.kernels.balancing.moved import FIGURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,10 @@ def pieces(model: Model, *, lora: LoRA | None, max_seqlen: int) -> tuple[Piece, 
     return tuple(found)
 
 
-def of_one_rank(piece: Piece, ranks: int) -> Piece:
-    """The piece as each of several ranks has it that share out its experts evenly."""
+def of_one_rank(piece: Piece, ranks: int, *, balanced: bool = False) -> Piece:
+    """The piece as each of several ranks has it that share out its experts evenly. `balanced`: whether it evens out
+    their loads, and reports them.
+    """
 
     def own(spec: TensorSpec) -> TensorSpec:
         if EXPERT not in spec.hf_name:
@@ -154,7 +157,8 @@ def of_one_rank(piece: Piece, ranks: int) -> Piece:
 
     specs = tuple(map(own, piece.specs))
     experts = tuple(replace(slot, count=slot.count // ranks) for slot in piece.experts)
-    return replace(piece, specs=specs, experts=experts)
+    loads = [SideSpec(LOADS, (FIGURES,), "rank_loads", 1.0)] if balanced and experts else []
+    return replace(piece, specs=specs, experts=experts, sides=(*piece.sides, *loads))
 
 
 def of_all(spec: TensorSpec) -> TensorSpec:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from surogate_core.dsl.experts import EXPERT
 from surogate_core.dsl.sides import IDS, REAL
 from surogate_core.dsl.trace import Signature
 from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.engine.planning.pieces import Piece, of_one_rank, pieces
 from surogate_core.engine.planning.weight_plan import WeightPlan, plain_layers
+from surogate_core.kernels.balancing.plan import LoadBalance
 from surogate_core.kernels.expert_ranks import ExpertRanks
 from surogate_core.kernels.heads import SharedRows
 from surogate_core.kernels.linked import Linked, among
@@ -28,7 +30,8 @@ def linked_of(axes: Axes) -> dict[AxisName, Linked]:
     if axes.context > 1:
         found["context"] = SharedRows(axes.context)
     if axes.expert > 1:
-        found["expert"] = ExpertRanks(axes.expert, rows=axes.expert_rows)
+        balance = None if axes.expert_balance is None else LoadBalance(threshold=axes.expert_balance)
+        found["expert"] = ExpertRanks(axes.expert, rows=axes.expert_rows, balance=balance)
     return found
 
 
@@ -66,7 +69,9 @@ class EnginePlan:
         found = pieces(assembly.model, lora=assembly.lora, max_seqlen=settings.max_seqlen)
         sharing = settings.axes.expert
         if sharing > 1:
-            found = tuple(of_one_rank(piece, sharing) for piece in found)
+            found = tuple(
+                of_one_rank(piece, sharing, balanced=settings.axes.expert_balance is not None) for piece in found
+            )
         positions = torch.zeros(settings.tokens, dtype=torch.int32, device="meta")
         tables = {
             **assembly.model.tables(positions, settings.dtype),
@@ -113,6 +118,18 @@ class EnginePlan:
         shapes = {(piece.number, spec.name): spec.shape for piece in self.layers for spec in piece.gives}
         elements = sum(math.prod(shapes[s]) * min(len(keys), 2) for s, keys in self.takers.items())
         return elements * settings.tokens * settings.dtype.itemsize
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that a rank sends in a micro-step so that others compute rows of its experts: their tensors before each
+        forward and backward, and the gradients of those that are trained.
+        """
+        settings, axes = self.assembly.settings, self.assembly.settings.axes
+        if axes.expert_balance is None:
+            return 0
+        specs = [s for piece in self.layers for s in piece.specs if EXPERT in s.hf_name]
+        sizes = (math.prod(s.shape[1:]) * s.dtype_in(settings.dtype).itemsize * (2 + s.trainable) for s in specs)
+        return LoadBalance(threshold=axes.expert_balance).taken(axes.expert) * sum(sizes)
 
     @property
     def embed(self) -> Piece:

@@ -197,7 +197,13 @@ def experts_line(event: events.RoutingStats) -> str:
         f"worst layer {event.moe_worst_layer}, imbalance {event.moe_worst_imbalance:.2f}",
         f"entropy {event.moe_entropy:.3f}",
     ]
-    return " · ".join(told + ([f"{event.moe_dead_experts} dead"] if event.moe_dead_experts else []))
+    told += [f"{event.moe_dead_experts} dead"] if event.moe_dead_experts else []
+    if event.moe_rank_imbalance is not None:
+        told.append(
+            f"GPUs {event.moe_rank_imbalance:.2f} → {event.moe_rank_imbalance_evened:.2f} by moving "
+            f"{event.moe_moved_rows:.1%} of the rows"
+        )
+    return " · ".join(told)
 
 
 def precision_line(event: events.PrecisionStats) -> str:

@@ -1,0 +1,1 @@
+"""Evening out the loads of ranks that share out experts."""

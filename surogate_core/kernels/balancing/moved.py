@@ -1,0 +1,279 @@
+"""The weights of experts whose rows other ranks compute too: sent before each use, and their gradients sent back.
+
+Shape suffixes: C ranks that share out experts, E experts, G = E / C experts of a rank, P experts that a rank may give
+to each other rank, Q = P·(C - 1) experts of other ranks at a rank, L = G + Q, K experts of a token, M tokens of all
+ranks, R = M·K rows sorted by expert, S places of a rank's rows, o the rank that an expert belongs to, h one that helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from surogate_core.kernels.balancing.plan import LoadBalance, Moves, moves
+from surogate_core.kernels.linked import Linked, exchanged, own_part, rank_in
+from surogate_core.kernels.regions import again, choice
+from surogate_core.kernels.registry import workspace
+
+ALIGNED = 16
+"""Bytes at whose multiples the parts of what a rank sends begin."""
+FIGURES = 4
+"""Numbers of `Moved.figures`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvenPlaces:
+    """Where the rows of a rank are that it computes itself, of its own experts and then of others'."""
+
+    order_S: Tensor
+    """Place → choice among those of all ranks' tokens; of a place that no row takes, any."""
+    place_MK: Tensor
+    """Choice → place; -1 where another rank computes it."""
+    ends: Tensor
+    """[G + Q]: where the rows of each expert end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """The experts that a rank gives to others and gets from them."""
+
+    ranks: Linked
+    chosen_CP: Tensor
+    """What this rank gives to each: numbers among its own experts."""
+    numbers_L: Tensor
+    """[G + Q]: the numbers among all of the experts that this rank has now."""
+    figures: Tensor
+    """[`FIGURES`] fp32: the largest load of a rank by the mean, before and after; the share of the rows that others
+    compute; experts that are moved for it."""
+
+    def with_others(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """[G + Q, ...] of each [G, ...]: behind those of this rank's experts those that others gave.
+
+        The backward returns the gradients, which are added in the order of ranks to those that are here, and fetches
+        them again: they are never kept for it.
+        """
+        with again():
+            found: Sequence[Tensor] = _WithOthers.apply(self.chosen_CP, self.ranks.number, *tensors)
+        return found
+
+    def of_experts(self, bias_EO: Tensor) -> Tensor:
+        """[G + Q, O]: of a tensor of all experts the rows of those that this rank has now."""
+        found: Tensor = _Rows.apply(bias_EO, self.numbers_L)
+        return found
+
+
+def balanced(
+    experts_MK: Tensor, order_R: Tensor, slot_MK: Tensor, ends_E: Tensor, ranks: Linked, balance: LoadBalance
+) -> tuple[EvenPlaces, Moved]:
+    """The places of a rank's rows and the moved experts. The rows of all ranks are sorted by expert
+    (`kernels.experts.sort_by_expert`); C divides E.
+    """
+    size, own = ranks.size, len(ends_E) // ranks.size
+    mean = experts_MK.numel() // size
+    with choice():
+        counts_E = torch.diff(ends_E.long(), prepend=ends_E.new_zeros(1).long())
+        plan = moves(counts_E, size, mean, balance)
+        found = Moved(
+            ranks=ranks,
+            chosen_CP=own_part(plan.experts_oPh, ranks)[0].t().contiguous(),
+            numbers_L=_numbers(plan, own, ranks),
+            figures=_figures(plan, counts_E, mean),
+        )
+        return _places(plan, counts_E, experts_MK, order_R, slot_MK, ranks), found
+
+
+def _me(ranks: Linked, like: Tensor) -> Tensor:
+    """[1]: this rank's number."""
+    return own_part(torch.arange(ranks.size, device=like.device), ranks)
+
+
+def _others(ranks: Linked, like: Tensor) -> Tensor:
+    """[C - 1]: the numbers of the other ranks."""
+    found = torch.arange(ranks.size - 1, device=like.device)
+    return found + (found >= _me(ranks, like))
+
+
+def _to_me(values_oPh: Tensor, ranks: Linked) -> Tensor:
+    """[Q]: of values by giver and taker those of what this rank gets."""
+    mine_oP = own_part(values_oPh.permute(2, 0, 1).contiguous(), ranks)[0]
+    return mine_oP[_others(ranks, mine_oP)].flatten()
+
+
+def _numbers(plan: Moves, own: int, ranks: Linked) -> Tensor:
+    firsts_o11 = torch.arange(ranks.size, device=plan.experts_oPh.device)[:, None, None] * own
+    mine_G = _me(ranks, firsts_o11) * own + torch.arange(own, device=firsts_o11.device)
+    return torch.cat((mine_G, _to_me(firsts_o11 + plan.experts_oPh, ranks)))
+
+
+def _figures(plan: Moves, counts_E: Tensor, mean: int) -> Tensor:
+    loads_C = counts_E.view(len(plan.rows_oPh), -1).sum(1)
+    rows, total = plan.rows_oPh, mean * len(loads_C)
+    found = (loads_C.max() / mean, plan.loads(loads_C).max() / mean, rows.sum() / total, (rows > 0).sum())
+    return torch.stack([value.float() for value in found])
+
+
+def _places(
+    plan: Moves, counts_E: Tensor, experts_MK: Tensor, order_R: Tensor, slot_MK: Tensor, ranks: Linked
+) -> EvenPlaces:
+    own, device = len(counts_E) // ranks.size, counts_E.device
+    tokens, choices = experts_MK.shape
+    total = experts_MK.numel()
+    # At most the mean comes from others, and only to a rank that has fewer.
+    places = max(tokens * min(choices, own), total // ranks.size)
+    starts_EC, rows_EC = plan.of_experts(plan.starts_oPh, own), plan.of_experts(plan.rows_oPh, own)
+    given = plan.rows_oPh.shape[1]
+    numbers_oPh = torch.arange(given, device=device)[:, None].expand_as(plan.rows_oPh)
+    numbers_EC = plan.of_experts(numbers_oPh, own)
+    kept_G = own_part(counts_E - rows_EC.sum(1), ranks)
+    rows_L = torch.cat((kept_G, _to_me(plan.rows_oPh, ranks)))
+    ends_L = rows_L.cumsum(0)
+    first_L = ends_L - rows_L
+    # Each row of all ranks, in the order of experts: its expert, its number among the expert's rows.
+    expert_R = experts_MK.flatten().long()[order_R.long()]
+    number_R = torch.arange(total, device=device) - (counts_E.cumsum(0) - counts_E)[expert_R]
+    behind_RC = number_R[:, None] - starts_EC[expert_R]
+    moved_RC = (behind_RC >= 0) & (behind_RC < rows_EC[expert_R])
+    gone_R = torch.minimum(behind_RC.clamp(min=0), rows_EC[expert_R]).sum(1)
+    me = _me(ranks, counts_E)
+    owner_R = expert_R // own
+    here_R = (owner_R == me) & ~moved_RC.any(1)
+    mine_R = moved_RC.gather(1, me.expand(total)[:, None])[:, 0]
+    theirs_R = own + (owner_R - (owner_R > me).long()) * given + numbers_EC[expert_R, me]
+    local_R = torch.where(mine_R, theirs_R, torch.where(here_R, expert_R - me * own, 0))
+    within_R = torch.where(mine_R, behind_RC.gather(1, me.expand(total)[:, None])[:, 0], number_R - gone_R)
+    place_R = torch.where(here_R | mine_R, first_L[local_R] + within_R, places)
+    order_S = torch.zeros(places + 1, dtype=order_R.dtype, device=device).scatter(0, place_R, order_R)[:places].clone()
+    place_MK = torch.where(place_R < places, place_R, -1)[slot_MK.long()].int()
+    return EvenPlaces(order_S=order_S, place_MK=place_MK, ends=ends_L.int())
+
+
+class _Rows(Function):
+    """Rows of a tensor; the backward is a product, whose sums have a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, bias_EO: Tensor, numbers_L: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers_L)
+        ctx.count = len(bias_EO)
+        return bias_EO[numbers_L]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dbias_LO: Tensor) -> tuple[Tensor | None, ...]:
+        (numbers_L,) = ctx.saved_tensors
+        numbers_E = torch.arange(ctx.count, device=numbers_L.device)
+        return (numbers_E[:, None] == numbers_L).to(dbias_LO.dtype) @ dbias_LO, None
+
+
+# -------------------------------------------------------------------------------- the exchange
+
+
+def _blocks(tensors: Sequence[Tensor], given: int) -> tuple[list[tuple[int, int]], int]:
+    """(where each tensor's `given` experts begin and end in what one rank gets, all of its bytes)."""
+    found, end = [], 0
+    for tensor in tensors:
+        start, size = end, given * math.prod(tensor.shape[1:]) * tensor.itemsize
+        found.append((start, start + size))
+        end = -(-(start + size) // ALIGNED) * ALIGNED
+    return found, end
+
+
+def _parts(buffer_CB: Tensor, tensors: Sequence[Tensor], given: int) -> Iterator[Tensor]:
+    """For each tensor the view [C, P, ...] of its experts in what is sent to all ranks, or comes from them."""
+    for (start, stop), tensor in zip(_blocks(tensors, given)[0], tensors, strict=True):
+        part = buffer_CB[:, start:stop].view(tensor.dtype)
+        yield part.unflatten(1, (given, *tensor.shape[1:]))
+
+
+def _buffer(tensors: Sequence[Tensor], chosen_CP: Tensor) -> Tensor:
+    """[C, B] bytes for the experts of all tensors."""
+    size, given = chosen_CP.shape
+    return torch.empty(size, _blocks(tensors, given)[1], dtype=torch.uint8, device=tensors[0].device)
+
+
+@torch.library.custom_op("surogate::fetch_experts", mutates_args=())
+def _fetch(own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor]:
+    """[G, ...] of each → [G + Q, ...]."""
+    (size, given), sent_CB, found = chosen_CP.shape, _buffer(own, chosen_CP), []
+    for tensor, part in zip(own, _parts(sent_CB, own, given), strict=True):
+        part.copy_(tensor.index_select(0, chosen_CP.flatten()).view_as(part))
+    received_CB, me = exchanged(sent_CB, number), rank_in(number)
+    for tensor, part in zip(own, _parts(received_CB, own, given), strict=True):
+        whole = tensor.new_empty(len(tensor) + given * (size - 1), *tensor.shape[1:])
+        whole[: len(tensor)].copy_(tensor)
+        others = [p for rank, p in enumerate(part.unbind()) if rank != me]
+        torch.stack(others, out=whole[len(tensor) :].unflatten(0, (size - 1, given)))
+        found.append(whole)
+    return found
+
+
+@_fetch.register_fake
+def _(own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor]:
+    size, given = chosen_CP.shape
+    return [t.new_empty(len(t) + given * (size - 1), *t.shape[1:]) for t in own]
+
+
+@torch.library.custom_op("surogate::return_experts", mutates_args=())
+def _return(gradients: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor]:
+    """[G + Q, ...] of each → [G, ...]: the sum over this rank, and then the others in their order."""
+    (size, given), sent_CB, me = chosen_CP.shape, _buffer(gradients, chosen_CP), rank_in(number)
+    others, own = [rank for rank in range(size) if rank != me], len(gradients[0]) - given * (size - 1)
+    for tensor, part in zip(gradients, _parts(sent_CB, gradients, given), strict=True):
+        for rank, gradient in zip(others, tensor[own:].split(given), strict=True):
+            part[rank].copy_(gradient)
+    received_CB, found = exchanged(sent_CB, number), []
+    for tensor, part in zip(gradients, _parts(received_CB, gradients, given), strict=True):
+        total = tensor[:own].clone()
+        for rank in others:
+            # Experts without rows have a gradient of zero, so it does not matter which of equal numbers is added first.
+            total.index_add_(0, chosen_CP[rank], part[rank])
+        found.append(total)
+    return found
+
+
+@_return.register_fake
+def _(gradients: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor]:
+    size, given = chosen_CP.shape
+    return [t.new_empty(len(t) - given * (size - 1), *t.shape[1:]) for t in gradients]
+
+
+def _sent_bytes(tensors: Sequence[Tensor], chosen_CP: Tensor, number: int) -> int:
+    size, given = chosen_CP.shape
+    return int(size * _blocks(tensors, given)[1])
+
+
+@workspace(torch.ops.surogate.fetch_experts)
+@workspace(torch.ops.surogate.return_experts)
+def _workspace(tensors: Sequence[Tensor], chosen_CP: Tensor, number: int) -> int:
+    """What is sent, and what is received."""
+    return 2 * _sent_bytes(tensors, chosen_CP, number)
+
+
+SENT: Mapping[Any, Callable[..., int]] = {
+    torch.ops.surogate.fetch_experts.default: _sent_bytes,
+    torch.ops.surogate.return_experts.default: _sent_bytes,
+}
+"""Op of traced programs → bytes that ranks exchange, given its arguments."""
+
+
+class _WithOthers(Function):
+    @staticmethod
+    def forward(ctx: Any, chosen_CP: Tensor, number: int, *own: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(chosen_CP)
+        ctx.number = number
+        return tuple(_fetch(own, chosen_CP, number))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (chosen_CP,) = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:]
+        sent = [g.contiguous() for g, need in zip(gradients, wanted, strict=True) if need]
+        found = iter(_return(sent, chosen_CP, ctx.number) if sent else ())
+        return None, None, *(next(found) if need else None for need in wanted)
