@@ -126,9 +126,7 @@ def random_model(work: Work) -> Any:
     """transformers' model of the configuration in bf16, made and drawn on the device by its own initialiser."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    keys = {k: v for k, v in work.config.items() if k not in ("architectures", "rope_theta")}
-    if "rope_theta" in work.config and "rope_parameters" not in keys:
-        keys["rope_parameters"] = {"rope_type": "default", "rope_theta": work.config["rope_theta"]}
+    keys = {k: v for k, v in work.config.items() if k != "architectures"}
     config = AutoConfig.for_model(**{**keys, "use_cache": False, "attn_implementation": work.attention})
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

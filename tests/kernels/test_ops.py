@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm, NemotronHRMSNormGated
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron_h
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from surogate_core.kernels import cpu, ops
@@ -140,14 +141,17 @@ def test_gated_rms_norm(dtype: torch.dtype, gate_first: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated_rms_norm_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_gated_rms_norm_has_the_bits_of_transformers(family: str, dtype: torch.dtype) -> None:
+    if family == "qwen3_5":
+        theirs, settings = Qwen3_5RMSNormGated(48, EPS), {}
+    elif hasattr(nemotron_h, "NemotronHRMSNormGated"):
+        theirs, settings = nemotron_h.NemotronHRMSNormGated(48, 48 // 3, EPS), {"groups": 3, "gate_first": True}
+    else:
+        pytest.skip("this version of transformers has no module of its own for Nemotron-H's gated norm")
     x, gate, weight = random(5, 48, dtype=dtype), random(5, 48, seed=1, dtype=dtype), random(48, seed=2, dtype=dtype)
-    for theirs, settings in (
-        (Qwen3_5RMSNormGated(48, EPS), {}),
-        (NemotronHRMSNormGated(48, 48 // 3, EPS), {"groups": 3, "gate_first": True}),
-    ):
-        theirs.weight.data = weight
-        assert torch.equal(ops.gated_rms_norm(x, gate, weight, EPS, **settings), theirs(x, gate))
+    theirs.weight.data = weight
+    assert torch.equal(ops.gated_rms_norm(x, gate, weight, EPS, **settings), theirs(x, gate))
 
 
 @pytest.mark.parametrize("gate_first", [False, True], ids=["norm-first", "gate-first"])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -69,8 +70,17 @@ def with_gradients(function: Any, name: str, rows: Sequence[Tensor], borders: Te
     """Results, and the gradients of all arguments."""
     leaves = [t.detach().requires_grad_() for t in (*rows, initial)]
     found = function(name, leaves[:-1], borders, leaves[-1])
-    dys = [random(*t.shape, seed=70 + n).to(t.device, t.dtype) for n, t in enumerate(found)]
-    return [*(t.detach() for t in found), *torch.autograd.grad(found, leaves, dys)]
+    return [*(t.detach() for t in found), *torch.autograd.grad(found, leaves, outer_of(found))]
+
+
+@cache
+def gradient_of(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Kept, since a graph's capture takes no copy from the host."""
+    return random(*shape, seed=seed).to(device, dtype)
+
+
+def outer_of(found: Sequence[Tensor]) -> list[Tensor]:
+    return [gradient_of(tuple(t.shape), 70 + n, str(t.device), t.dtype) for n, t in enumerate(found)]
 
 
 def error(name: str, rows: Sequence[Tensor], lengths: Sequence[int]) -> float:
