@@ -12,7 +12,7 @@ import bench
 import gpu_lora
 import torch
 from presets import PRESETS
-from shapes import Weights, model_of
+from shapes import Routes, Weights, model_of
 
 from surogate_core.batch import BatchCounts, MicroBatch
 from surogate_core.bundles import TensorKind
@@ -20,6 +20,7 @@ from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.assembly import Assembly, EngineSettings
 from surogate_core.engine.ranks.sharding import Sharing
+from surogate_core.engine.update import StepResult
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh
 
@@ -51,6 +52,10 @@ class Training:
     """Whether all ranks share out the experts of each layer (`ep_size`)."""
     expert_rows: bool = False
     """Whether they send a row for each expert of a token (`ep_exchange=rows`)."""
+    expert_balance: float | None = None
+    """Largest load by the mean that they do not even out (`ep_load_balance_threshold`)."""
+    routes: Routes = "zipf"
+    """Which experts routers prefer."""
     fp32: bool = False
     """Whether a GPU computes in fp32 instead of bf16."""
     recompute: bool = False
@@ -108,6 +113,7 @@ def axes_of(training: Training, world: int) -> Axes:
         context=training.context(world),
         expert=world if training.shared_experts else 1,
         expert_rows=training.expert_rows,
+        expert_balance=training.expert_balance if training.shared_experts and world > 1 else None,
         zero_level=training.zero_level,
         shard_weights=training.shard_weights or training.zero_level == 3,
         exact=training.is_exact,
@@ -144,9 +150,9 @@ def assembly_of(training: Training, world: int, device: torch.device, *, seed: i
     )
 
 
-def engine_of(assembly: Assembly, mesh: Mesh, *, seed: int = 0) -> Engine:
+def engine_of(assembly: Assembly, mesh: Mesh, *, seed: int = 0, routes: Routes = "zipf") -> Engine:
     """The engine of a rank, with random weights that are the same on every rank."""
-    source = Weights(seed=seed, std=0.02, device=assembly.settings.device)
+    source = Weights(seed=seed, std=0.02, device=assembly.settings.device, routes=routes)
     return Engine(assembly, source, mesh=mesh, progress=gpu_lora.forget_the_set_up)
 
 
@@ -165,6 +171,22 @@ def step_batches(training: Training, mesh: Mesh, *, step: int = 0) -> list[Micro
     # All have equal counts: every token is a label.
     counts = batch(seed=0).counts()
     return [batch(seed=step * total + j) if j in own else counts for j in range(total)]
+
+
+def loads_of_ranks(result: StepResult, ranks: int, micro_batches: int) -> dict[str, float]:
+    """Rows of the busiest of the ranks that share out experts by their mean, mean over the layers: of the whole step,
+    as routed; and, where they even them out, of a micro-batch before and after, with the share of the rows that move.
+    """
+    sides: Any = result.sides().values()
+    tokens_LE = next((total for role, total in sides if role == "expert_tokens"), None)
+    if tokens_LE is None:
+        return {}
+    loads_LC = tokens_LE.double().unflatten(1, (ranks, -1)).sum(2)
+    found = {"step": float((loads_LC.amax(1) / loads_LC.mean(1)).mean())}
+    for total_LF in (total for role, total in sides if role == "rank_loads"):
+        before, after, moved, _ = (total_LF.double().mean(0) / micro_batches).tolist()
+        found |= {"routed": before, "evened": after, "moved": moved}
+    return found
 
 
 def cpu_times(function: Callable[[], object], count: int) -> list[float]:

@@ -51,6 +51,10 @@ LONG = replace(
 )
 SPARSE = replace(LORA, preset="moe-30b-a3b", rows=8, accumulation=1, recompute=True, head_chunks=8)
 SPARSE_FULL = replace(FULL, preset="moe-30b-a3b", layers=6, recompute=True, rows=4)
+BALANCE = 1.05
+"""Loads of ranks above this multiple of the mean are evened out: two ranks have 1.3 with 30 % on experts of one."""
+HOT = replace(SPARSE, shared_experts=True, routes="hot")
+HOT_FULL = replace(SPARSE_FULL, shared_experts=True, routes="hot")
 CASES: dict[str, Training] = {
     "0.6B LoRA bf16": LORA,
     "0.6B LoRA fp8": replace(LORA, recipe="fp8-hybrid"),
@@ -99,9 +103,23 @@ CASES: dict[str, Training] = {
     "30B-A3B LoRA bf16": SPARSE,
     "30B-A3B LoRA bf16, experts shared out": replace(SPARSE, shared_experts=True),
     "30B-A3B LoRA bf16, experts shared out, rows sent": replace(SPARSE, shared_experts=True, expert_rows=True),
+    "30B-A3B LoRA bf16, experts shared out, Zipf, evened out": replace(
+        SPARSE, shared_experts=True, expert_balance=BALANCE
+    ),
+    "30B-A3B LoRA bf16, experts shared out, even routes": replace(SPARSE, shared_experts=True, routes="even"),
+    "30B-A3B LoRA bf16, experts shared out, 30 % on four experts": HOT,
+    "30B-A3B LoRA bf16, experts shared out, 30 % on four experts, evened out": replace(HOT, expert_balance=BALANCE),
+    "30B-A3B QLoRA nf4, experts shared out, 30 % on four experts": replace(HOT, base="nf4"),
+    "30B-A3B QLoRA nf4, experts shared out, 30 % on four experts, evened out": replace(
+        HOT, base="nf4", expert_balance=BALANCE
+    ),
     "30B-A3B QLoRA nf4, experts shared out": replace(SPARSE, base="nf4", shared_experts=True),
     "30B-A3B full, 6 layers, level 1": SPARSE_FULL,
     "30B-A3B full, 6 layers, level 1, experts shared out": replace(SPARSE_FULL, shared_experts=True),
+    "30B-A3B full, 6 layers, level 1, experts shared out, 30 % on four experts": HOT_FULL,
+    "30B-A3B full, 6 layers, level 1, experts shared out, 30 % on four experts, evened out": replace(
+        HOT_FULL, expert_balance=BALANCE
+    ),
     "30B-A3B full, 6 layers, level 3": replace(SPARSE_FULL, zero_level=3),
     "8B LoRA bf16, shared rows of 288k, no graphs": replace(LONG, length=9 * 2**15, graphs=False),
 }
@@ -120,7 +138,7 @@ def measure(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     started = time.perf_counter()
     assembly = bench_world.assembly_of(training, mesh.world, device)
     predicted = plan_memory.in_torch(predict(assembly)) if cuda else None
-    engine = bench_world.engine_of(assembly, mesh)
+    engine = bench_world.engine_of(assembly, mesh, routes=training.routes)
     batches = bench_world.step_batches(training, mesh)
     results: list[StepResult] = []
     figures: list[tuple[float, float]] = []
@@ -136,9 +154,11 @@ def measure(work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     mesh.gather("warm")
     times = gpu_lora.timed(step, work["steps"]) if cuda else bench_world.cpu_times(step, work["steps"])
     figures.append(results[-1].read())
+    loads = bench_world.loads_of_ranks(results[-1], mesh.world, training.total(mesh.world))
     profile = gpu_lora.profile(step, 2) if work["profile"] else None
     return {
         "profile": profile,
+        "loads": loads,
         "milliseconds_all": times,
         "setup_seconds": setup,
         "losses": [loss for loss, _ in figures],
@@ -174,6 +194,7 @@ def row_of(name: str, training: Training, world: int, result: Mapping[str, Any])
         "losses": ranks[0]["losses"],
         "gradient_norms": ranks[0]["gradient_norms"],
         "profile": ranks[0]["profile"],
+        "loads": ranks[0].get("loads"),
         **{key: _largest(rank[key] for rank in ranks) for key in GIB},
     }
 

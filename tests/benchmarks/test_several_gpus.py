@@ -26,6 +26,7 @@ import torch
 from surogate_core.batch import MicroBatch
 from surogate_core.mesh import driver
 from surogate_core.mesh.mesh import Mesh
+from surogate_testing.virtual import in_threads
 
 TRAINING = bench_world.Training(length=1000, rows=2, accumulation=4)
 
@@ -117,6 +118,16 @@ def test_ranks_share_out_experts() -> None:
     assert not training.is_exact
     plan = bench_world.assembly_of(training.tiny(), 2, torch.device("cpu")).settings.axes
     assert (plan.expert, plan.expert_rows, plan.micro_batches) == (2, True, 2)
+
+
+def test_ranks_even_out_hot_experts() -> None:
+    training = several_gpus.CASES["30B-A3B LoRA bf16, experts shared out, 30 % on four experts, evened out"].tiny()
+    work = {"training": asdict(training), "device": "cpu", "steps": 1, "warm_up": 1, "profile": False}
+    assert several_gpus.measure(work, Mesh())["loads"] == {"step": 1.0}
+    ranks = in_threads(2, lambda fabric: several_gpus.measure(work, fabric.mesh()))
+    loads = several_gpus.row_of("a", training, 2, {"ranks": ranks})["loads"]
+    assert loads["routed"] > 1.1 > 1.05 >= loads["evened"] >= 1
+    assert 0 < loads["moved"] <= 0.5
 
 
 def test_where_two_runs_differ_first() -> None:
