@@ -96,6 +96,11 @@ def shares_more(config: RunConfig, registry: Registry) -> list[dict[str, Any]]:
     return [{"zero_level": further} for further in ((1, 2) if online else (1, 2, 3)) if further > now.zero_level]
 
 
+def sends_no_experts(config: RunConfig) -> list[dict[str, Any]]:
+    """The change with which GPUs that share out experts need no room for those of others; none if they have none."""
+    return [] if axes(config).expert_balance is None else [{"ep_load_balance_threshold": None}]
+
+
 def whole_matrices(optimizer: OptimizerSpec, values: Mapping[str, Any]) -> Problem | None:
     """The mistake of sharing out the masters of an optimizer that needs whole matrices."""
     level, on_cpu = values["zero_level"], values["cpu_training"] is True

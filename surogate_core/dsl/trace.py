@@ -231,15 +231,20 @@ def _again(node: fx.Node, forward: set[fx.Node], recompute: Recompute) -> bool:
     elif not isinstance(node.meta.get("val"), Tensor):
         # A tuple is never kept itself; it is here because one of its elements is computed again.
         return True
-    marks = made_by.meta.get("custom") or {}
+    marks = _marks(made_by)
     return base_op(made_by) in VIEWS or bool(marks.get("again")) or marks.get("region") in recompute.regions
+
+
+def _marks(node: fx.Node) -> dict[str, Any]:
+    """The marks of `kernels.regions`."""
+    return node.meta.get("custom") or {}
 
 
 def _is_choice(node: fx.Node) -> bool:
     """Whether an op decided something by these values (`kernels.ops.choice`): computed again, it might decide
     otherwise.
     """
-    return bool((node.meta.get("custom") or {}).get("choice"))
+    return bool(_marks(node).get("choice"))
 
 
 def _crumbs(again: set[fx.Node]) -> set[fx.Node]:
@@ -522,7 +527,7 @@ def _mark(joint: fx.GraphModule, recompute: Recompute) -> None:
             continue
         sources = [n for n in node.all_input_nodes if base_op(n) not in EMPTY]
         follows = base_op(node) in {*VIEWS, torch.ops.aten.cat} and sources and marked.issuperset(sources)
-        marks = node.meta.get("custom") or {}
+        marks = _marks(node)
         if follows or base_op(node) in EMPTY or marks.get("again") or marks.get("region") in recompute.regions:
             node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
             marked.add(node)

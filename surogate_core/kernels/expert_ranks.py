@@ -163,11 +163,11 @@ class SumsExchange:
         """Find the rows of a rank that has `own` experts."""
         with choice():
             experts_MK = all_gather(experts_NK.contiguous(), ranks).flatten(0, 1)
-            if ranks.balance is not None:
-                sorted_R = experts.sort_by_expert(experts_MK, own * ranks.size)
-                found, moved = balanced(experts_MK, *sorted_R, ranks, ranks.balance)
-                ranks.moved = moved
-                return cls(ranks, found.order_S, found.place_MK, found.ends, moved)
+        if ranks.balance is not None:
+            sorted_R = experts.sort_by_expert(experts_MK, own * ranks.size)
+            found, ranks.moved = balanced(experts_MK, *sorted_R, ranks, ranks.balance)
+            return cls(ranks, found.order_S, found.place_MK, found.ends, ranks.moved)
+        with choice():
             firsts_C = torch.arange(ranks.size, device=experts_NK.device, dtype=experts_NK.dtype) * own
             mine_MK = experts_MK - own_part(firsts_C, ranks)
             here_MK = (mine_MK >= 0) & (mine_MK < own)

@@ -108,7 +108,7 @@ class _Search:
         found = self._changes(prediction)
         if found is None:
             return said + "a smaller model or a machine with more memory: smaller batches alone do not make it fit."
-        changes = ", ".join(f"{key}={str(value).lower()}" for key, value in found.items())
+        changes = ", ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in found.items())
         total = human_bytes(self.total(self.predicted(replace(self.config, **found))))
         return said + f"{changes}, which is predicted to take {total}."
 
@@ -116,7 +116,7 @@ class _Search:
         """Keys and values that are predicted to fit; changes that do not affect the result come first."""
         changes: dict[str, Any] = {}
         shared = sharing.shares_more(self.config, self.registry)
-        for step in shared:
+        for step in [*sharing.sends_no_experts(self.config), *shared]:
             with suppress(ConfigError):  # the offloader moves what this level keeps whole
                 if self.fits(self.predicted(replace(self.config, **step))):
                     return step

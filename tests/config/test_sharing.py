@@ -69,7 +69,9 @@ def test_gpus_that_share_out_experts(load: Load) -> None:
         "model=qwen3-moe", "gpus=4", "ep_size=2", "ep_load_balance_threshold=1.3", "ep_plan_refresh_interval=16"
     )
     assert sharing.axes(even).expert_balance == 1.3
+    assert sharing.sends_no_experts(even) == [{"ep_load_balance_threshold": None}]
     assert sharing.axes(replace(even, ep_size=1)).expert_balance is None
+    assert not sharing.sends_no_experts(replace(even, ep_size=1))
 
 
 def test_exact_sums_are_for_lora_unless_they_are_asked_for(load: Load) -> None:

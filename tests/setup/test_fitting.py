@@ -104,3 +104,19 @@ def test_several_gpus_share_out_more_before_batches_get_smaller(monkeypatch: pyt
     message, changes, nbytes = advised(*keys, mib=mib, monkeypatch=monkeypatch)
     assert changes == {"zero_level": 2}, message
     assert nbytes <= fitting.SHARE * mib * 2**20 / 4
+
+
+@pytest.mark.slow
+def test_gpus_without_room_for_the_experts_of_others_keep_to_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["model=qwen3-moe", "lora=false", "gpus=2", "ep_size=2", "zero_level=1", "sequence_len=128"]
+    keys += [
+        "model.config.hidden_size=1024",
+        "model.config.moe_intermediate_size=1024",
+        "ep_load_balance_threshold=1.3",
+    ]
+    _, _, uneven = advised(*keys, "ep_load_balance_threshold=null", mib=10**6, monkeypatch=monkeypatch)
+    _, _, even = advised(*keys, mib=10**6, monkeypatch=monkeypatch)
+    assert even - uneven > 10 * 2**20
+    mib = 2 * int((even + uneven) / 2 / fitting.SHARE) >> 20
+    message, _, _ = advised(*keys, mib=mib, monkeypatch=monkeypatch)
+    assert "Fix: ep_load_balance_threshold=null, which is predicted to take" in message

@@ -6,10 +6,11 @@ import io
 import json
 from contextlib import redirect_stdout
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from surogate_command_plan.fit import MARGIN, _candidates, parse_size
+from surogate_command_plan.fit import MARGIN, _candidates, parse_size, shared_out
 
 from surogate_core.plugin import UserError, load_run_config
 from surogate_core.plugin import surogate as main
@@ -38,6 +39,17 @@ def plan(*arguments: str) -> dict[str, Any]:
 )
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
+
+
+def test_gpus_without_room_for_the_experts_of_others_keep_to_their_own(installed: Registry) -> None:
+    keys = ["model=qwen3", "model.preset=tiny", "gpus=2", "ep_size=2", "ep_load_balance_threshold=1.3"]
+    config = load_run_config(keys, registry=installed)
+
+    def predicted(changed: Any) -> Any:
+        return SimpleNamespace(total=lambda place: 10 if changed.ep_load_balance_threshold is None else 12)
+
+    found = shared_out(config, installed, predicted, 11.0, more=False)
+    assert found == (("ep_load_balance_threshold=null",), 10)
 
 
 @pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "24 apples", "24gib", ""])

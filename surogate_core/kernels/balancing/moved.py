@@ -77,16 +77,17 @@ def balanced(
     """
     size, own = ranks.size, len(ends_E) // ranks.size
     mean = experts_MK.numel() // size
+    counts_E = torch.diff(ends_E.long(), prepend=ends_E.new_zeros(1).long())
+    plan = moves(counts_E, size, mean, balance)
+    order_S, place_MK, ends = _places(plan, counts_E, experts_MK, order_R, slot_MK, ranks)
+    chosen_PC, numbers_L = own_part(plan.experts_oPh, ranks)[0], _numbers(plan, own, ranks)
+    # These results alone: the backward could keep whatever they are computed from as well.
     with choice():
-        counts_E = torch.diff(ends_E.long(), prepend=ends_E.new_zeros(1).long())
-        plan = moves(counts_E, size, mean, balance)
-        found = Moved(
-            ranks=ranks,
-            chosen_CP=own_part(plan.experts_oPh, ranks)[0].t().contiguous(),
-            numbers_L=_numbers(plan, own, ranks),
-            figures=_figures(plan, counts_E, mean),
-        )
-        return _places(plan, counts_E, experts_MK, order_R, slot_MK, ranks), found
+        places = EvenPlaces(order_S=order_S.clone(), place_MK=place_MK.int(), ends=ends.int())
+        chosen_CP = chosen_PC.t().contiguous()
+        numbers_L = numbers_L.clone()
+    figures = _figures(plan, counts_E, mean)
+    return places, Moved(ranks=ranks, chosen_CP=chosen_CP, numbers_L=numbers_L, figures=figures)
 
 
 def _me(ranks: Linked, like: Tensor) -> Tensor:
@@ -121,7 +122,8 @@ def _figures(plan: Moves, counts_E: Tensor, mean: int) -> Tensor:
 
 def _places(
     plan: Moves, counts_E: Tensor, experts_MK: Tensor, order_R: Tensor, slot_MK: Tensor, ranks: Linked
-) -> EvenPlaces:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `EvenPlaces` has."""
     own, device = len(counts_E) // ranks.size, counts_E.device
     tokens, choices = experts_MK.shape
     total = experts_MK.numel()
@@ -149,9 +151,8 @@ def _places(
     local_R = torch.where(mine_R, theirs_R, torch.where(here_R, expert_R - me * own, 0))
     within_R = torch.where(mine_R, behind_RC.gather(1, me.expand(total)[:, None])[:, 0], number_R - gone_R)
     place_R = torch.where(here_R | mine_R, first_L[local_R] + within_R, places)
-    order_S = torch.zeros(places + 1, dtype=order_R.dtype, device=device).scatter(0, place_R, order_R)[:places].clone()
-    place_MK = torch.where(place_R < places, place_R, -1)[slot_MK.long()].int()
-    return EvenPlaces(order_S=order_S, place_MK=place_MK, ends=ends_L.int())
+    order_S = torch.zeros(places + 1, dtype=order_R.dtype, device=device).scatter(0, place_R, order_R)[:places]
+    return order_S, torch.where(place_R < places, place_R, -1)[slot_MK.long()], ends_L
 
 
 class _Rows(Function):

@@ -76,6 +76,7 @@ class Predictor:
         gathered = config.lora and sharing.axes(config).shards_weights
         streams = config.cpu_training or config.offload_quants or gathered
         key = config.recompute, config.recompute_budget, streams, config.ep_size, config.ep_exchange
+        key += (sharing.axes(config).expert_balance is not None,)
         if key not in self._traced:
             self._traced[key] = self._count(config)
         return self._traced[key]
@@ -98,7 +99,7 @@ def shared_out(
     for gpus in (config.gpus, *larger):
         on_them = replace(config, gpus=gpus)
         as_it_is: list[dict[str, Any]] = [{}] if gpus != config.gpus else []
-        for changes in [*as_it_is, *sharing.shares_more(on_them, registry)]:
+        for changes in [*as_it_is, *sharing.sends_no_experts(on_them), *sharing.shares_more(on_them, registry)]:
             changed = replace(on_them, **changes)
             try:
                 sharing.check(changed, optimizer)
@@ -204,7 +205,7 @@ def _overrides(config: RunConfig, changed: RunConfig) -> tuple[str, ...]:
     for key in (f.name for f in fields(RunConfig)):
         value = getattr(changed, key)
         if value != getattr(config, key) and key != "offload":
-            text = value.name if isinstance(value, Selection) else str(value).lower()
+            text = value.name if isinstance(value, Selection) else str(value).lower() if value is not None else "null"
             told.append(f"{key}={text}")
     return tuple(told)
 
