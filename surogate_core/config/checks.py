@@ -183,13 +183,6 @@ SHARED_EXPERTS: tuple[Rule, ...] = (
         "no GPU has all experts, as samples need",
         "sample_prompts: []",
     ),
-    Rule(
-        name="balance_of_rows",
-        key="ep_load_balance_threshold",
-        wrong=lambda v: v["ep_load_balance_threshold"] is not None and v["ep_size"] > 1 and v["ep_exchange"] == "rows",
-        message="is set, and with `ep_exchange: rows` a token's row has one place, on the GPU of its expert.",
-        fix="ep_exchange: sums, or ep_load_balance_threshold: null",
-    ),
 )
 """What GPUs that share out experts cannot do."""
 

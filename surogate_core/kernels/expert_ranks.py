@@ -27,7 +27,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.kernels import experts
-from surogate_core.kernels.balancing.moved import Moved, balanced
+from surogate_core.kernels.balancing.moved import Moved, balanced, destinations
 from surogate_core.kernels.balancing.plan import LoadBalance
 from surogate_core.kernels.linked import Linked, all_gather, exchange_rows, own_part
 from surogate_core.kernels.ops import wide
@@ -41,7 +41,7 @@ class ExpertRanks(Linked):
     rows: bool = False
     """Whether they send `RowsExchange` to each other, not `SumsExchange`."""
     balance: LoadBalance | None = None
-    """When ranks compute rows for the experts of others (`SumsExchange`); None: never."""
+    """When ranks compute rows for the experts of others; None: never."""
     moved: Moved | None = None
     """The experts that were moved in the layer that was traced last."""
 
@@ -104,14 +104,19 @@ class RowsExchange:
     place_NK: Tensor
     """Choice → place."""
     ends_CG: Tensor
-    """For each source, where the rows end that it sent to each expert of this rank."""
+    """For each source, where the rows end that it sent to each expert of this rank, and of those that others gave."""
+    moved: Moved | None = None
 
     @classmethod
     def of(
         cls, experts_NK: Tensor, order_R: Tensor, slot_NK: Tensor, ends_E: Tensor, ranks: ExpertRanks
     ) -> RowsExchange:
         """The places of rows that are sorted by expert."""
-        own = len(ends_E) // ranks.size
+        own, moved = len(ends_E) // ranks.size, None
+        if ranks.balance is not None:
+            experts_NK, moved = destinations(experts_NK, slot_NK, ends_E, ranks, ranks.balance)
+            ranks.moved, own = moved, own + ranks.balance.taken(ranks.size, own)
+            order_R, slot_NK, ends_E = experts.sort_by_expert(experts_NK, own * ranks.size)
         tokens, choices = experts_NK.shape
         places = tokens * min(choices, own)
         with choice():
@@ -122,16 +127,12 @@ class RowsExchange:
             rows_CP = firsts_C[:, None] + torch.arange(places, device=order_R.device)
             order_S = order_R[rows_CP.clamp(max=len(order_R) - 1).flatten()]
             received_CG = exchange_rows((ends_CG - firsts_C[:, None]).contiguous(), ranks)
-        return cls(ranks, order_S, place_NK, received_CG)
+        return cls(ranks, order_S, place_NK, received_CG, moved)
 
     @property
     def ends(self) -> Sequence[Tensor]:
         """As `ExpertExchange.ends`: the rows of each source."""
         return self.ends_CG.unbind()
-
-    @property
-    def moved(self) -> None:
-        """No expert's rows are divided."""
 
     def _exchanged(self, x_SI: Tensor) -> Tensor:
         return exchange_rows(x_SI.unflatten(0, (self.ranks.size, -1)).contiguous(), self.ranks).flatten(0, 1)

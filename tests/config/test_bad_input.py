@@ -327,7 +327,6 @@ CONTRADICTIONS = {
     "exact_reduction_with_ep_size": [*SHARED_EXPERTS, "exact_reduction=true"],
     "context_parallel_size_with_ep_size": [*SHARED_EXPERTS, "context_parallel_size=2"],
     "sample_prompts_with_ep_size": [*SHARED_EXPERTS, "sample_prompts=[hello]"],
-    "balance_of_rows": [*SHARED_EXPERTS, "ep_exchange=rows", "ep_load_balance_threshold=1.3"],
 }
 
 

@@ -70,10 +70,11 @@ CASES = [
     pytest.param({"config": {**EIGHT, "num_experts_per_tok": 8}}, id="every expert"),
     pytest.param({"config": {**EIGHT, "num_experts_per_tok": 3}}, id="three of eight"),
     pytest.param({"recompute": True}, id="recompute"),
+    pytest.param({"expert_balance": 1.0, "source": to_two_experts}, id="even loads"),
 ]
 
 
-@pytest.mark.slow_cases("all rows on one rank", "every expert", "three of eight", "recompute")
+@pytest.mark.slow_cases("all rows on one rank", "every expert", "three of eight", "recompute", "even loads")
 @pytest.mark.parametrize("changes", CASES)
 def test_outputs_are_those_of_one_rank(changes: dict[str, Any]) -> None:
     """With rows to the bit: each rank's own batch, on 2, 4 and 8 ranks."""
@@ -139,13 +140,15 @@ def test_evened_out_loads_change_no_figure(world: int, expert: int, changes: dic
     def work(engine: Engine) -> tuple[list[float], dict[str, Tensor], list[float]]:
         return *trained(engine), loads(engine)
 
-    found, other, (before, after, moved, count) = on_ranks(world, expert, work, expert_balance=1.0, **changes)[0]
-    assert found == pytest.approx(figures, rel=1e-6)
-    error, name = tiny.worst(other, state)
-    assert error < 1e-6, name
-    assert after <= 1.05
-    assert before >= 1.9 if "source" in changes else before > 1.05 or "config" in changes
-    assert (moved > 0) == (count > 0) == ("config" not in changes)
+    for rows in (False, True)[: 1 if world == 2 else 2]:
+        given = {**changes, "expert_rows": rows, "expert_balance": 1.0}
+        found, other, (before, after, moved, count) = on_ranks(world, expert, work, **given)[0]
+        assert found == pytest.approx(figures, rel=1e-6)
+        error, name = tiny.worst(other, state)
+        assert error < 1e-6, name
+        assert after <= 1.05
+        assert before >= 1.9 if "source" in changes else before > 1.05 or "config" in changes
+        assert (moved > 0) == (count > 0) == ("config" not in changes)
 
 
 def loads(engine: Engine) -> list[float]:

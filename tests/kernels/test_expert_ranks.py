@@ -18,6 +18,7 @@ from surogate_testing.op_cases import random
 from surogate_testing.virtual import in_threads
 
 TOKENS, WIDTH, INNER = 6, 4, 3
+EVEN = LoadBalance(threshold=1.0)
 
 
 def slot(name: str, count: int, choices: int, inputs: int, outputs: int, index: int) -> ExpertSlot:
@@ -76,7 +77,9 @@ def results(x: Tensor, logits: Tensor, dy: Tensor, tensors: Mapping[str, Tensor]
 @pytest.mark.parametrize("load", ["drawn", "all on one rank", "no token here"])
 @pytest.mark.parametrize(("experts", "choices", "ranks"), [(4, 2, 2), (4, 4, 4), (8, 3, 4), (6, 1, 2)])
 @pytest.mark.parametrize(
-    "how", [{}, {"rows": True}, {"balance": LoadBalance(threshold=1.0)}], ids=["sums", "rows", "even"]
+    "how",
+    [{}, {"rows": True}, {"balance": EVEN}, {"rows": True, "balance": EVEN}],
+    ids=["sums", "rows", "even sums", "even rows"],
 )
 def test_values_and_gradients(experts: int, choices: int, ranks: int, how: dict[str, Any], load: str) -> None:
     """Each rank has its own tokens; the gradients of experts are those of all tokens together."""
@@ -111,6 +114,39 @@ def test_values_and_gradients(experts: int, choices: int, ranks: int, how: dict[
         torch.testing.assert_close(whole, total, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [False, True])
+def test_rows_that_others_compute_have_the_same_bits(
+    dtype: torch.dtype, rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes at which a product might depend on how many rows it has; half of those of one rank move."""
+    monkeypatch.setitem(globals(), "WIDTH", 64)
+    monkeypatch.setitem(globals(), "INNER", 96)
+    tensors = {name: t.to(dtype) for name, t in weights(8).items()}
+    x = random(2, 128, 64, seed=20).to(dtype)
+    # All tokens choose two experts of the first rank, one of which then moves.
+    logits = random(2, 128, 8, seed=21) + 50.0 * (torch.arange(8) < 2)
+
+    def work(fabric: Any, balance: LoadBalance | None) -> dict[str, Tensor]:
+        group = ExpertRanks(2, rows=rows, balance=balance)
+        group.open(fabric)
+        own = {n: t if "bias" in n else t.chunk(2)[fabric.rank].contiguous() for n, t in tensors.items()}
+        with among(group):
+            found = results(x[fabric.rank], logits[fabric.rank], torch.ones_like(x[0]), own, 2)
+        assert (group.moved is None) == (balance is None)
+        assert group.moved is None or group.moved.figures.tolist() == [2.0, 1.0, 0.5, 1.0]
+        group.close()
+        return found
+
+    apart, even = in_threads(2, lambda fabric: work(fabric, None)), in_threads(2, lambda fabric: work(fabric, EVEN))
+    for one, other in zip(apart, even, strict=True):
+        # A sum of two in another order has the same bits.
+        for name in ("y", "x", "logits"):
+            assert torch.equal(one[name], other[name]), name
+        for name in (n for n in tensors if "bias" not in n):
+            torch.testing.assert_close(other[name], one[name], rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
 def test_places_that_no_row_takes_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may leave them as they are in memory, and NaN."""
     from surogate_core.kernels import experts as reference
@@ -124,7 +160,7 @@ def test_places_that_no_row_takes_are_never_read(monkeypatch: pytest.MonkeyPatch
     tensors, x, logits = weights(4), random(2, TOKENS, WIDTH, seed=20).double(), random(2, TOKENS, 4, seed=21).double()
     wanted = [results(x[r], logits[r], torch.ones_like(x[r]), tensors, 2) for r in range(2)]
     monkeypatch.setattr(reference, "grouped_product", product)
-    for how in ({}, {"rows": True}, {"balance": LoadBalance(threshold=1.0)}):
+    for how in ({}, {"rows": True}, {"balance": EVEN}, {"rows": True, "balance": EVEN}):
 
         def work(fabric: Any, how: dict[str, Any] = how) -> dict[str, Tensor]:
             group = ExpertRanks(2, **how)

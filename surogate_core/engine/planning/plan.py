@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.experts import EXPERT
 from surogate_core.dsl.sides import IDS, REAL
 from surogate_core.dsl.trace import Signature
@@ -127,9 +128,13 @@ class EnginePlan:
         settings, axes = self.assembly.settings, self.assembly.settings.axes
         if axes.expert_balance is None:
             return 0
-        specs = [s for piece in self.layers for s in piece.specs if EXPERT in s.hf_name]
-        sizes = (math.prod(s.shape[1:]) * s.dtype_in(settings.dtype).itemsize * (2 + s.trainable) for s in specs)
-        return LoadBalance(threshold=axes.expert_balance).taken(axes.expert) * sum(sizes)
+        balance = LoadBalance(threshold=axes.expert_balance)
+
+        def sent(spec: TensorSpec) -> int:
+            size = math.prod(spec.shape[1:]) * spec.dtype_in(settings.dtype).itemsize
+            return balance.taken(axes.expert, spec.shape[0]) * size * (2 + spec.trainable)
+
+        return sum(sent(spec) for piece in self.layers for spec in piece.specs if EXPERT in spec.hf_name)
 
     @property
     def embed(self) -> Piece:

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from surogate_core.kernels.balancing.plan import LoadBalance, Moves, moves
-from surogate_core.kernels.linked import Linked, exchanged, own_part, rank_in
+from surogate_core.kernels.linked import Linked, all_gather, exchanged, own_part, rank_in
 from surogate_core.kernels.regions import again, choice
 from surogate_core.kernels.registry import workspace
 
@@ -72,22 +72,90 @@ class Moved:
 def balanced(
     experts_MK: Tensor, order_R: Tensor, slot_MK: Tensor, ends_E: Tensor, ranks: Linked, balance: LoadBalance
 ) -> tuple[EvenPlaces, Moved]:
-    """The places of a rank's rows and the moved experts. The rows of all ranks are sorted by expert
+    """(the places of this rank's rows, the moved experts). The rows of all ranks' tokens are sorted by expert
     (`kernels.experts.sort_by_expert`); C divides E.
     """
-    size, own = ranks.size, len(ends_E) // ranks.size
-    mean = experts_MK.numel() // size
-    counts_E = torch.diff(ends_E.long(), prepend=ends_E.new_zeros(1).long())
-    plan = moves(counts_E, size, mean, balance)
+    counts_E = _counts(ends_E)
+    plan = moves(counts_E, ranks.size, experts_MK.numel() // ranks.size, balance)
     order_S, place_MK, ends = _places(plan, counts_E, experts_MK, order_R, slot_MK, ranks)
-    chosen_PC, numbers_L = own_part(plan.experts_oPh, ranks)[0], _numbers(plan, own, ranks)
     # These results alone: the backward could keep whatever they are computed from as well.
     with choice():
         places = EvenPlaces(order_S=order_S.clone(), place_MK=place_MK.int(), ends=ends.int())
-        chosen_CP = chosen_PC.t().contiguous()
-        numbers_L = numbers_L.clone()
-    figures = _figures(plan, counts_E, mean)
-    return places, Moved(ranks=ranks, chosen_CP=chosen_CP, numbers_L=numbers_L, figures=figures)
+    return places, _moved(plan, counts_E, ranks)
+
+
+def destinations(
+    experts_NK: Tensor, slot_NK: Tensor, ends_E: Tensor, ranks: Linked, balance: LoadBalance
+) -> tuple[Tensor, Moved]:
+    """([N, K] int32: for each choice of this rank's tokens L times the rank that computes it, and the number of its
+    expert there; the moved experts). The rows of this rank's tokens are sorted by expert; C divides E.
+    """
+    own, counts_E = len(ends_E) // ranks.size, _counts(ends_E)
+    counts_CE = all_gather(counts_E, ranks)
+    total_E = counts_CE.sum(0)
+    plan = moves(total_E, ranks.size, experts_NK.numel(), balance)
+    # An expert's rows are those of the first rank's tokens, then those of the second's, and so on.
+    before_E = own_part(counts_CE.cumsum(0) - counts_CE, ranks)[0]
+    expert_R = experts_NK.flatten().long()
+    number_R = slot_NK.flatten() + (before_E - ends_E + counts_E)[expert_R]
+    moved_RC = _Table.of(plan, own).behind(expert_R, number_R)[1]
+    helper_R = (moved_RC * torch.arange(ranks.size, device=expert_R.device)).sum(1)
+    owner_R, is_moved_R = expert_R // own, moved_RC.any(1)
+    theirs_R = _Table.of(plan, own).number(expert_R, helper_R)
+    rank_R = torch.where(is_moved_R, helper_R, owner_R)
+    local_R = torch.where(is_moved_R, theirs_R, expert_R - owner_R * own)
+    with choice():
+        found_NK = (rank_R * (own + balance.taken(ranks.size, own)) + local_R).int().view(experts_NK.shape)
+    return found_NK, _moved(plan, total_E, ranks)
+
+
+def _counts(ends_E: Tensor) -> Tensor:
+    return torch.diff(ends_E.long(), prepend=ends_E.new_zeros(1).long())
+
+
+def _moved(plan: Moves, counts_E: Tensor, ranks: Linked) -> Moved:
+    own = len(counts_E) // ranks.size
+    chosen_PC, numbers_L = own_part(plan.experts_oPh, ranks)[0], _numbers(plan, own, ranks)
+    with choice():
+        chosen_CP, numbers_L = chosen_PC.t().contiguous(), numbers_L.clone()
+    return Moved(ranks=ranks, chosen_CP=chosen_CP, numbers_L=numbers_L, figures=_figures(plan, counts_E))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """A plan by expert and helping rank."""
+
+    own: int
+    given: int
+    starts_EC: Tensor
+    rows_EC: Tensor
+    numbers_EC: Tensor
+    """The number among the experts that a rank may give to that one."""
+
+    @classmethod
+    def of(cls, plan: Moves, own: int) -> _Table:
+        given = plan.rows_oPh.shape[1]
+        numbers_oPh = torch.arange(given, device=plan.rows_oPh.device)[:, None].expand_as(plan.rows_oPh)
+        return cls(
+            own=own,
+            given=given,
+            starts_EC=plan.of_experts(plan.starts_oPh, own),
+            rows_EC=plan.of_experts(plan.rows_oPh, own),
+            numbers_EC=plan.of_experts(numbers_oPh, own),
+        )
+
+    def behind(self, expert_R: Tensor, number_R: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, C] of rows by their expert and their number among its rows: how far each is behind the first that a rank
+        helps with, and whether that rank computes it.
+        """
+        behind_RC = number_R[:, None] - self.starts_EC[expert_R]
+        return behind_RC, (behind_RC >= 0) & (behind_RC < self.rows_EC[expert_R])
+
+    def number(self, expert_R: Tensor, helper: Tensor) -> Tensor:
+        """[R]: the number that the expert has at a rank which helps with it."""
+        owner_R = expert_R // self.own
+        others_R = owner_R - (owner_R > helper).long()
+        return self.own + others_R * self.given + self.numbers_EC[expert_R, helper]
 
 
 def _me(ranks: Linked, like: Tensor) -> Tensor:
@@ -113,10 +181,11 @@ def _numbers(plan: Moves, own: int, ranks: Linked) -> Tensor:
     return torch.cat((mine_G, _to_me(firsts_o11 + plan.experts_oPh, ranks)))
 
 
-def _figures(plan: Moves, counts_E: Tensor, mean: int) -> Tensor:
-    loads_C = counts_E.view(len(plan.rows_oPh), -1).sum(1)
-    rows, total = plan.rows_oPh, mean * len(loads_C)
-    found = (loads_C.max() / mean, plan.loads(loads_C).max() / mean, rows.sum() / total, (rows > 0).sum())
+def _figures(plan: Moves, counts_E: Tensor) -> Tensor:
+    loads_C, rows = counts_E.view(len(plan.rows_oPh), -1).sum(1), plan.rows_oPh
+    total = loads_C.sum()
+    largest = (n.max() * len(loads_C) / total for n in (loads_C, plan.loads(loads_C)))
+    found = (*largest, rows.sum() / total, (rows > 0).sum())
     return torch.stack([value.float() for value in found])
 
 
@@ -129,26 +198,19 @@ def _places(
     total = experts_MK.numel()
     # At most the mean comes from others, and only to a rank that has fewer.
     places = max(tokens * min(choices, own), total // ranks.size)
-    starts_EC, rows_EC = plan.of_experts(plan.starts_oPh, own), plan.of_experts(plan.rows_oPh, own)
-    given = plan.rows_oPh.shape[1]
-    numbers_oPh = torch.arange(given, device=device)[:, None].expand_as(plan.rows_oPh)
-    numbers_EC = plan.of_experts(numbers_oPh, own)
-    kept_G = own_part(counts_E - rows_EC.sum(1), ranks)
+    table, me = _Table.of(plan, own), _me(ranks, counts_E)
+    kept_G = own_part(counts_E - table.rows_EC.sum(1), ranks)
     rows_L = torch.cat((kept_G, _to_me(plan.rows_oPh, ranks)))
     ends_L = rows_L.cumsum(0)
     first_L = ends_L - rows_L
     # Each row of all ranks, in the order of experts: its expert, its number among the expert's rows.
     expert_R = experts_MK.flatten().long()[order_R.long()]
     number_R = torch.arange(total, device=device) - (counts_E.cumsum(0) - counts_E)[expert_R]
-    behind_RC = number_R[:, None] - starts_EC[expert_R]
-    moved_RC = (behind_RC >= 0) & (behind_RC < rows_EC[expert_R])
-    gone_R = torch.minimum(behind_RC.clamp(min=0), rows_EC[expert_R]).sum(1)
-    me = _me(ranks, counts_E)
-    owner_R = expert_R // own
-    here_R = (owner_R == me) & ~moved_RC.any(1)
+    behind_RC, moved_RC = table.behind(expert_R, number_R)
+    gone_R = torch.minimum(behind_RC.clamp(min=0), table.rows_EC[expert_R]).sum(1)
+    here_R = (expert_R // own == me) & ~moved_RC.any(1)
     mine_R = moved_RC.gather(1, me.expand(total)[:, None])[:, 0]
-    theirs_R = own + (owner_R - (owner_R > me).long()) * given + numbers_EC[expert_R, me]
-    local_R = torch.where(mine_R, theirs_R, torch.where(here_R, expert_R - me * own, 0))
+    local_R = torch.where(mine_R, table.number(expert_R, me), torch.where(here_R, expert_R - me * own, 0))
     within_R = torch.where(mine_R, behind_RC.gather(1, me.expand(total)[:, None])[:, 0], number_R - gone_R)
     place_R = torch.where(here_R | mine_R, first_L[local_R] + within_R, places)
     order_S = torch.zeros(places + 1, dtype=order_R.dtype, device=device).scatter(0, place_R, order_R)[:places]

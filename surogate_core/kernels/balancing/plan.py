@@ -33,13 +33,13 @@ class LoadBalance:
     """The largest load of a rank, as a multiple of the mean, that is left as it is."""
     slots: int = SLOTS
 
-    def given(self, ranks: int) -> int:
-        """P, experts that a rank may give to each other rank."""
-        return max(PAIR, -(-self.slots // (ranks - 1)))
+    def given(self, ranks: int, own: int) -> int:
+        """P, experts that a rank, which has `own`, may give to each other rank."""
+        return min(own, max(PAIR, -(-self.slots // (ranks - 1))))
 
-    def taken(self, ranks: int) -> int:
-        """Experts of other ranks for which a rank has room."""
-        return self.given(ranks) * (ranks - 1)
+    def taken(self, ranks: int, own: int) -> int:
+        """Q, experts of other ranks for which a rank has room."""
+        return self.given(ranks, own) * (ranks - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,9 @@ def moves(counts_E: Tensor, ranks: int, mean: int, balance: LoadBalance) -> Move
     begin_oGh = torch.maximum(first_CG[:, :, None], from_oh[:, None])
     end_oGh = torch.minimum((first_CG + sorted_CG)[:, :, None], to_oh[:, None])
     rows_oGh = (end_oGh - begin_oGh).clamp(min=0)
-    largest_oPh = torch.argsort(rows_oGh, dim=1, descending=True, stable=True)[:, : balance.given(ranks)]
+    largest_oPh = torch.argsort(rows_oGh, dim=1, descending=True, stable=True)[
+        :, : balance.given(ranks, counts_CG.shape[1])
+    ]
     rows_oPh = rows_oGh.gather(1, largest_oPh)
     rows_oPh = torch.where(rows_oPh >= least_rows(mean), rows_oPh, 0)
     starts_oGh = begin_oGh - first_CG[:, :, None]

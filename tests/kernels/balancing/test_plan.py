@@ -51,7 +51,7 @@ def plain(counts_E: list[int], ranks: int, mean: int, balance: LoadBalance) -> s
     found = set()
     for (_, taker), parts in pieces.items():
         # A stable sort: the expert that comes first along the line wins.
-        for expert, first, rows in sorted(parts, key=lambda part: -part[2])[: balance.given(ranks)]:
+        for expert, first, rows in sorted(parts, key=lambda part: -part[2])[: balance.given(ranks, own)]:
             if rows >= least_rows(mean):
                 found.add((expert, taker, first, rows))
     return found

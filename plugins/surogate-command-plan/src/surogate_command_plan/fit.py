@@ -75,8 +75,8 @@ class Predictor:
         """The counts of a configuration, or of an earlier one with the same layers."""
         gathered = config.lora and sharing.axes(config).shards_weights
         streams = config.cpu_training or config.offload_quants or gathered
-        key = config.recompute, config.recompute_budget, streams, config.ep_size, config.ep_exchange
-        key += (sharing.axes(config).expert_balance is not None,)
+        balanced = sharing.axes(config).expert_balance is not None
+        key = config.recompute, config.recompute_budget, streams, config.ep_size, config.ep_exchange, balanced
         if key not in self._traced:
             self._traced[key] = self._count(config)
         return self._traced[key]
