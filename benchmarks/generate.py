@@ -81,6 +81,13 @@ class Case:
     """What is known after the calls."""
 
 
+def shape_of(model: str) -> tuple[Any, str]:
+    """(family, preset) of the two names joined by a dash; both can have dashes of their own."""
+    names = [name for name in registry().names("model") if model.startswith(f"{name}-")]
+    family = registry().get("model", max(names, key=len, default=model))
+    return family, model.removeprefix(f"{family.name}-")
+
+
 def prompts(count: int, length: int, vocabulary: int) -> torch.Tensor:
     """[count, length] random tokens."""
     return torch.randint(0, vocabulary, (count, length), generator=torch.Generator().manual_seed(0))
@@ -88,7 +95,7 @@ def prompts(count: int, length: int, vocabulary: int) -> torch.Tensor:
 
 def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, device: torch.device) -> Case:
     """The engine `native`."""
-    family = registry().get("model", words.model.partition("-")[0])
+    family, _ = shape_of(words.model)
     on_gpu = device.type == "cuda"
     settings = EngineSettings(
         device=device,
@@ -222,8 +229,8 @@ def timed(run: Callable[[], int]) -> tuple[float, int]:
 def measure(case: str, words: argparse.Namespace) -> Found:
     """The case's figures."""
     device = torch.device("cuda" if torch.cuda.is_available() and not words.small else "cpu")
-    family, _, preset = words.model.partition("-")
-    config = dict(registry().get("model", family).presets[preset])
+    family, preset = shape_of(words.model)
+    config = dict(family.presets[preset])
     began = time.perf_counter()
     made = transformers(config, words, device) if case == "transformers" else native(case, config, words, device)
     if device.type == "cuda":

@@ -116,18 +116,32 @@ def decays_between(g, C: tl.constexpr):
 
 
 @triton.jit
+def doubled(found, a, SIZE: tl.constexpr, SOLVE: tl.constexpr, B: tl.constexpr):
+    """Inverses of blocks of SIZE on the diagonal of 1 + a, joined to those of blocks twice as large; a has B rows."""
+    i = tl.arange(0, B)[:, None]
+    j = tl.arange(0, B)[None, :]
+    below = tl.where((i // SIZE == j // SIZE + 1) & (i // SIZE % 2 == 1), a, 0.0)
+    right = tl.dot(below, found, input_precision=SOLVE)
+    return found - tl.dot(found, right, input_precision=SOLVE)
+
+
+@triton.jit
 def inverse_of(a, C: tl.constexpr, DOUBLINGS: tl.constexpr, SOLVE: tl.constexpr):
     """(1 + a)⁻¹ of a strictly lower triangular matrix [C, C]: inverses of blocks on the diagonal are joined to inverses
-    of blocks twice as large.
+    of blocks twice as large, up to 16 rows in products of that size alone.
     """
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    found = tl.where(i == j, 1.0, 0.0) - tl.where((i == j + 1) & (i % 2 == 1), a, 0.0)
-    for doubling in tl.static_range(1, DOUBLINGS):
-        size = 1 << doubling
-        below = tl.where((i // size == j // size + 1) & (i // size % 2 == 1), a, 0.0)
-        right = tl.dot(below, found, input_precision=SOLVE)
-        found -= tl.dot(found, right, input_precision=SOLVE)
+    B: tl.constexpr = 16
+    P: tl.constexpr = C // B
+    same = (tl.arange(0, P)[:, None] == tl.arange(0, P)[None, :])[:, None, :, None]
+    blocks = tl.sum(tl.where(same, tl.reshape(a, [P, B, P, B]), 0.0), 2)
+    i = tl.arange(0, B)[:, None]
+    j = tl.arange(0, B)[None, :]
+    small = tl.where(i == j, 1.0, 0.0)[None, :, :] - tl.where((i == j + 1) & (i % 2 == 1), blocks, 0.0)
+    for doubling in tl.static_range(1, 4):
+        small = doubled(small, blocks, 1 << doubling, SOLVE, B)
+    found = tl.reshape(tl.where(same, small[:, :, None, :], 0.0), [C, C])
+    for doubling in tl.static_range(4, DOUBLINGS):
+        found = doubled(found, a, 1 << doubling, SOLVE, C)
     return found
 
 
