@@ -26,8 +26,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from surogate_core.dsl.adjacent import drop_joins
 from surogate_core.dsl.budget import chosen
 from surogate_core.dsl.inductor import compile_graph
+from surogate_core.dsl.parts import copy_parts, keep_whole, root_of, wholes
 from surogate_core.dsl.products import collect, defer_products
-from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call, is_view, nbytes
+from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call
 from surogate_core.kernels import registry
 
 Compiler = Literal["fx", "inductor"]
@@ -375,12 +376,13 @@ def _split(
             names = {n.name for n in _returned(forward, count)} - inputs
             found = [n for n in joint.graph.nodes if n.name in names]
             assert len(found) == len(names), "every residual is a value of the joint graph"
-            found = [n for n in found if _root(n).op != "placeholder"]
-            whole = _wholes(found)
+            found = [n for n in found if root_of(n).op != "placeholder"]
+            whole = wholes(found)
             found = list(dict.fromkeys(whole.get(n, n) for n in found))
             forward, backward = _cut_at(joint, _within_budget(joint, found, recompute.budget))
         else:
-            _keep_whole(forward, backward, count)
+            keep_whole(forward, backward, count)
+    copy_parts(forward, backward, count)
     output = next(iter(reversed(forward.graph.nodes)))
     kept = [n for n in _returned(forward, count) if n.name not in inputs]
     output.args = ([*output.args[0][:count], *kept],)
@@ -415,83 +417,6 @@ def _is_result(node: fx.Node) -> bool:
     """Whether it is a tensor that a separate kernel computes."""
     made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
     return is_call(made_by) and isinstance(node.meta.get("val"), Tensor)
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The node whose memory a value is in: itself, or what it is a view of."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _wholes(kept: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For the kept nodes that are parts of a value whose parts are all kept, or of an input: that value or input."""
-    parts: dict[fx.Node, list[fx.Node]] = {}
-    for node in kept:
-        parts.setdefault(_root(node), []).append(node)
-    found: dict[fx.Node, fx.Node] = {}
-    for base, members in parts.items():
-        if base.op == "placeholder":
-            found |= {member: base for member in members if member is not base}
-            continue
-        whole = base.op == "call_function" and isinstance(base.meta["val"], Tensor) and base not in kept
-        if whole and sum(_own_bytes(n) for n in members) >= nbytes(base):
-            found |= dict.fromkeys(members, base)
-    return found
-
-
-def _keep_whole(forward: fx.GraphModule, backward: fx.GraphModule, count: int) -> None:
-    """Where all parts of a value are kept, keep the value: a part keeps all its memory, and cannot be moved alone.
-
-    Nothing is kept of an input, which the backward receives anyway, and which may have moved by then.
-    """
-    (output,) = (n for n in forward.graph.nodes if n.op == "output")
-    results, returned = output.args[0][:count], output.args[0][count:]
-    whole = _wholes(returned)
-    if not whole:
-        return
-    given = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
-    first = next(n for n in backward.graph.nodes if n.op != "placeholder")
-    copies: dict[fx.Node, fx.Node] = {}
-    for number, base in enumerate(dict.fromkeys(whole.values())):
-        if base.op == "placeholder" and base.name in given:
-            copies[base] = given[base.name]
-            continue
-        member = next(n for n in returned if whole.get(n) is base)
-        with backward.graph.inserting_before(given[member.name]):
-            if base.op == "placeholder":
-                copies[base] = backward.graph.placeholder(base.name)
-                copies[base].meta = dict(base.meta)
-                assert base.name == copies[base].name, f"{base.name} and {copies[base].name}"
-                continue
-            copies[base] = backward.graph.placeholder(f"whole_{number}")
-        copies[base].meta = dict(base.meta)
-        # The graphs have their names apart, and what the one returns the other is given by its name.
-        base._rename(f"whole_{number}")
-        assert base.name == copies[base].name, f"{base.name} and {copies[base].name}"
-    for member in whole:
-        with backward.graph.inserting_before(first):
-            _copy_views(backward.graph, member, copies)
-        given[member.name].replace_all_uses_with(copies[member])
-        backward.graph.erase_node(given[member.name])
-    output.args = ([*results, *dict.fromkeys(whole.get(n, n) for n in returned)],)
-    for module in (forward, backward):
-        module.graph.eliminate_dead_code()
-        module.graph.lint()
-        module.recompile()
-
-
-def _own_bytes(node: fx.Node) -> int:
-    """Bytes of a tensor's elements, wherever it is."""
-    value: Tensor = node.meta["val"]
-    return value.numel() * value.element_size()
-
-
-def _copy_views(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Copy a view and what it is made of, as far as that is not in `copies` yet."""
-    if node not in copies:
-        _copy_views(graph, node.all_input_nodes[0], copies)
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
 
 
 def _of_experts(joint: fx.GraphModule) -> set[fx.Node]:

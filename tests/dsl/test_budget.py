@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from surogate_core.dsl.budget import chosen, seconds
 from surogate_core.dsl.footprint import Footprint, footprint
-from surogate_core.dsl.trace import Recompute, Signature, _keep_whole, _split, differentiate, trace_joint
+from surogate_core.dsl.trace import Recompute, Signature, _split, differentiate, trace_joint
 from surogate_core.dsl.values import flops
 from surogate_core.kernels.torch_pack import TORCH_PACK
 
@@ -102,57 +101,9 @@ def test_the_choice_is_the_best_of_all() -> None:
     assert len(costs) > 1
 
 
-def test_parts_of_a_value_are_kept_as_one() -> None:
-    """A part alone would keep the memory of all of them, and could not be moved."""
-
-    def gated(x_ND: Tensor, both_FD: Tensor) -> Tensor:
-        a, b = (x_ND @ both_FD.t()).split(F // 2, dim=1)
-        return a @ b.t()
-
-    inputs = [Signature(shape, torch.float32, CPU, True) for shape in ((N, D), (F, D))]
-    forward, backward, kept = _split(trace_joint(gated, inputs), Recompute(block=False), "inductor")
-    (whole,) = (n.meta["val"] for n in kept)
-    assert whole.shape == (N, F)
-    assert whole.is_contiguous()
-    torch.manual_seed(0)
-    x, both, dy = (torch.randn(shape, requires_grad=True) for shape in ((N, D), (F, D), (N, N)))
-    forward.recompile()
-    y, value = forward(x, both)
-    found = backward(x, both, value, dy)
-    wanted = torch.autograd.grad(gated(x, both), (x, both), dy)
-    torch.testing.assert_close(y, gated(x, both))
-    torch.testing.assert_close(tuple(found), wanted)
-
-
 def test_packs_say_the_arithmetic_of_their_ops() -> None:
     assert TORCH_PACK.kernels()
     assert torch.ops.surogate.cpu_attention in flop_registry
     q = torch.empty(256, 4, 8)
     formula = flop_registry[torch.ops.surogate.cpu_attention]
     assert formula(q, q, q, torch.empty(2), 1.0, out_val=None) == 4 * 256 * 4 * 8 * 128
-
-
-def test_what_the_forward_returns_the_backward_finds_by_name() -> None:
-    """Also where the backward has a value of its own under the name of what is kept."""
-    aten, x, both = torch.ops.aten, torch.randn(N, D), fx.Graph()
-    given = both.placeholder("x")
-    largest = both.call_function(aten.topk.default, (given, 4))
-    whole = both.call_function(operator.getitem, (largest, 0))
-    split = both.call_function(aten.split.Tensor, (whole, 2, 1))
-    parts = [both.call_function(operator.getitem, (split, i)) for i in range(2)]
-    both.output([given, *parts])
-    largest.meta["val"] = aten.topk.default(x, 4)
-    whole.meta["val"] = largest.meta["val"][0]
-    split.meta["val"] = whole.meta["val"].split(2, 1)
-    for part, value in zip(parts, split.meta["val"], strict=True):
-        part.meta["val"] = value
-    alone = fx.Graph()
-    kept = [alone.placeholder(part.name) for part in parts]
-    own = alone.create_node("call_function", aten.neg.default, (kept[0],), name=whole.name)
-    alone.output([alone.call_function(aten.mul.Tensor, (own, kept[1]))])
-    forward, backward = (fx.GraphModule(torch.nn.Module(), graph) for graph in (both, alone))
-    expected = backward(*split.meta["val"])
-    _keep_whole(forward, backward, 1)
-    returned = [node.name for node in next(iter(reversed(both.nodes))).args[0]][1:]
-    assert returned == [n.name for n in alone.nodes if n.op == "placeholder"]
-    assert torch.equal(backward(forward(x)[1])[0], expected[0])
