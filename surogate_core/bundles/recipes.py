@@ -132,6 +132,10 @@ class Recipe:
     """(what `pack_experts` made, slot) → the codes of W and of Wᵀ, if `grouped` multiplies codes of rows
     (`formats.fp8_rows`) in both directions. A kernel may then compute the product together with adapters.
     """
+    expert_parts: Callable[[ExpertSlot], Sequence[tuple[int, int]]] | None = None
+    """For the bytes that `pack_experts` makes of a slot's `count` experts: where each of their parts begins, and the
+    bytes of an expert in it. Experts may then be sent to other GPUs alone; scales must be of rows or of experts.
+    """
     rounded: Callable[[Tensor, Role], tuple[Tensor, Tensor]] | None = None
     """(matrix [R, K], K the inner dimension of its product; role) → (the rounded values, fp32 [R, K]; a mask of clipped
     values, bool [R, K]). For reports. A method, or None.

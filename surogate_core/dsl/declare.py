@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.dims import Dim, Number, Setting, number_of, size_of
-from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, fused_tensors
+from surogate_core.dsl.experts import BoundExperts, CodesOf, Experts, ExpertSlot, Fused, Grouped, PartsOf, fused_tensors
 from surogate_core.dsl.heads import Head, ScoreHead
 from surogate_core.dsl.mixers import Calls, KeyValues, Mixer, Spec, begin, declared_in
 from surogate_core.dsl.rope import angles_of, covering, longest_covered, longest_fixed, scaled_config, switches
@@ -87,6 +87,8 @@ class Multiply:
     """The product of experts, None for the plain one."""
     codes: CodesOf | None = None
     """How the product of experts reads packed weights, if it multiplies codes."""
+    parts: PartsOf | None = None
+    """Where the experts are in packed weights."""
     packed: frozenset[str] = frozenset()
     """Names of the slots whose weights the recipe has packed."""
     rows: Sequence[Tensor] = ()
@@ -303,7 +305,13 @@ class Block:
         bound.tensors = tensors
         bound.experts = {
             e.name: BoundExperts(
-                e, _of_slot(e.name, tensors), seed, multiply.grouped, packed=e.name in packed, codes=multiply.codes
+                e,
+                _of_slot(e.name, tensors),
+                seed,
+                multiply.grouped,
+                packed=e.name in packed,
+                codes=multiply.codes,
+                parts=multiply.parts,
             )
             for e in (self.expert_slots(None) if experts is None else experts)
         }

@@ -15,6 +15,7 @@ from torch import Tensor
 from surogate_core.dsl.dims import Dim
 from surogate_core.dsl.slots import Adapter
 from surogate_core.kernels import experts as ops
+from surogate_core.kernels.balancing.moved import Moved, Parts
 from surogate_core.kernels.expert_ranks import ExpertExchange, ExpertRanks, biased, exchange_of, taken
 from surogate_core.kernels.linked import active
 from surogate_core.kernels.ops import region
@@ -105,6 +106,8 @@ Grouped = Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[TracedExperts]], 
 """(x_RI, weights_EOI of each slot, ends_E, slots) → y_RO of each, like `Recipe.grouped`."""
 CodesOf = Callable[[Tensor, ExpertSlot], tuple[ops.Codes, ops.Codes]]
 """(packed weights, slot) → the codes of W and of Wᵀ, like `Recipe.expert_codes`."""
+PartsOf = Callable[[ExpertSlot], Parts]
+"""The parts of packed weights, like `Recipe.expert_parts`."""
 
 
 def fused_tensors(prefix: str, slots: Sequence[ExpertSlot]) -> dict[str, Fused]:
@@ -242,6 +245,8 @@ class BoundExperts:
     """Whether the weight is a frozen weight that the recipe packed."""
     codes: CodesOf | None = None
     """The recipe's `expert_codes`."""
+    parts: PartsOf | None = None
+    """The recipe's `expert_parts`."""
 
     def tensor_list(self, *, adapters: torch.dtype | None = None) -> list[Tensor]:
         """Weights, and A and B where there is an adapter, in the dtype `adapters` if it is given."""
@@ -303,8 +308,7 @@ def _multiplied(x_SI: Tensor, way: ExpertExchange, slots: Sequence[BoundExperts]
     seed, ends = slots[0].seed, way.ends
     tensors: Sequence[Tensor] = [tensor for slot in slots for tensor in slot.tensor_list()]
     if way.moved is not None:
-        # Adapters as the op takes them: half as many bytes to send.
-        tensors = way.moved.with_others([t for slot in slots for t in slot.tensor_list(adapters=x_SI.dtype)])
+        tensors = _with_others(slots, way.moved, len(ends[0]), x_SI.dtype)
         slots = [replace(one, slot=replace(one.slot, count=len(way.ends[0]))) for one in slots]
     # A product whose scales are not of rows must see every row as an expert's, and zeros in places that no row takes.
     whole = slots[0].grouped is not None and slots[0].codes is None
@@ -317,6 +321,21 @@ def _multiplied(x_SI: Tensor, way: ExpertExchange, slots: Sequence[BoundExperts]
         outputs = ops.grouped_linears(x_PI, None, None, ends_G, seed, adapters, _product(slots), *tensors)
         found.append([torch.where(taken_P1, y_PO, 0.0) for y_PO in outputs] if whole else outputs)
     return list(found[0]) if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def _with_others(slots: Sequence[BoundExperts], moved: Moved, count: int, dtype: torch.dtype) -> list[Tensor]:
+    """The tensors of the slots for `count` experts, those that other ranks gave included."""
+    # Adapters as the op takes them: half as many bytes to send.
+    own = [slot.tensor_list(adapters=dtype) for slot in slots]
+    found = iter(moved.with_others([t for slot, ts in zip(slots, own, strict=True) for t in ts[slot.packed :]]))
+    tensors: list[Tensor] = []
+    for slot, (weight, *adapter) in zip(slots, own, strict=True):
+        if slot.packed:
+            assert slot.parts is not None, f"{slot.slot.name}: its experts are packed in one"
+            parts = slot.parts(slot.slot), slot.parts(replace(slot.slot, count=count))
+            tensors.append(moved.packed_with_others(weight, *parts))
+        tensors += [next(found) for _ in range(len(adapter) + (not slot.packed))]
+    return tensors
 
 
 def _of_part(adapter: ops.ExpertAdapter | None, part: int) -> ops.ExpertAdapter | None:

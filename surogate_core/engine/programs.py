@@ -133,7 +133,7 @@ class ProgramBuilder:
         recipe = Multiply(plain_gemm, packed=packed)
         if piece.key not in self.plan.plain:
             mine = self.plan.assembly.recipe
-            recipe = Multiply(mine.linear, mine.grouped, mine.expert_codes, packed)
+            recipe = Multiply(mine.linear, mine.grouped, mine.expert_codes, mine.expert_parts, packed)
         assert block is not None
 
         def run(*flat: Tensor) -> Tensor | Sequence[Tensor]:

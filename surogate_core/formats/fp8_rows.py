@@ -98,6 +98,12 @@ def packed_views(
     return found[0], found[1]
 
 
+def packed_parts(experts: int, outputs: int, inputs: int) -> list[tuple[int, int]]:
+    """(first byte, bytes of an expert) of each of the four tensors that are in what `pack_experts` made."""
+    (start, size), each = _sizes(experts, outputs, inputs), outputs * inputs
+    return [(0, 4 * outputs), (4 * experts * outputs, 4 * inputs), (start, each), (start + size, each)]
+
+
 # --------------------------------------------------------------------------- the product
 
 

@@ -24,7 +24,7 @@ def check_shares_experts(config: RunConfig, model: Model, recipe: Recipe) -> Non
         message = f"is {size} and does not divide the {odd} experts of a layer."
         fix = f"ep_size: {math.gcd(odd, size)}, or another divisor of {odd}"
         raise ConfigError([Problem(key="ep_size", message=message, fix=fix)])
-    if config.ep_load_balance_threshold is not None and recipe.grouped is not None:
+    if config.ep_load_balance_threshold is not None and recipe.grouped is not None and recipe.expert_parts is None:
         key = "ep_load_balance_threshold"
         message = (
             f"is set, and recipe {config.recipe.name} keeps or scales a GPU's experts together, so that none can be "

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from surogate_core.dsl.declare import Adapter
 from surogate_core.dsl.experts import BoundExperts, ExpertSlot, Routes, project, project_combined
+from surogate_core.formats import fp8_rows
 from surogate_core.kernels.balancing.plan import LoadBalance
 from surogate_core.kernels.expert_ranks import ExpertRanks
 from surogate_core.kernels.linked import among
@@ -145,6 +146,28 @@ def test_rows_that_others_compute_have_the_same_bits(
             assert torch.equal(one[name], other[name]), name
         for name in (n for n in tensors if "bias" not in n):
             torch.testing.assert_close(other[name], one[name], rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
+def test_packed_experts_are_those_of_their_ranks() -> None:
+    """What a rank gets for all experts that it has then is what packing these gives."""
+    weights_EOI = random(8, 32, 16, seed=1)
+    logits = random(2, TOKENS, 8, seed=21) + 50.0 * (torch.arange(8) < 2)
+
+    def work(fabric: Any) -> None:
+        group = ExpertRanks(2, balance=EVEN)
+        group.open(fabric)
+        own = fp8_rows.pack_experts(weights_EOI.chunk(2)[fabric.rank])
+        with among(group):
+            Routes.of(logits[fabric.rank], 2, renormalise=True)
+        moved = group.moved
+        assert moved is not None
+        count = len(moved.numbers_L)
+        found = moved.packed_with_others(own, *(fp8_rows.packed_parts(n, 32, 16) for n in (4, count)))
+        assert torch.equal(found, fp8_rows.pack_experts(weights_EOI[moved.numbers_L]))
+        assert not moved.numbers_L[4:].div(4, rounding_mode="floor").eq(fabric.rank).any(), "of other ranks"
+        group.close()
+
+    in_threads(2, work)
 
 
 def test_places_that_no_row_takes_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:

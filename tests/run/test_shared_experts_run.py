@@ -70,6 +70,8 @@ def losses(records: Records, run: Path) -> list[float]:
             marks=pytest.mark.slow,
         ),
         pytest.param((*LORA, "recipe=fp8-hybrid", "recompute=true"), id="fp8, recomputed", marks=pytest.mark.slow),
+        pytest.param((*LORA, *EVEN, "recipe=fp8-hybrid"), id="fp8, even loads", marks=pytest.mark.slow),
+        pytest.param((*FULL, *EVEN, "recipe=fp8-hybrid"), id="fp8, full, even loads", marks=pytest.mark.slow),
         pytest.param(
             (*FULL, "optimizer=adamw", "offload=host", "offload_master=true", "offload_optimizer=true"),
             id="masters on the host",
@@ -86,7 +88,7 @@ def test_two_processes_share_out_experts(
     assert losses(records, two) == pytest.approx(losses(records, one), rel=2e-6)
     starts = [records(run, "run_start")[0] for run in (one, two)]
     moved = [event["moe_moved_rows"] for event in records(two, "routing_stats")]
-    assert all(moved) if EVEN[0] in mode else moved == [None, None]
+    assert any(moved) if EVEN[0] in mode else moved == [None, None], moved
     for figure in ("tokens_per_step", "parameters", "trainable_parameters", "active_parameters"):
         assert starts[0][figure] == starts[1][figure], figure
     for file in sorted(one.glob("*/*.safetensors")):
@@ -133,8 +135,8 @@ def test_a_checkpoint_continues_on_any_number_of_processes_that_share_out_expert
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, base: list[str], ranks: World) -> None:
     with pytest.raises(ConfigError, match=r"ep_size.*does not divide gpus=1"):
         ranks.run(1, tmp_path / "run", *base, *LORA, *KEYS, *SHARED)
-    fix = r"ep_load_balance_threshold: is set, and recipe fp8-hybrid keeps.*Fix: ep_load_balance_threshold: null, or"
+    fix = r"ep_load_balance_threshold: is set, and recipe nvfp4 keeps.*Fix: ep_load_balance_threshold: null, or"
     with pytest.raises(ConfigError, match=fix):
-        ranks.run(2, tmp_path / "run", *base, *LORA, *KEYS, *SHARED, *EVEN, "recipe=fp8-hybrid")
+        ranks.run(2, tmp_path / "run", *base, *LORA, *KEYS, *SHARED, *EVEN, "recipe=nvfp4")
     with pytest.raises(ConfigError, match=r"ep_size: is 3 and does not divide the 4 experts.*Fix: ep_size: 1, or"):
         ranks.run(3, tmp_path / "run", *base, *LORA, *KEYS, "ep_size=3")

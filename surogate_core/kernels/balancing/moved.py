@@ -24,6 +24,10 @@ from surogate_core.kernels.registry import workspace
 
 ALIGNED = 16
 """Bytes at whose multiples the parts of what a rank sends begin."""
+Parts = Sequence[tuple[int, int]]
+"""Of bytes that hold several experts: where each part of them begins, and the bytes of an expert in it; in a part the
+experts follow each other.
+"""
 FIGURES = 4
 """Numbers of `Moved.figures`."""
 
@@ -62,6 +66,15 @@ class Moved:
         with again():
             found: Sequence[Tensor] = _WithOthers.apply(self.chosen_CP, self.ranks.number, *tensors)
         return found
+
+    def packed_with_others(self, packed: Tensor, own: Parts, whole: Parts) -> Tensor:
+        """The bytes of G + Q experts of one frozen tensor that has the G of this rank. `own`, `whole`: the parts of
+        both. It is never kept for the backward either.
+        """
+        with again():
+            count = len(self.numbers_L) - self.chosen_CP.shape[1] * (self.ranks.size - 1)
+            flat = [[number for part in parts for number in part] for parts in (own, whole)]
+            return _fetch_packed(packed, *flat, count, self.chosen_CP, self.ranks.number)
 
     def of_experts(self, bias_EO: Tensor) -> Tensor:
         """[G + Q, O]: of a tensor of all experts the rows of those that this rank has now."""
@@ -263,23 +276,59 @@ def _buffer(tensors: Sequence[Tensor], chosen_CP: Tensor) -> Tensor:
 @torch.library.custom_op("surogate::fetch_experts", mutates_args=())
 def _fetch(own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor]:
     """[G, ...] of each → [G + Q, ...]."""
-    (size, given), sent_CB, found = chosen_CP.shape, _buffer(own, chosen_CP), []
+    found = [t.new_empty(len(t) + _taken(chosen_CP), *t.shape[1:]) for t in own]
+    _fill(found, own, chosen_CP, number)
+    return found
+
+
+def _fill(wholes: Sequence[Tensor], own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> None:
+    """Write [G, ...] of each, and what other ranks give, into [G + Q, ...]."""
+    (size, given), sent_CB = chosen_CP.shape, _buffer(own, chosen_CP)
     for tensor, part in zip(own, _parts(sent_CB, own, given), strict=True):
         part.copy_(tensor.index_select(0, chosen_CP.flatten()).view_as(part))
     received_CB, me = exchanged(sent_CB, number), rank_in(number)
-    for tensor, part in zip(own, _parts(received_CB, own, given), strict=True):
-        whole = tensor.new_empty(len(tensor) + given * (size - 1), *tensor.shape[1:])
+    for whole, tensor, part in zip(wholes, own, _parts(received_CB, own, given), strict=True):
         whole[: len(tensor)].copy_(tensor)
         others = [p for rank, p in enumerate(part.unbind()) if rank != me]
         torch.stack(others, out=whole[len(tensor) :].unflatten(0, (size - 1, given)))
-        found.append(whole)
-    return found
 
 
 @_fetch.register_fake
 def _(own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor]:
     size, given = chosen_CP.shape
     return [t.new_empty(len(t) + given * (size - 1), *t.shape[1:]) for t in own]
+
+
+def _views(packed: Tensor, parts: Sequence[int], count: int) -> list[Tensor]:
+    """[count, ...] of each part, whose first bytes and bytes of an expert follow each other in `parts`."""
+    word = torch.int64 if all(number % torch.int64.itemsize == 0 for number in parts) else torch.uint8
+    starts, sizes = parts[::2], parts[1::2]
+    return [packed[a : a + count * n].view(word).view(count, -1) for a, n in zip(starts, sizes, strict=True)]
+
+
+@torch.library.custom_op("surogate::fetch_packed_experts", mutates_args=())
+def _fetch_packed(
+    packed: Tensor, own: Sequence[int], whole: Sequence[int], count: int, chosen_CP: Tensor, number: int
+) -> Tensor:
+    """The bytes of G = `count` experts → those of G + Q; bytes between parts are zeros."""
+    found, all_of_them = _room_for(packed, whole, count, chosen_CP).zero_(), count + _taken(chosen_CP)
+    _fill(_views(found, whole, all_of_them), _views(packed, own, count), chosen_CP, number)
+    return found
+
+
+def _taken(chosen_CP: Tensor) -> int:
+    """Q."""
+    return chosen_CP.shape[1] * (chosen_CP.shape[0] - 1)
+
+
+def _room_for(packed: Tensor, whole: Sequence[int], count: int, chosen_CP: Tensor) -> Tensor:
+    starts, sizes = whole[::2], whole[1::2]
+    return packed.new_empty(max(a + (count + _taken(chosen_CP)) * n for a, n in zip(starts, sizes, strict=True)))
+
+
+@_fetch_packed.register_fake
+def _(packed: Tensor, own: Sequence[int], whole: Sequence[int], count: int, chosen_CP: Tensor, number: int) -> Tensor:
+    return _room_for(packed, whole, count, chosen_CP)
 
 
 @torch.library.custom_op("surogate::return_experts", mutates_args=())
@@ -318,8 +367,20 @@ def _workspace(tensors: Sequence[Tensor], chosen_CP: Tensor, number: int) -> int
     return 2 * _sent_bytes(tensors, chosen_CP, number)
 
 
+def _packed_sent_bytes(
+    packed: Tensor, own: Sequence[int], whole: Sequence[int], count: int, chosen_CP: Tensor, number: int
+) -> int:
+    return _sent_bytes(_views(packed, own, count), chosen_CP, number)
+
+
+@workspace(torch.ops.surogate.fetch_packed_experts)
+def _packed_workspace(*arguments: Any) -> int:
+    return 2 * _packed_sent_bytes(*arguments)
+
+
 SENT: Mapping[Any, Callable[..., int]] = {
     torch.ops.surogate.fetch_experts.default: _sent_bytes,
+    torch.ops.surogate.fetch_packed_experts.default: _packed_sent_bytes,
     torch.ops.surogate.return_experts.default: _sent_bytes,
 }
 """Op of traced programs → bytes that ranks exchange, given its arguments."""

@@ -80,6 +80,10 @@ class FP8Hybrid(bundles.Recipe):
         """Frozen weights as bytes: scales of rows, codes, and those of the transposes."""
         return fp8_rows.pack_experts(weights_EOI)
 
+    def expert_parts(self, slot: dsl.ExpertSlot) -> Sequence[tuple[int, int]]:
+        """Both kinds of scales, then both layouts of codes."""
+        return fp8_rows.packed_parts(slot.count, slot.outputs, slot.inputs)
+
     def state(self, slots: int, device: torch.device) -> DelayedScaling:
         """Delayed scales of that many slots."""
         return DelayedScaling(slots, history=self.history, margin=self.margin, device=device)
