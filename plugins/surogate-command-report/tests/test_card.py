@@ -54,6 +54,8 @@ def test_tiles_have_what_was_measured_and_no_more() -> None:
     assert tiles(run_of(START, STEP, routing, later)) == {**cpu, "expert imbalance": "3.00 (worst layer 4.00)"}
     end = {"event": "run_end", "reason": "finished", "step": 8}
     assert tiles(run_of(START, STEP, routing, later, end))["expert imbalance"] == "2.50 → 2.75 (worst layer 4.00)"
+    even = {**later, "moe_rank_imbalance": 1.3, "moe_rank_imbalance_evened": 1.02}
+    assert tiles(run_of(START, STEP, routing, even, end))["load of GPUs"] == "1.02 (evened out from 1.30)"
     ranks = {"event": "rank_stats", "step": 7, "peak_memory_bytes": [2**29, 2**30]}
     assert tiles(run_of(START, STEP, ranks))["peak memory"] == "0.50 GiB (rank 0 of 2)"
 

@@ -274,8 +274,10 @@ class Shares:
         queries, keys and values of shared rows, or the tokens and outputs of shared experts.
         """
         size = self.axes.context * self.axes.expert
+        what = "tokens of shared experts" if self.axes.expert > 1 else "heads of shared rows"
+        what += ", and experts that move" if self.axes.expert_balance is not None else ""
         return Sent(
-            what="tokens of shared experts" if self.axes.expert > 1 else "heads of shared rows",
+            what=what,
             nbytes=steps * sum(nbytes * (size - 1) // size for nbytes in self.exchanged),
             calls=steps * len(self.exchanged),
             how="exchange",

@@ -277,7 +277,11 @@ def _routing_tiles(run: RunRecord, *, last: int) -> list[tuple[str, str, str]]:
     tail, first = loads[-last:], f"{loads[0]:.2f} → " if last > 1 and len(loads) > 1 else ""
     worst = contents.finite(run, "moe_worst_imbalance")
     remark = f"worst layer {float(worst[-last:].mean()):.2f}" if len(worst) else ""
-    return [("expert imbalance", f"{first}{float(tail.mean()):.2f}", remark)]
+    found = [("expert imbalance", f"{first}{float(tail.mean()):.2f}", remark)]
+    routed, evened = (contents.finite(run, f"moe_rank_imbalance{what}")[-last:] for what in ("", "_evened"))
+    if len(routed) and len(evened):
+        found.append(("load of GPUs", f"{float(evened.mean()):.2f}", f"evened out from {float(routed.mean()):.2f}"))
+    return found
 
 
 MEASURES = (
