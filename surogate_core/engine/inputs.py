@@ -45,20 +45,25 @@ class MicroStepInputs:
     def allocate(
         cls, settings: EngineSettings, layers: int, *, reads_real: bool = False, part: int = 0
     ) -> MicroStepInputs:
-        """Tensors with the shapes of a run: zeros, and positions of rows with one document each.
+        """Tensors with the shapes of a run: zeros, and positions and borders of rows with one document each.
 
         `part`: which part of a micro-batch's positions is this rank's, if several share it.
         """
         n, device = settings.tokens, settings.device
         own = slice(part * n, (part + 1) * n)
         # Programs run on these before the first micro-batch: rows of one document, as an objective may expect.
-        whole = torch.arange(n * settings.axes.context, dtype=torch.int32, device=device) % settings.max_seqlen
+        total = n * settings.axes.context
+        whole = torch.arange(total, dtype=torch.int32, device=device) % settings.max_seqlen
+        # Without documents, some kernels would look for the rows of one that is not there.
+        borders = torch.arange(settings.borders, dtype=torch.int32, device=device) * settings.max_seqlen
+        borders = borders.clamp(max=total)
+        borders[-1] = total
         return cls(
             input_ids=torch.zeros(n, dtype=torch.int64, device=device),
             labels=torch.zeros(n, dtype=torch.int64, device=device),
             whole_positions=whole,
             positions=whole[own],
-            cu_seqlens=torch.zeros(settings.borders, dtype=torch.int32, device=device),
+            cu_seqlens=borders,
             seeds_L8=torch.zeros(layers, 8, dtype=torch.int32, device=device),
             loss_scale=torch.zeros((), dtype=torch.float32, device=device),
             one=torch.ones((), dtype=torch.float32, device=device),

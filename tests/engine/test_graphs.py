@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import hybrids
 import pytest
 from rank_engines import engine_of
 
@@ -46,6 +47,17 @@ def test_a_warm_up_leaves_nothing_in_the_first_steps(world: int, level: int) -> 
     cold, warm = (in_threads(world, partial(first_steps, level=level, warm=warm)) for warm in (False, True))
     assert warm == cold
     assert [count for count, _ in warm] == [int(level == 3)] * world
+
+
+@pytest.mark.parametrize("name", list(hybrids.CONFIGS))
+def test_kernels_find_documents_before_the_first_micro_batch(name: str) -> None:
+    """A scan that looked for one that is not there would read outside of its rows."""
+    engine = hybrids.engine(name)
+    warm_up(engine.step.train, engine.update.run, engine.update.spoil)
+    borders = engine.inputs.cu_seqlens.tolist()
+    assert borders == sorted(borders)
+    assert (borders[0], borders[-1]) == (0, len(engine.inputs.input_ids))
+    engine.close()
 
 
 @pytest.mark.parametrize("layers", [1, 2])
