@@ -93,7 +93,15 @@ def _scan(delta: bool) -> tuple[Callable[..., Any], list[Any]]:
     return scans._backward, [v, None, q, q, v, decay, decay, empty(4, dtype=torch.int32), None, delta]
 
 
+def _convolution() -> tuple[Callable[..., Any], list[Any]]:
+    from surogate_kernels_triton import convolutions
+
+    x = empty(N, 176)
+    return convolutions._backward, [x, x, empty(176, 4), empty(4, dtype=torch.int32), False]
+
+
 CASES = {
+    "causal_convolution": _convolution,
     "ssd": lambda: _scan(delta=False),
     "gated_delta": lambda: _scan(delta=True),
     "attention": _attention,

@@ -35,6 +35,7 @@ def kernels() -> Iterable[bundles.Kernel]:
     from surogate_kernels_triton import (
         adapters,
         attention,
+        convolutions,
         cross_entropy,
         decoding,
         experts,
@@ -46,7 +47,7 @@ def kernels() -> Iterable[bundles.Kernel]:
         updates,
     )
 
-    modules = (attention, adapters, cross_entropy, norm, norm_rope, swiglu)
+    modules = (attention, adapters, convolutions, cross_entropy, norm, norm_rope, swiglu)
     several = (decoding, experts, sampling, scans, updates)
     return (*(module.kernel() for module in modules), *(kernel for module in several for kernel in module.kernels()))
 
