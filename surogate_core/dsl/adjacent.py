@@ -1,13 +1,48 @@
-"""Concatenations of a traced graph whose parts are adjacent in a buffer already."""
+"""Concatenations of a traced graph: parts that are adjacent in a buffer already, and parts that are small."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_view
+from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call, is_view
+
+SMALL = 16
+"""A part of a concatenation is small if it is at most 1/SMALL of it."""
+
+
+@torch.library.custom_op("surogate::apart", mutates_args=())
+def apart(x: Tensor) -> Tensor:
+    """A copy, which no compiler fuses with what reads it."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@apart.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def compute_small_parts_apart(graph: fx.Graph) -> None:
+    """Compute small parts of concatenations before them: a kernel that writes the whole evaluates each part for every
+    column, so that the exponentials of a few columns would cost more than all the rest.
+    """
+    for node in list(graph.nodes):
+        if node.target != torch.ops.aten.cat.default:
+            continue
+        most = node.meta["val"].numel() // SMALL
+        for part in dict.fromkeys(node.args[0]):
+            source = part
+            while is_view(source):
+                source = source.all_input_nodes[0]
+            computed = source.op == "call_function" and source.target is not operator.getitem and not is_call(source)
+            if computed and base_op(source) not in EMPTY and 0 < part.meta["val"].numel() <= most:
+                with graph.inserting_before(node):
+                    copy = graph.call_function(torch.ops.surogate.apart.default, (part,))
+                copy.meta = {"val": part.meta["val"].new_empty(part.meta["val"].shape)}
+                node.replace_input_with(part, copy)
 
 
 def drop_joins(graph: fx.Graph) -> None:

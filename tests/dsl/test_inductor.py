@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surogate_core.dsl import inductor
-from surogate_core.dsl.trace import Signature, without_gradients
+from surogate_core.dsl import adjacent, inductor
+from surogate_core.dsl.trace import Signature, _export, without_gradients
 from surogate_core.kernels import registry
 from surogate_core.kernels.registry import InPlace
 
@@ -206,3 +206,22 @@ def test_compile_processes_write_to_the_private_caches(monkeypatch: pytest.Monke
     inductor.start_workers()
     assert found != [""]
     assert len(found) == 1
+
+
+def test_small_parts_of_a_join_are_computed_before_it() -> None:
+    """A kernel of the whole would take their exponentials for every column. No number changes."""
+
+    def joined(x_ND: Tensor, h_NF: Tensor) -> Tensor:
+        small = torch.sigmoid(h_NF.exp())
+        return torch.cat((x_ND * 2, small, x_ND, x_ND.neg()), 1)
+
+    inputs = [Signature(shape, torch.float32, torch.device("cpu")) for shape in ((6, 64), (6, 3))]
+    x, h = (torch.randn(*s.shape, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(inputs))
+    module = _export(joined, inputs, joint=False)
+    adjacent.compute_small_parts_apart(module.graph)
+    module.recompile()
+    copies = [n for n in module.graph.nodes if n.target is torch.ops.surogate.apart.default]
+    assert [tuple(n.meta["val"].shape) for n in copies] == [(6, 3)]
+    assert torch.equal(module(x, h)[0], joined(x, h))
+    call = without_gradients(joined, inputs, compiler="inductor")
+    torch.testing.assert_close(call([x, h])[0], joined(x, h))
