@@ -101,7 +101,8 @@ process with a limit of one minute, so a plugin that ends the process, or hangs,
   under every recipe that runs on a CPU, emulated or not, and every parameter has a gradient. A family with experts:
   each layer reports K times its tokens, of equal probabilities the lowest number wins, recomputing changes no bit,
   `train_router` trains the routers with the gradient of a full training, adapters of each expert add scale · B A
-  to its weight, and two ranks that share out experts have one rank's logits, to the bit, and its gradients.
+  to its weight, and two ranks that share out experts have one rank's logits, to the bit, and its gradients;
+  with even loads, but for rounding.
 - `recipe`: product and gradients have their shape, dtype, a relative error of at most 0.25 and the same bits twice;
   their magnitude is right to 3 % and to half their error; products of positive operands have errors of both signs, so
   rounding is not always downwards; zeros give zeros; the host reads no values; `plain` is true only if the product is

@@ -13,7 +13,7 @@ from surogate_core.dsl import Dim, Routes, Stack, project, project_combined
 from surogate_core.dsl.sides import router_figures
 from surogate_core.kernels import ops
 from surogate_testing.check import NotApplicable
-from surogate_testing.experts import shares_out_its_experts
+from surogate_testing.experts import evens_out_loads, shares_out_its_experts
 
 
 def family(block: type = mixture.Sparse, experts: int = 6) -> ModelFamily:
@@ -58,6 +58,13 @@ def test_two_ranks_share_out_experts() -> None:
 def test_rows_of_experts_must_not_meet() -> None:
     with pytest.raises(AssertionError, match="logits of two ranks that share out experts: relative error"):
         shares_out_its_experts(family(Centred))
+
+
+@pytest.mark.slow
+def test_two_ranks_even_out_their_loads() -> None:
+    evens_out_loads(family())
+    with pytest.raises(AssertionError, match="logits of two ranks that even out their loads: relative error"):
+        evens_out_loads(family(Centred))
 
 
 def test_an_odd_number_of_experts_does_not_apply() -> None:

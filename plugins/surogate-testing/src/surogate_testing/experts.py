@@ -104,13 +104,37 @@ def merges_its_experts(family: bundles.ModelFamily) -> None:
 
 def shares_out_its_experts(family: bundles.ModelFamily) -> None:
     """Two ranks that share out experts give one rank's logits, to the bit, and its gradients (`ep_size`)."""
+    (wanted, alone), *_ = _on_ranks(family, 1)
+    both = _on_ranks(family, 2, expert_rows=True)
+    for one, ((found,), _) in zip(wanted, both, strict=True):
+        error = tiny.relative_error(found, one)
+        ensure(torch.equal(found, one), f"logits of two ranks that share out experts: relative error {error:.1e}")
+    error, name = tiny.worst(both[0][1], alone)
+    ensure(error <= TOLERANCE, f"gradient of {name} on two ranks that share out experts: relative error {error:.1e}")
+
+
+def evens_out_loads(family: bundles.ModelFamily) -> None:
+    """The same where a rank computes rows of the other's experts (`ep_load_balance_threshold`), but for rounding."""
+    (wanted, alone), *_ = _on_ranks(family, 1)
+    both = _on_ranks(family, 2, expert_balance=1.0)
+    for one, ((found,), _) in zip(wanted, both, strict=True):
+        error = tiny.relative_error(found, one)
+        ensure(error <= TOLERANCE, f"logits of two ranks that even out their loads: relative error {error:.1e}")
+    error, name = tiny.worst(both[0][1], alone)
+    ensure(error <= TOLERANCE, f"gradient of {name} on two ranks that even out their loads: relative error {error:.1e}")
+
+
+def _on_ranks(
+    family: bundles.ModelFamily, count: int, **changes: Any
+) -> Sequence[tuple[Sequence[Tensor], dict[str, Tensor]]]:
+    """(logits of its part of two batches, trained state after a step of both) of each rank."""
     model, config = _tiny(family)
     if odd := sorted({s.count for slots in model.expert_slots().values() for s in slots if s.count % 2}):
         raise NotApplicable(f"two GPUs cannot share out {odd[0]} experts")
     batches = [tiny.batch(tiny.documents(seed=number)) for number in range(2)]
 
     def work(fabric: VirtualFabric) -> tuple[list[Tensor], dict[str, Tensor]]:
-        ranks = {"ranks": fabric.world, "expert": fabric.world, "expert_rows": True}
+        ranks = {"ranks": fabric.world, "expert": fabric.world, **changes}
         made = tiny.assembly(config, build=family.build, micro_batches=2, max_grad_norm=0.0, **ranks)
         engine = Engine(made, tiny.random_source(), mesh=fabric.mesh() if fabric.world > 1 else None)
         engine.evaluate(batches)
@@ -122,13 +146,7 @@ def shares_out_its_experts(family: bundles.ModelFamily) -> None:
         engine.close()
         return logits, state
 
-    (wanted, alone), *_ = in_threads(1, work)
-    both = in_threads(2, work)
-    for one, ((found,), _) in zip(wanted, both, strict=True):
-        error = tiny.relative_error(found, one)
-        ensure(torch.equal(found, one), f"logits of two ranks that share out experts: relative error {error:.1e}")
-    error, name = tiny.worst(both[0][1], alone)
-    ensure(error <= TOLERANCE, f"gradient of {name} on two ranks that share out experts: relative error {error:.1e}")
+    return in_threads(count, work)
 
 
 def _tiny(family: bundles.ModelFamily) -> tuple[dsl.Model, dict[str, Any]]:
@@ -140,4 +158,4 @@ def _engine(family: bundles.ModelFamily, config: Mapping[str, Any], source: Sour
     return tiny.engine(config, build=family.build, source=source, **changes)
 
 
-CHECKS = (routes_every_token, trains_its_routers, merges_its_experts, shares_out_its_experts)
+CHECKS = (routes_every_token, trains_its_routers, merges_its_experts, shares_out_its_experts, evens_out_loads)
