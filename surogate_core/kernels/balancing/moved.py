@@ -299,9 +299,14 @@ def _(own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor]:
     return [t.new_empty(len(t) + given * (size - 1), *t.shape[1:]) for t in own]
 
 
-def _views(packed: Tensor, parts: Sequence[int], count: int) -> list[Tensor]:
+def _word(packed: Tensor, *parts: int) -> torch.dtype:
+    """The dtype as which bytes are copied."""
+    wide = torch.int64.itemsize
+    return torch.int64 if all(number % wide == 0 for number in (packed.storage_offset(), *parts)) else torch.uint8
+
+
+def _views(packed: Tensor, parts: Sequence[int], count: int, word: torch.dtype = torch.uint8) -> list[Tensor]:
     """[count, ...] of each part, whose first bytes and bytes of an expert follow each other in `parts`."""
-    word = torch.int64 if all(number % torch.int64.itemsize == 0 for number in parts) else torch.uint8
     starts, sizes = parts[::2], parts[1::2]
     return [packed[a : a + count * n].view(word).view(count, -1) for a, n in zip(starts, sizes, strict=True)]
 
@@ -312,7 +317,8 @@ def _fetch_packed(
 ) -> Tensor:
     """The bytes of G = `count` experts → those of G + Q; bytes between parts are zeros."""
     found, all_of_them = _room_for(packed, whole, count, chosen_CP).zero_(), count + _taken(chosen_CP)
-    _fill(_views(found, whole, all_of_them), _views(packed, own, count), chosen_CP, number)
+    word = _word(packed, *own, *whole)
+    _fill(_views(found, whole, all_of_them, word), _views(packed, own, count, word), chosen_CP, number)
     return found
 
 
