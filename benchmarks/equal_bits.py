@@ -3,8 +3,8 @@
     python benchmarks/equal_bits.py [--worlds 1 2] [--only NAME …] [--fabric nccl] [--steps 6] [--out DIR]
     python benchmarks/equal_bits.py --device cpu --tiny      # without a GPU
 
-Qwen3-0.6B's shape with four layers, random weights and random tokens; every world runs the same micro-batches.
-Loss and gradient norm of every step are compared, and the digests of all tensors that a checkpoint has: masters, the
+The shape of Qwen3-0.6B or Qwen3-30B-A3B with four layers, random weights and random tokens; every world runs the same
+micro-batches. Loss and gradient norm of every step are compared, and the digests of all tensors that a checkpoint has: masters, the
 optimizer's and the recipe's state. A case that is not exact promises only that two equal runs are equal. An exact
 case trains in every world, twice in the largest, and in every world from the tensors that the largest had after half of
 the steps. A world is one group of processes that trains case after case.
@@ -36,6 +36,7 @@ LORA = Training(layers=4, length=512, dropout=0.05, micro_batches=8)
 FULL = replace(
     LORA, lora=False, dropout=0.0, optimizer="adamw_8bit", master="bfloat16", exact=True, zero_level=1, head_chunks=1
 )
+SPARSE = replace(LORA, preset="moe-30b-a3b", dropout=0.0, shared_experts=True, routes="hot")
 CASES: dict[str, Training] = {
     "LoRA": LORA,
     "LoRA fp8": replace(LORA, recipe="fp8-hybrid"),
@@ -58,6 +59,13 @@ CASES: dict[str, Training] = {
     "full, level 1, weights shared out": replace(FULL, shard_weights=True, exact=False),
     "full, level 3": replace(FULL, zero_level=3, exact=False),
     "full, level 3, head not tied": replace(FULL, zero_level=3, exact=False, tied=False),
+    "LoRA, experts shared out": SPARSE,
+    "LoRA, experts shared out, evened out": replace(SPARSE, expert_balance=1.05),
+    "LoRA fp8, experts shared out, evened out": replace(SPARSE, recipe="fp8-hybrid", expert_balance=1.05),
+    "LoRA, experts shared out, rows sent, evened out": replace(SPARSE, expert_rows=True, expert_balance=1.05),
+    "full, level 1, experts shared out, evened out": replace(
+        FULL, preset=SPARSE.preset, exact=False, shared_experts=True, routes="hot", expert_balance=1.05
+    ),
 }
 
 
@@ -121,7 +129,8 @@ def _device(work: Mapping[str, Any]) -> torch.device:
 
 def train(training: Training, run: Run, work: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """The figures of each step, and digests of the tensors at the end."""
-    engine = bench_world.engine_of(bench_world.assembly_of(training, mesh.world, _device(work)), mesh)
+    assembly = bench_world.assembly_of(training, mesh.world, _device(work))
+    engine = bench_world.engine_of(assembly, mesh, routes=training.routes)
     half, saved = work["steps"] // 2, Path(work["place"], run.case)
     if run.resumes:
         engine.load_state({file.stem: TensorFile(file) for file in sorted(saved.glob("*.safetensors"))})
