@@ -6,8 +6,8 @@
 The shape of Qwen3-0.6B or Qwen3-30B-A3B with four layers, random weights and random tokens; every world runs the same
 micro-batches. Loss and gradient norm of every step are compared, and the digests of all tensors that a checkpoint has:
 masters, the optimizer's and the recipe's state. A case that is not exact promises only that two equal runs are equal.
-An exact case trains in every world, twice in the largest, and in every world from the tensors that the largest had after
-half of the steps. A world is one group of processes that trains case after case.
+An exact case trains in every world, twice in the largest, and in every world from the tensors that the largest had
+after half of the steps. A world is one group of processes that trains case after case.
 """
 
 from __future__ import annotations

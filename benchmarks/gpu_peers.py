@@ -110,8 +110,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     options = gpu_lora.make_parser().parse_args([line.size, *flags, *shlex.split(line.ours)])
     device = torch.device(line.device, torch.cuda.current_device()) if line.device == "cuda" else torch.device("cpu")
     torch.zeros(1, device=device)
-    imported = time.time() - started - own
-    before = time.time()
+    imported, before = time.time() - started - own, time.time()
     gemm = _ceiling(device)
     own += time.time() - before
     borders = gpu_lora.ROWS + 1 if line.documents == "row" else 64
@@ -134,7 +133,6 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     tokens = sum(b.tokens for b in batches)
     milliseconds = statistics.median(times)
-    planned = _planned(assembly) if line.side == OURS and device.type == "cuda" else None
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "gemm_tflops": gemm,
@@ -144,7 +142,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "gflop_per_token": gpu_lora.gflop_per_token(line.size, batches, full=full),
         "peak_gib": peak,
-        "planned_gib": planned,
+        "planned_gib": _planned(assembly) if line.side == OURS and device.type == "cuda" else None,
         "import_seconds": imported,
         "setup_seconds": setup,
         "losses": [read() for read in losses],
