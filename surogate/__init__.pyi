@@ -311,8 +311,8 @@ def sft(
             smaller, and rows have the bits of one GPU's forward.
         ep_load_balance_threshold: Even out the rows of GPUs that share out experts in each layer where the busiest
             has more than this many times the mean: others get the weights of its largest experts and compute a part
-            of their rows; 1.3 is a good value. null never does: it costs memory for those weights, and sums have
-            another order.
+            of their rows. Weights are sent in every layer, whatever the loads, so low values such as 1.05 cost no
+            more. null sends none: weights need memory, and sums have another order.
         ep_plan_refresh_interval: Largest age, in micro-steps, of the plan by which rows are evened out. Every layer
             makes its own in every micro-step, on the GPU, which satisfies any value.
         hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first
@@ -667,8 +667,8 @@ def pt(
             smaller, and rows have the bits of one GPU's forward.
         ep_load_balance_threshold: Even out the rows of GPUs that share out experts in each layer where the busiest
             has more than this many times the mean: others get the weights of its largest experts and compute a part
-            of their rows; 1.3 is a good value. null never does: it costs memory for those weights, and sums have
-            another order.
+            of their rows. Weights are sent in every layer, whatever the loads, so low values such as 1.05 cost no
+            more. null sends none: weights need memory, and sums have another order.
         ep_plan_refresh_interval: Largest age, in micro-steps, of the plan by which rows are evened out. Every layer
             makes its own in every micro-step, on the GPU, which satisfies any value.
         hierarchical_reduction: On several machines with equally many GPUs, add gradients inside each machine first

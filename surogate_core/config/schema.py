@@ -297,8 +297,9 @@ class RunConfig:
     """
     ep_load_balance_threshold: Annotated[float, Interval(ge=1, le=1024)] | None = None
     """Even out the rows of GPUs that share out experts in each layer where the busiest has more than this many times
-    the mean: others get the weights of its largest experts and compute a part of their rows; 1.3 is a good value. null
-    never does: it costs memory for those weights, and sums have another order.
+    the mean: others get the weights of its largest experts and compute a part of their rows. Weights are sent in every
+    layer, whatever the loads, so low values such as 1.05 cost no more. null sends none: weights need memory, and sums
+    have another order.
     """
     ep_plan_refresh_interval: Annotated[int, Interval(ge=1)] = 1
     """Largest age, in micro-steps, of the plan by which rows are evened out. Every layer makes its own in every
