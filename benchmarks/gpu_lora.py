@@ -205,6 +205,7 @@ KINDS = (
     ("inductor", ("triton_",)),
     ("adapters", ("down", "up_backward", "dropped_dx")),
     ("attention", ("attention", "flash", "fmha")),
+    ("scans", ("scan_", "delta_", "convolve")),
     ("quantising", ("quantise", "begin")),
     ("products", ("gemm", "nvjet", "cutlass", "splitk", "scaled_product")),
     ("copies", ("memcpy", "memset")),

@@ -264,8 +264,10 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
             with patches([tiles] if tiles else [] if args.sweep else args.tiles):
                 try:
                     found = measured(pack, name, row, args, tiles)
+                except torch.AcceleratorError as error:
+                    raise SystemExit(f"{pack} {name} {row} {tiles}: {error}") from None  # the context is lost
                 except Exception as error:  # of a compiler, or of another library
-                    message = (str(error).splitlines() or [type(error).__name__])[-1]
+                    message = (str(error).splitlines() or [type(error).__name__])[0]
                     print(f"{pack:9} {name:15} {row:6} {tiles:20}: {message[:100]}", flush=True)
                     continue
             if found is not None:
