@@ -339,7 +339,10 @@ class _Combine(Function):
 
 @op
 def combine(y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """[N, O] in y's dtype: the sum of each token's rows times their weights, in fp32, in the order of its choices."""
+    """[N, O] in y's dtype: the sum of each token's rows times their weights, in fp32, in the order of its choices.
+
+    Several rows may be of one choice, of which `slot_NK` names the one that counts.
+    """
     found: Tensor = _Combine.apply(y_RO, order_R, slot_NK, weights_NK)
     return found
 

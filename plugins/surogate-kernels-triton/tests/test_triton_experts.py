@@ -97,10 +97,13 @@ def test_the_routers_gradient(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("spare", [0, 7])
 @pytest.mark.parametrize(("tokens", "choices", "outputs"), [(20, 3, 48), (1, 1, 16), (9, 8, 1500)])
-def test_combine(device: str, dtype: torch.dtype, tokens: int, choices: int, outputs: int) -> None:
+def test_combine(device: str, dtype: torch.dtype, tokens: int, choices: int, outputs: int, spare: int) -> None:
+    """`spare`: rows of a choice that has another one, as the places have that no row of a rank takes."""
     weights, _, order, slot, _ = routing(tokens, 10, choices, device)
-    y, dout = random(tokens * choices, outputs, dtype=dtype), random(tokens, outputs, seed=2, dtype=dtype)
+    order = torch.cat((order, order[-1:].expand(spare)))
+    y, dout = random(len(order), outputs, dtype=dtype), random(tokens, outputs, seed=2, dtype=dtype)
     leaves = [y.to(device).requires_grad_(), weights.clone().requires_grad_()]
     out = kernel("combine")(leaves[0], order, slot, leaves[1])
     found = [out.detach(), *torch.autograd.grad(out, leaves, dout.to(device))]

@@ -91,7 +91,7 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         plain(WIDTH, INNER)
         experts_routing._route._init_fn(empty(TOKENS, EXPERTS), CHOICES, True)
         experts_routing.sum_rows._init_fn(empty(rows, WIDTH), slot, weights)
-        experts_routing._combine_backward._init_fn(empty(TOKENS, WIDTH), empty(rows, WIDTH), order, weights)
+        experts_routing._combine_backward._init_fn(empty(TOKENS, WIDTH), empty(rows, WIDTH), order, slot, weights)
         if major == 9:
             codes(rank, order, ends)
         for masks in ((None, 0.0, []), (ends[0], 0.1, [0, 1])):

@@ -88,7 +88,7 @@ def _backward(
     rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dtype": x_RI.dtype, "dropout": dropout}
     left, right = launches.operands([dout_NO], scales), launches.paired([w_EOI], scales)
     dx_RI = launches.multiplied(left, right, du_RL, a, order_R, ends_E, rows, **rest)
-    dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, weights_NK, sorted_rows=True)
+    dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, None, weights_NK)
     found = [dx_RI, dweights_NK]
     if du_RL is not None:
         weights_R1 = weights_NK.flatten()[order_R][:, None]

@@ -166,6 +166,7 @@ def combine_backward(
     dout,
     y,
     order,
+    slot,
     weights,
     dy,
     dweights,
@@ -178,7 +179,8 @@ def combine_backward(
 ):
     """A row of `dout` times its weight, and the gradient of the weight.
 
-    Row r of `dout` is that of its token, or with SORTED the row itself.
+    Row r of `dout` is that of its token, or with SORTED the row itself. With SORTED each choice has one row; without,
+    it may have several, of which `slot` names the one that its weight multiplies.
     """
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + row)
@@ -192,7 +194,10 @@ def combine_backward(
         v = tl.load(y + row * y_row + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(dy + row * OUT + columns, (g * weight).to(dy.dtype.element_ty), mask=inside)
         acc += g * v
-    tl.store(dweights + choice, tl.sum(acc, 0))
+    if SORTED:
+        tl.store(dweights + choice, tl.sum(acc, 0))
+    else:
+        tl.store(dweights + choice, tl.sum(acc, 0), mask=tl.load(slot + choice) == row)
 
 
 # --------------------------------------------------------------------------- adapters

@@ -131,11 +131,11 @@ def _(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
 
 
 def weigh_rows(
-    dout: Tensor, y_RO: Tensor, order_R: Tensor, weights_NK: Tensor, *, sorted_rows: bool
+    dout: Tensor, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor | None, weights_NK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(each row of `dout` times its weight [R, O]; dweights [N, K] fp32, its products with the rows of y).
 
-    `dout`: [N, O], of which a row is that of its token, or with `sorted_rows` [R, O].
+    `dout`: [N, O], of which a row is that of its token; or, without `slot_NK`, [R, O], and each choice has one row.
     """
     rows, outputs = y_RO.shape
     dout, y = (t if t.stride(1) == 1 else t.contiguous() for t in (dout, y_RO))
@@ -145,6 +145,7 @@ def weigh_rows(
         dout,
         y,
         order_R,
+        order_R if slot_NK is None else slot_NK,
         weights_NK,
         dy_RO,
         dweights_NK,
@@ -153,7 +154,7 @@ def weigh_rows(
         K=weights_NK.shape[1],
         OUT=outputs,
         C=min(2048, triton.next_power_of_2(outputs)),
-        SORTED=sorted_rows,
+        SORTED=slot_NK is None,
         num_warps=4,
     )
     return dy_RO, dweights_NK
@@ -161,20 +162,22 @@ def weigh_rows(
 
 @compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::combine_backward", mutates_args=())
-def _combine_backward(dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
+def _combine_backward(
+    dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor
+) -> tuple[Tensor, Tensor]:
     """(dy [R, O], dweights [N, K] fp32)."""
-    return weigh_rows(dout_NO, y_RO, order_R, weights_NK, sorted_rows=False)
+    return weigh_rows(dout_NO, y_RO, order_R, slot_NK, weights_NK)
 
 
 @_combine_backward.register_fake
-def _(dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
+def _(dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
     return y_RO.new_empty(*y_RO.shape), torch.empty_like(weights_NK, memory_format=torch.contiguous_format)
 
 
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(y_RO, order_R, weights_NK)
+        ctx.save_for_backward(y_RO, order_R, slot_NK, weights_NK)
         return sum_rows(y_RO, slot_NK, weights_NK)
 
     @staticmethod

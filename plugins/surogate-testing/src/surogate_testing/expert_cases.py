@@ -78,18 +78,19 @@ def _grouped_product() -> Iterator[Inputs]:
 
 
 def _combine() -> Iterator[Inputs]:
-    def made(n: int, choices: int, what: str = "") -> Inputs:
-        leaves = {"y": normal(n * choices, 64, seed=0), "weights": normal(n, choices, seed=1).abs()}
+    def made(n: int, choices: int, what: str = "", *, spare: int = 0) -> Inputs:
+        leaves = {"y": normal(n * choices + spare, 64, seed=0), "weights": normal(n, choices, seed=1).abs()}
 
         def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
             y, weights = t
             _, _, order, slot, _ = _routes(n, 6, choices, y.device)
-            return function(y, order, slot, weights)
+            return function(y, torch.cat((order, order[:spare])), slot, weights)
 
         return Inputs(leaves=leaves, call=call, what=what)
 
     yield made(48, 2)
     yield made(200, 3, what="200 tokens, 3 experts each")
+    yield made(48, 2, what="rows that no token has", spare=16)
 
 
 def _combined_linear() -> Iterator[Inputs]:
