@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.dsl.dims import Dim, Setting, size_of
 from surogate_core.dsl.experts import Routes
-from surogate_core.kernels.experts import TOTAL
+from surogate_core.kernels.experts import LEAST_TOTAL
 from surogate_core.kernels.ops import wide
 
 Role = Literal[
@@ -206,7 +206,7 @@ def _tokens(experts_NK: Tensor, count: int, real_N: Tensor) -> Tensor:
 def _shares(logits_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(sigmoids [N, E], their sums [N, 1], their quotients)."""
     scores_NE = torch.sigmoid(logits_NE)
-    total_N1 = scores_NE.sum(-1, keepdim=True) + TOTAL
+    total_N1 = scores_NE.sum(-1, keepdim=True) + LEAST_TOTAL
     return scores_NE, total_N1, scores_NE / total_N1
 
 

@@ -37,7 +37,7 @@ def sort_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
         return order_R.int(), slot_R.view(experts_NK.shape).int(), ends_E.int()
 
 
-TOTAL = 1e-20
+LEAST_TOTAL = 1e-20
 """Added to the sum of sigmoids that weights are divided by, as transformers does: it may be zero."""
 
 
@@ -73,7 +73,7 @@ def _sigmoid_backward(dweights_NK: Tensor, logits_NE: Tensor, experts_NK: Tensor
     dchosen_NK = dweights_NK
     if renormalise:
         chosen_NK = scores_NE.gather(1, experts_NK.long())
-        total_N1 = chosen_NK.sum(dim=-1, keepdim=True) + TOTAL
+        total_N1 = chosen_NK.sum(dim=-1, keepdim=True) + LEAST_TOTAL
         inner_N1 = (dweights_NK * chosen_NK / total_N1).sum(dim=-1, keepdim=True)
         dchosen_NK = (dweights_NK - inner_N1) / total_N1
     dscores_NE = torch.zeros_like(scores_NE).scatter(1, experts_NK.long(), dchosen_NK)
@@ -118,7 +118,7 @@ class _Route(Function):
         weights_NK = scores_NE.gather(1, experts_NK.long())
         if renormalise:
             total_N1 = weights_NK.sum(dim=-1, keepdim=True)
-            weights_NK = weights_NK / (total_N1 + TOTAL if sigmoid else total_N1)
+            weights_NK = weights_NK / (total_N1 + LEAST_TOTAL if sigmoid else total_N1)
         if scale != 1:
             weights_NK = weights_NK * scale
         order_R, slot_NK, ends_E = sort_by_expert(experts_NK, logits_NE.shape[1])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from surogate_core.kernels.documents import document_starts as document_starts
     from surogate_core.kernels.documents import document_sums as document_sums
     from surogate_core.kernels.documents import segment_sums as segment_sums
+    from surogate_core.kernels.experts import LEAST_TOTAL as LEAST_TOTAL
     from surogate_core.kernels.experts import CodedProduct as CodedProduct
     from surogate_core.kernels.experts import Codes as Codes
     from surogate_core.kernels.experts import ExpertAdapter as ExpertAdapter

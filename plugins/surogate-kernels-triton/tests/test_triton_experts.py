@@ -86,6 +86,39 @@ def test_ties_nan_and_one_expert_for_all(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(70, 8, 2), (1, 5, 5), (33, 128, 6)])
+def test_routes_by_sigmoids(
+    device: str, tokens: int, experts: int, choices: int, corrected: bool, renormalise: bool
+) -> None:
+    """The correction chooses, also where it is negative, and has no part in the weights."""
+    logits = random(tokens, experts).float().to(device)
+    logits[0, 3] = float("nan")
+    correction = 2 * random(experts, seed=1).float().to(device) - 1 if corrected else None
+    named = {"sigmoid": True, "correction_E": correction, "scale": 2.5}
+    leaves = [logits.detach().requires_grad_() for _ in range(2)]
+    found = kernel("route")(leaves[0], choices, renormalise, **named)
+    expected = ops.route(leaves[1], choices, renormalise, **named)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-7, equal_nan=True)
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(a, b)
+    dweights = random(tokens, choices, seed=2).float().to(device)
+    a, b = (torch.autograd.grad(y[0], leaf, dweights)[0] for y, leaf in zip((found, expected), leaves, strict=True))
+    assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_routes_within_groups_are_the_references() -> None:
+    pytest.importorskip("triton")
+    from surogate_kernels_triton import experts_routing
+
+    logits = torch.empty(4, 16)
+    assert experts_routing.route_takes(logits, 2, True, sigmoid=True)
+    assert experts_routing.route_takes(logits, 2, True, groups=4, group_choices=4)
+    assert not experts_routing.route_takes(logits, 2, True, groups=4, group_choices=2)
+
+
+@devices
 def test_the_routers_gradient(device: str) -> None:
     logits, dweights = random(40, 24, dtype=torch.bfloat16).to(device), random(40, 4, seed=1).float().to(device)
     leaves = [logits.detach().requires_grad_() for _ in range(2)]

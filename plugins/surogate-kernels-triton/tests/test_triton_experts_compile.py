@@ -89,7 +89,9 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
 
     with recorded(monkeypatch) as launches:
         plain(WIDTH, INNER)
-        experts_routing._route._init_fn(empty(TOKENS, EXPERTS), CHOICES, True)
+        logits = empty(TOKENS, EXPERTS)
+        experts_routing._route._init_fn(logits, CHOICES, True, False, None, 1.0)
+        experts_routing._route._init_fn(logits, CHOICES, True, True, empty(EXPERTS, dtype=torch.float32), 2.5)
         experts_routing.sum_rows._init_fn(empty(rows, WIDTH), slot, weights)
         experts_routing._combine_backward._init_fn(empty(TOKENS, WIDTH), empty(rows, WIDTH), order, slot, weights)
         if major == 9:

@@ -21,19 +21,25 @@ from surogate_native.random_programs import hash32
 @triton.jit
 def choose(
     logits,
+    correction,
     weights,
     experts,
     counts,
     tokens,
     logits_row,
+    scale,
+    least,
     E: tl.constexpr,
     EP: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     T: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
-    """The K most probable experts of T tokens with their weights, and how many choices each expert gets of them."""
+    """The K best experts of T tokens with their weights, and how many choices each expert gets of them. `least`: added
+    to the sum that weights are divided by.
+    """
     block = tl.program_id(0)
     rows = block * T + tl.arange(0, T)
     columns = tl.arange(0, EP)
@@ -42,11 +48,17 @@ def choose(
     real = (columns < E)[None, :]
     place = rows.to(tl.int64)[:, None] * logits_row + columns[None, :]
     value = tl.load(logits + place, mask=inside[:, None] & real, other=0.0).to(tl.float32)
-    value = tl.where(real, value, float("-inf"))
-    raised = tl.exp(value - tl.max(value, 1)[:, None])
-    share = raised / tl.sum(raised, 1)[:, None]
-    # A NaN in the row makes all its shares NaN: the first experts are chosen, with weights that are NaN.
-    key = tl.where(real, tl.where(share != share, 2.0, share), -1.0)
+    if SIGMOID:
+        share = 1.0 / (1.0 + tl.exp(-value))
+    else:
+        value = tl.where(real, value, float("-inf"))
+        raised = tl.exp(value - tl.max(value, 1)[:, None])
+        share = raised / tl.sum(raised, 1)[:, None]
+    key = share
+    if correction is not None:
+        key += tl.load(correction + columns, mask=columns < E, other=0.0).to(tl.float32)[None, :]
+    # NaN comes first, as in a sort. Under softmax one makes all shares of its row NaN.
+    key = tl.where(real, tl.where(key != key, float("inf"), key), float("-inf"))
     found = tl.zeros([T, KP], tl.int32)
     picked = tl.zeros([T, KP], tl.float32)
     total = tl.zeros([T], tl.float32)
@@ -56,14 +68,15 @@ def choose(
         index = tl.min(tl.where(key == best[:, None], columns[None, :], EP), 1)
         hit = columns[None, :] == index[:, None]
         weight = tl.sum(tl.where(hit, share, 0.0), 1)
-        key = tl.where(hit, -1.0, key)
+        key = tl.where(hit, float("-inf"), key)
         count += tl.sum((hit & inside[:, None]).to(tl.int32), 0)
         total += weight
         here = (ranks == k)[None, :]
         found = tl.where(here, index[:, None], found)
         picked = tl.where(here, weight[:, None], picked)
     if RENORMALISE:
-        picked = picked / total[:, None]
+        picked = picked / (total + least)[:, None]
+    picked = picked * scale
     target = rows[:, None] * K + ranks[None, :]
     stored = inside[:, None] & (ranks < K)[None, :]
     tl.store(weights + target, picked, mask=stored)

@@ -22,7 +22,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::route", mutates_args=())
-def _route(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _route(
+    logits_NE: Tensor, count: int, renormalise: bool, sigmoid: bool, correction_E: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n, experts = logits_NE.shape
     if logits_NE.stride(1) != 1:
         logits_NE = logits_NE.contiguous()
@@ -33,17 +35,21 @@ def _route(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Te
     counts_BE, bases_BE = (experts_NK.new_empty(blocks, experts) for _ in range(2))
     programs.choose[blocks,](
         logits_NE,
+        correction_E,
         weights_NK,
         experts_NK,
         counts_BE,
         n,
         logits_NE.stride(0),
+        scale,
+        compute.LEAST_TOTAL if sigmoid else 0.0,
         E=experts,
         EP=wide,
         K=count,
         KP=triton.next_power_of_2(count),
         T=TOKENS,
         RENORMALISE=renormalise,
+        SIGMOID=sigmoid,
         num_warps=4 if wide <= 256 else 8,
     )
     columns = min(16, wide)
@@ -67,7 +73,9 @@ def _route(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Te
 
 
 @_route.register_fake
-def _(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(
+    logits_NE: Tensor, count: int, renormalise: bool, sigmoid: bool, correction_E: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n, experts = logits_NE.shape
     weights_NK = logits_NE.new_empty(n, count, dtype=torch.float32)
     found = [logits_NE.new_empty(*shape, dtype=torch.int32) for shape in ((n, count), (n * count,), (n, count))]
@@ -76,29 +84,43 @@ def _(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor,
 
 class _Route(Function):
     @staticmethod
-    def forward(ctx: Any, logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits_NE: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        _, renormalise, sigmoid, _, scale = rest
         with compute.choice():
-            found = _route(logits_NE, count, renormalise)
+            found = _route(logits_NE, *rest)
         ctx.save_for_backward(logits_NE, found[1])
-        ctx.renormalise = renormalise
+        ctx.settings = {"renormalise": renormalise, "sigmoid": sigmoid, "scale": scale}
         ctx.mark_non_differentiable(*found[1:])
         return tuple(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_NK: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-        return compute.route_backward(dweights_NK, *ctx.saved_tensors, renormalise=ctx.renormalise), None, None
+        return compute.route_backward(dweights_NK, *ctx.saved_tensors, **ctx.settings), *[None] * 5
 
 
-def route(logits_NE: Tensor, count: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`experts.route`."""
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(logits_NE, count, renormalise)
+def route(
+    logits_NE: Tensor,
+    count: int,
+    renormalise: bool,
+    *,
+    sigmoid: bool = False,
+    correction_E: Tensor | None = None,
+    scale: float = 1.0,
+    **groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`experts.route`; `groups`: of which all are chosen from."""
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(
+        logits_NE, count, renormalise, sigmoid, correction_E, float(scale)
+    )
     return found
 
 
-def route_takes(logits_NE: Tensor, count: int, renormalise: bool) -> bool:
-    """Whether one program holds a token's probabilities."""
-    return logits_NE.shape[1] <= MOST_EXPERTS and count <= MOST_CHOICES
+def route_takes(
+    logits_NE: Tensor, count: int, renormalise: bool, *, groups: int = 1, group_choices: int = 1, **named: Any
+) -> bool:
+    """Whether one program holds a token's scores, and all of them count."""
+    return logits_NE.shape[1] <= MOST_EXPERTS and count <= MOST_CHOICES and group_choices >= groups
 
 
 @compute.compiled_ahead
@@ -206,7 +228,13 @@ def kernels() -> tuple[bundles.Kernel, ...]:
     """The kernels."""
     return (
         bundles.Kernel(
-            op="route", name="triton", function=route, supports=_supports_logits, takes=route_takes, priority=10
+            op="route",
+            name="triton",
+            function=route,
+            supports=_supports_logits,
+            takes=route_takes,
+            knows=frozenset({"sigmoid", "correction_E", "scale", "groups", "group_choices"}),
+            priority=10,
         ),
         bundles.Kernel(op="combine", name="triton", function=combine, supports=_supports, priority=10),
     )
