@@ -53,7 +53,7 @@ def losses(records: Records, run: Path) -> list[float]:
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(LORA, id="lora"),
+        pytest.param(LORA, id="lora", marks=pytest.mark.slow),
         pytest.param(FULL, id="full", marks=pytest.mark.slow),
         pytest.param((*LORA, "qlora_bnb=true"), id="NF4", marks=pytest.mark.slow),
         pytest.param((*LORA, *EVEN), id="even loads"),
