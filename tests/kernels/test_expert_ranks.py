@@ -178,7 +178,7 @@ def test_places_that_no_row_takes_are_never_read(monkeypatch: pytest.MonkeyPatch
 
     def product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         taken = (torch.arange(len(x)) < ends[-1])[:, None]
-        return _Spoilt.apply(plain(x, w, ends), taken)
+        return _Spoilt.apply(plain(_Spoilt.apply(x, taken, False), w, ends), taken, True)
 
     tensors, x, logits = weights(4), random(2, TOKENS, WIDTH, seed=20).double(), random(2, TOKENS, 4, seed=21).double()
     wanted = [results(x[r], logits[r], torch.ones_like(x[r]), tensors, 2) for r in range(2)]
@@ -201,12 +201,15 @@ def test_places_that_no_row_takes_are_never_read(monkeypatch: pytest.MonkeyPatch
 
 
 class _Spoilt(torch.autograd.Function):
-    """NaN in places that no row takes, of values and of gradients."""
+    """NaN in places that no row takes: of values with `outputs`, otherwise of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, taken: Tensor) -> Tensor:
-        return torch.where(taken, y, torch.nan)
+    def forward(ctx: Any, y: Tensor, taken: Tensor, outputs: bool) -> Tensor:
+        ctx.save_for_backward(taken)
+        ctx.outputs = outputs
+        return torch.where(taken, y, torch.nan) if outputs else y.clone()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (taken,) = ctx.saved_tensors
+        return dy if ctx.outputs else torch.where(taken, dy, torch.nan), None, None
