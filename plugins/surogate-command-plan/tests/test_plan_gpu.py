@@ -252,14 +252,11 @@ def test_every_gpu_has_a_capability_that_packs_can_ask_for() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_with_experts_names_its_active_parameters_and_estimates_no_speed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Rates are measured with dense products."""
+def test_a_model_with_experts_names_its_active_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "+model=qwen3-moe", "lora=true", "lora_rank=4", "--gpu", "h200"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "not estimated for a model with experts" in text
+    assert "tokens/s" in text
     base, active = (
         int(n.replace(",", "")) for n in re.findall(r"([\d,]+) in the base, ([\d,]+) of them active", text)[0]
     )
@@ -272,8 +269,7 @@ def test_a_model_with_experts_names_its_active_parameters_and_estimates_no_speed
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["active_parameters"] == active
-    assert plan["tokens_per_second"] is None
-    assert "compute again" not in text
+    assert plan["tokens_per_second"] > 0
     assert "multiplies all rows" not in text
     assert main([*words, "torch_dtype=float32"]) == 0
     wide = " ".join(capsys.readouterr().out.split())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from surogate_core.plugin import ConfigError, MachineError, Problem, UserError, atomic
+from surogate_core.plugin import ConfigError, MachineError, Problem, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from surogate_core.service.setup import ResolvedModel
 
 USAGE = """\
-usage: surogate plan [TASK] [FILE.yaml] [KEY=VALUE …] [--gpu NAME] [--fit SIZE] [--config] [--schedule] [--json]
+usage: surogate plan [TASK] [FILE.yaml] [KEY=VALUE …] [--gpu NAME] [--fit SIZE] [--busiest LOAD] [--config] [--schedule]
+                     [--json]
 
 Answers before anything is trained: does it fit, how fast is it, how long does it take, what will it choose. Then one
 table shows where the memory goes. Takes what `surogate sft` takes, or what TASK takes (`surogate plan dpo …`). Nothing
@@ -44,6 +45,8 @@ num_nodes=125 gpus_per_node=8
              the measured speed of one GPU alone; without it, only bytes and seconds of the wires are shown
 --fit 24GiB  also proposes the cheapest changes with which the run fits into so much GPU memory;
              exit code 3 if nothing does
+--busiest 1.5
+             with ep_size: the rows of the GPU that has most over the mean of all, for the time; without it, 1
 --config     also prints the composed configuration
 --schedule   also prints the schedule of a micro-step, for engine developers
 --json       prints the plan as JSON
@@ -53,11 +56,11 @@ SWITCHES = ("--json", "--config", "--schedule")
 
 
 def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], set[str]]:
-    """(the other words, the values of --fit and --gpu, the switches that are there)."""
+    """(the other words, the values of --fit, --gpu and --busiest, the switches that are there)."""
     words: list[str] = []
     values: dict[str, str] = {}
     switches: set[str] = set()
-    examples = {"--fit": ("a size", "24GiB"), "--gpu": ("a name", "h200")}
+    examples = {"--fit": ("a size", "24GiB"), "--gpu": ("a name", "h200"), "--busiest": ("a number", "1.5")}
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -89,9 +92,11 @@ def main(argv: Sequence[str]) -> int:
     if arguments.help:
         print(USAGE, end="")
         return 0
+    from surogate_command_plan.experts import busiest_of
     from surogate_command_plan.gpus import Gpu, find
 
     announce("Planning: the layers are traced to count memory and work, which takes some seconds.")
+    busiest = busiest_of(values.get("--busiest"))
     asked = None if "--gpu" not in values else find(values["--gpu"])
     logs.configure()
     config, registry = load(arguments, task)
@@ -104,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(assuming(asked.capability if isinstance(asked, Gpu) else asked))
         gpu = asked if isinstance(asked, Gpu) else None
         stack.enter_context(with_places(arguments, task, registry))
-        return _plan(config, registry, size=values.get("--fit"), switches=switches, gpu=gpu, cluster=cluster)
+        size = values.get("--fit")
+        return _plan(config, registry, size=size, switches=switches, gpu=gpu, cluster=cluster, busiest=busiest)
 
 
 def _plan(
@@ -115,9 +121,11 @@ def _plan(
     switches: set[str],
     gpu: Gpu | None,
     cluster: Cluster | None,
+    busiest: float | None,
 ) -> int:
-    """Predict, and print; the exit code."""
+    """Predict, and print; the exit code. `busiest`: the load of `--busiest`."""
     from surogate_command_plan import fit, view
+    from surogate_command_plan.experts import load_of, on_average, whole_experts
     from surogate_command_plan.gpus import Room
     from surogate_command_plan.length import length_of
     from surogate_core.service.engine import TensorBytes
@@ -130,19 +138,16 @@ def _plan(
     resolved = resolve_model(config, registry, weights_needed=False)
     room = Room.here(config, gpu)
     # What --fit proposes is named as changes of the fastest setting.
-    free = None if budget is not None else room.device
-    config = settled_for(config, registry, resolved, room=free)
+    config = settled_for(config, registry, resolved, room=None if budget is not None else room.device)
 
     predicted = fit.Predictor(
         lambda config: TensorBytes.of(assembly_of(config, registry, resolved)),
         lambda config, counts: placed(config, registry, counts),
     )
-    prediction = predicted(config)
+    prediction = on_average(config, predicted, busiest)
     rates = fit.GpuRates.of(gpu)
-    experts = _of_experts(config, resolved.model, prediction.kernels, device)
-    recurs = _recurs(resolved.model)
-    # Rates are measured with dense products and attention.
-    dense = gpu if not experts and not recurs and cluster is None else None
+    # One speed of a GPU is given for a cluster, and recurrences have not been measured.
+    estimate = None if cluster is not None else _estimator(registry, resolved.model, predicted, gpu, busiest)
     plan = view.RunPlan(
         config=config,
         title=resolved.title,
@@ -152,17 +157,18 @@ def _plan(
         again_rate=rates.flops,
         left_out=_left_out(registry, device),
         room=room,
-        speed=None if dense is None else _estimate(config, registry, resolved.model, prediction, dense),
+        speed=None if estimate is None else estimate(config),
         cluster=None if cluster is None else _of_cluster(config, registry, prediction, gpu, cluster),
         length=length_of(config, registry, resolved),
         here=_number_here(device),
         chosen=view.chosen(asked, config),
-        recurs=recurs,
+        load=load_of(config, busiest),
+        recurs=_recurs(resolved.model),
         **_caches(config, registry, resolved),
-        **experts,
+        **_of_experts(config, resolved.model, prediction.kernels, device),
     )
     plan = replace(plan, shared_out=_shared_out(plan, registry, predicted))
-    plan = replace(plan, of_experts=(*plan.of_experts, *_whole_experts(plan, predicted)))
+    plan = replace(plan, whole_experts=whole_experts(plan, registry, predicted, estimate))
     fitting = None if budget is None else fit.proposals(config, registry, predicted, rates=rates)
     _print(plan, fitting, budget, switches)
     nothing_fits = fitting is not None and budget is not None and not any(fit.fits(p, budget) for p in fitting)
@@ -200,32 +206,24 @@ def _shared_out(plan: RunPlan, registry: Registry, predicted: Predictor) -> tupl
     return fit.shared_out(config, registry, predicted, memory, more=plan.cluster is None)
 
 
-def _whole_experts(plan: RunPlan, predicted: Predictor) -> list[str]:
-    """What a run that shares out experts would need and send if every GPU had all of them, where that fits."""
-    from surogate_command_plan import view
-
-    memory, config = plan.room.device, plan.config
-    if config.ep_size == 1 or memory is None:
-        return []
-    whole = predicted(replace(config, ep_size=1))
-    needed, now = (p.total("device") for p in (whole, plan.prediction))
-    if needed * view.MARGIN > memory:
-        return []
-    sends = [sum(sent.nbytes for sent in p.sent) for p in (whole, plan.prediction)]
-    needs, instead, before, after = map(atomic.human_bytes, (needed, now, *sends))
-    return [
-        f"ep_size=1 fits too: {needs} on each GPU instead of {instead}, and a GPU sends {before} a step instead of "
-        f"{after}."
-    ]
-
-
-def _estimate(config: RunConfig, registry: Registry, model: dsl.Model, prediction: Prediction, gpu: Gpu) -> Speed:
-    """The speed of GPUs of this kind in one machine."""
+def _estimator(
+    registry: Registry, model: dsl.Model, predicted: Predictor, gpu: Gpu | None, busiest: float | None
+) -> Callable[[RunConfig], Speed] | None:
+    """Estimates the speed of GPUs of this kind in one machine; None if they are not known."""
     from surogate_command_plan import fit
+    from surogate_command_plan.experts import load_of, on_average
     from surogate_command_plan.speed import speed
 
-    more = fit.seconds_of(config, registry, prediction, fit.GpuRates.of(gpu))
-    return speed(config, registry, model, prediction, gpu, more=more)
+    if gpu is None or _recurs(model):
+        return None
+
+    def estimate(config: RunConfig) -> Speed:
+        prediction, own = on_average(config, predicted, busiest), predicted.counts(config).own_experts
+        more = fit.seconds_of(config, registry, prediction, fit.GpuRates.of(gpu))
+        load = load_of(config, busiest)
+        return speed(config, registry, model, prediction, gpu, more=more, own_experts=own, busiest=load)
+
+    return estimate
 
 
 def _of_cluster(

@@ -1,7 +1,8 @@
 """The time of an optimizer step, estimated from counted work, the rates of the GPU, and what GPUs send each other.
 
 The shares of the vendor's rates that a step reaches are those of one H200 (docs/performance.md): LoRA at 0.6B, 1.7B, 4B
-and 8B is predicted within 4 % of what was measured there. Other GPUs have not been measured.
+and 8B is predicted within 4 % of what was measured there. Other GPUs have not been measured. Six trainings of a model
+with 128 experts on that H200 are predicted within 10 % (tests/test_plan_experts.py).
 
 The shares of NVLink's rate, what computation hides, and the wait are those of H200s: for seven trainings on two of them
 the estimated share of the speed of two single GPUs is within one percentage point (tests/test_plan_speed.py). With the
@@ -12,7 +13,7 @@ measured.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from surogate_command_plan.gpus import Gpu
@@ -128,6 +129,8 @@ FEATURE_BYTES = 13.0
 writes."""
 LAYER_SECONDS = 35e-6
 """Idle time of a layer in a micro-step."""
+WEIGHT_GRADIENTS = 0.32
+"""Share of the bf16 rate that the gradients of experts' weights reach (benchmarks/evidence/experts.md)."""
 ASSUMED = "the efficiency is that measured on an H200"
 
 
@@ -157,39 +160,84 @@ class Speed:
         return self.alone / self.seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWork:
+    """What a token costs in the experts of all layers, on average over the ranks that share them out."""
+
+    products: float
+    """FLOPs of the forward, of input gradients, and of the gradients of trained weights."""
+    gradients: float
+    """Those of them that are of the gradients of trained weights."""
+    places: int
+    """Features that the projections read and write in all places of rows: whatever the load, a rank has as many as it
+    may ever need, and everything but the products computes all of them."""
+
+    @classmethod
+    def of(cls, config: RunConfig, model: dsl.Model) -> ExpertWork:
+        """The work of a run; none without experts."""
+        slots = [slot for of_layer in model.expert_slots().values() for slot in of_layer]
+        weights = sum(slot.choices * slot.inputs * slot.outputs for slot in slots)
+        size = config.ep_size
+        rows = [size * min(slot.choices, slot.count // size) for slot in slots]
+        return cls(
+            products=float(weights * (4 if config.lora else 6)),
+            gradients=0.0 if config.lora else 2.0 * weights,
+            places=sum(n * (slot.inputs + slot.outputs) for n, slot in zip(rows, slots, strict=True)),
+        )
+
+    def seconds(self, gpu: Gpu, products: str, *, busiest: float = 1.0) -> float:
+        """Time for a token; `busiest`: rows of the rank with most over the mean, for which the others wait."""
+        of_rows = (self.products - self.gradients) / (PRODUCTS[products] * gpu.rate(products))
+        of_rows += self.gradients / (WEIGHT_GRADIENTS * gpu.bf16)
+        return busiest * of_rows + FEATURE_BYTES * self.places / gpu.bandwidth
+
+
 def again_rate(gpu: Gpu) -> float:
     """FLOP/s of what a step computes again."""
     return AGAIN * gpu.bf16
 
 
 def speed(
-    config: RunConfig, registry: Registry, model: dsl.Model, prediction: Prediction, gpu: Gpu, *, more: float
+    config: RunConfig,
+    registry: Registry,
+    model: dsl.Model,
+    prediction: Prediction,
+    gpu: Gpu,
+    *,
+    more: float,
+    own_experts: int = 0,
+    busiest: float = 1.0,
 ) -> Speed:
-    """The estimate; `more`: seconds of a step that go into offloading, computing again and the pieces of the head."""
+    """The estimate; `more`: seconds of a step that go into offloading, computing again and the pieces of the head.
+
+    `own_experts`: trained parameters of a rank's experts, where ranks share them out; `busiest`: as of `ExpertWork`.
+    """
     tokens = sharing.tokens_of_rank(config) * config.gradient_accumulation_steps
     # A packed row of several documents has fewer pairs: this is the longest time.
     pairs = (config.sequence_len + 1) / 2
     work = ModelFlops.of(model, frozen=config.lora)
     recipe: bundles.RecipeSpec = registry.get("recipe", config.recipe.name)
     head = model.vocab_size * model.width * (4 if config.lora else 6)
-    body = work.products_per_token - head
+    experts, whole = ExpertWork.of(config, model), ExpertWork.of(replace(config, ep_size=1), model)
+    body = work.products_per_token - head - experts.products
     each = body / (PRODUCTS[recipe.products] * gpu.rate(recipe.products)) + head / (PRODUCTS["bf16"] * gpu.bf16)
     each += work.attention(1, pairs) / (ATTENTION * gpu.bf16)
     each += FEATURE_BYTES * features(model) / gpu.bandwidth
+    of_experts, alone = experts.seconds(gpu, recipe.products, busiest=busiest), whole.seconds(gpu, recipe.products)
+    each += of_experts
     update = update_seconds(config, registry, prediction, gpu)
     idle = LAYER_SECONDS * config.gradient_accumulation_steps * sum(1 for _ in model.blocks(1))
     ranks, micro_steps, computing = prediction.ranks, config.gradient_accumulation_steps, tokens * each + idle
     rates = WireRates.of(gpu, bus=gpu.bus, copies=sharing.copies(config) and can_copy(gpu))
     wire = wire_of(prediction.sent, rates, computing=computing / micro_steps, micro_steps=micro_steps)
-    axes = sharing.axes(config)
-    own = update / axes.shard if axes.zero_level else update
+    own = update * updated_share(config, prediction.trainable_parameters, own_experts)
     seconds = computing + own + more + wire.exposed
     return Speed(
         seconds=seconds,
         tokens=tokens * ranks,
         mfu=work.per_token(pairs) * tokens / seconds / gpu.bf16,
         wire=wire,
-        alone=computing + update + more,
+        alone=computing - tokens * (of_experts - alone) + update + more,
     )
 
 
@@ -206,8 +254,16 @@ def update_seconds(config: RunConfig, registry: Registry, prediction: Prediction
     return prediction.trainable_parameters * (18 + 2 * optimizer.state_bytes_per_parameter) / gpu.bandwidth
 
 
+def updated_share(config: RunConfig, trained: int, own_experts: int) -> float:
+    """Share of all trained parameters that a rank updates."""
+    axes = sharing.axes(config)
+    parts, replicas = (axes.shard, axes.along("expert_replicate").size) if axes.zero_level else (1, 1)
+    others = trained - axes.expert * own_experts
+    return (others / parts + own_experts / replicas) / trained if trained else 1.0
+
+
 def features(model: dsl.Model) -> int:
-    """Features of a token that the projections of all layers read and write."""
+    """Features of a token that the projections of all layers read and write, without those of experts."""
     return sum(s.inputs + s.outputs for _, block in model.blocks(1) for s in block.linear_slots(None))
 
 

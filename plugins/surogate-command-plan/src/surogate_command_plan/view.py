@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from surogate_command_plan import cluster_cost
+from surogate_command_plan import cluster_cost, experts
 from surogate_command_plan.cluster_cost import ClusterPlan
+from surogate_command_plan.experts import WholeExperts
 from surogate_command_plan.gpus import Gpu, Room
 from surogate_command_plan.length import Length
 from surogate_command_plan.speed import ASSUMED, Speed, step_time
@@ -69,6 +70,10 @@ class RunPlan:
     """Parameters of routers that are trained beside adapters."""
     of_experts: tuple[str, ...] = ()
     """Notes on experts."""
+    load: float = 1.0
+    """Rows of the busiest GPU of those that share out experts over their mean, as assumed."""
+    whole_experts: WholeExperts | None = None
+    """The run without `ep_size`, where that fits."""
     samples: tuple[int, str] = (0, "")
     """Bytes of the caches of samples, and a sentence about them."""
     rollouts: tuple[int, str] = (0, "")
@@ -138,6 +143,7 @@ def as_json(plan: RunPlan, **extra: Any) -> str:
         "sent_bytes": sum(s.nbytes for s in prediction.sent),
         "sent_seconds": None if speed is None else speed.wire.seconds,
         "hidden_seconds": None if speed is None else speed.wire.hidden,
+        "without_ep_size": None if plan.whole_experts is None else plan.whole_experts.as_json(),
         "samples_bytes": plan.samples[0],
         "rollouts_bytes": plan.rollouts[0],
         "device_bytes": prediction.total("device"),
@@ -212,7 +218,6 @@ def _speed(plan: RunPlan) -> str:
     if plan.speed is None:
         what = "a CPU" if plan.settings.device.type != "cuda" else "this GPU"
         what = "a model with recurrent layers" if plan.recurs else what
-        what = "a model with experts" if plan.unused else what
         return f"not estimated for {what}; train with max_steps=5 to see"
     step = step_time(plan.speed.seconds)
     rate = numbers.rate(plan.speed.tokens_per_second)
@@ -268,14 +273,14 @@ def _notes(plan: RunPlan) -> list[str]:
     if plan.here is not None and plan.here > ranks == 1:
         notes.append(f"this machine has {plan.here} GPUs; gpus=0 trains on all of them")
     notes += [] if plan.cluster is None else cluster_cost.notes(plan.cluster)
-    notes += plan.of_experts
+    notes += [*plan.of_experts, *experts.notes(plan)]
     notes += [sentence for _, sentence in (plan.samples, plan.rollouts) if sentence]
     notes += sharing.notes(plan.config)
     notes += reduction_notes(plan.settings, None, deterministic=plan.config.deterministic)
     notes += [f"without the kernels of {name}: {why}" for name, why in sorted(plan.left_out.items())]
     if disk := plan.room.short_of(plan.prediction).get("disk"):
         notes.append(f"{disk}. Fix: set offload_dir to a directory of another disk, or offload less.")
-    if plan.prediction.again and plan.gpu is not None and not plan.unused and not plan.recurs:
+    if plan.prediction.again and plan.gpu is not None and not plan.recurs:
         seconds = plan.config.gradient_accumulation_steps * plan.prediction.again / plan.again_rate
         notes.append(f"{step_time(seconds)} of a step compute again what was not kept")
     return notes

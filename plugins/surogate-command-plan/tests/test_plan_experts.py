@@ -1,0 +1,101 @@
+"""`surogate plan` of a model with experts: its speed, with experts shared out, and without."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from surogate_command_plan.experts import busiest_of, load_of
+from surogate_command_plan.gpus import gpus
+from surogate_command_plan.speed import ExpertWork
+
+from surogate_core.plugin import UserError
+from surogate_core.plugin import surogate as main
+
+TINY = ["model=qwen3-moe", "model.preset=tiny", "lora=true", "max_steps=2", "recompute=true", "lmhead_chunks=1"]
+SHARED = [*TINY, "--gpu", "h200", "gpus=2", "ep_size=2"]
+
+
+@cache
+def printed(*arguments: str) -> str:
+    """What the command prints; equal commands are run once."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["plan", *arguments]) == 0
+    return out.getvalue()
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    value = json.loads(printed(*arguments, "--json"))
+    assert isinstance(value, dict)
+    return value
+
+
+def test_the_busiest_gpu_is_waited_for() -> None:
+    gpu, config = gpus()["h200"], SimpleNamespace(ep_size=2, ep_load_balance_threshold=None)
+    work = ExpertWork(products=6e9, gradients=2e9, places=0)
+    even = work.seconds(gpu, "bf16")
+    assert even == pytest.approx(4e9 / (0.69 * gpu.bf16) + 2e9 / (0.32 * gpu.bf16))
+    assert work.seconds(gpu, "bf16", busiest=1.5) == pytest.approx(1.5 * even)
+    assert [load_of(config, busiest) for busiest in (None, 1.5, 8.0)] == [1, 1.5, 2]  # type: ignore[arg-type]
+    config.ep_load_balance_threshold = 1.05
+    assert [load_of(config, busiest) for busiest in (None, 1.5)] == [1, 1.05]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["0.9", "nan", "even", "1e9"])
+def test_a_load_that_is_none(text: str) -> None:
+    with pytest.raises(UserError, match=r"--busiest .*from 1 to ep_size\. Fix: --busiest 1\.5"):
+        busiest_of(text)
+
+
+def test_experts_that_are_shared_out_have_a_time_and_so_has_the_run_without_it() -> None:
+    found, whole = plan(*SHARED), plan(*SHARED, "ep_size=1")
+    without = found["without_ep_size"]
+    assert without["overrides"] == ["ep_size=1"]
+    assert without["tokens_per_second"] == pytest.approx(whole["tokens_per_second"])
+    assert without["device_bytes"] == whole["device_bytes"]
+    assert found["recomputed_flops"] == whole["recomputed_flops"], "as many rows, on average"
+    assert found["tokens_per_second"] < whole["tokens_per_second"]
+    assert whole["without_ep_size"] is None
+    text = printed(*SHARED)
+    assert "ep_size=1 would be faster and fits: about " in text
+    assert "ep_size=2: the time is of even loads; no GPU has been measured with it" in text
+    busy = plan(*SHARED, "--busiest", "2")
+    assert busy["seconds_per_step"] > found["seconds_per_step"]
+    assert busy["recomputed_flops"] > found["recomputed_flops"]
+
+
+SHAPE = ["model=qwen3-moe-30b-a3b", "--gpu", "h200", "sequence_len=2048", "lmhead_chunks=4", "max_steps=2"]
+LORA = ["lora=true", "lora_rank=16", "lora_dropout=0", "optimizer=adamw"]
+FULL = ["lora=false", "optimizer=adamw_8bit", "model.config.num_hidden_layers=6"]
+KEPT = ["recompute=false", "per_device_train_batch_size=4", "gradient_accumulation_steps=4"]
+AGAIN = ["recompute=true", "per_device_train_batch_size=8", "gradient_accumulation_steps=2"]
+MEASURED = [
+    ([*LORA, *KEPT], 26.0),
+    ([*LORA, *AGAIN], 20.8),
+    ([*LORA, *KEPT, "recipe=fp8-hybrid"], 31.2),
+    ([*LORA, *AGAIN, "recipe=fp8-hybrid"], 25.6),
+    ([*LORA, *KEPT, "lora_target_modules=[attention]"], 29.2),
+    ([*FULL, *KEPT], 95.9),
+]
+"""Thousands of tokens per second of one H200 (benchmarks/evidence/experts.md)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "rate"), MEASURED, ids=str)
+def test_the_estimate_is_near_what_one_gpu_reaches(keys: list[str], rate: float) -> None:
+    assert plan(*SHAPE, *keys)["tokens_per_second"] == pytest.approx(rate * 1e3, rel=0.1)
+
+
+@pytest.mark.slow
+def test_all_weights_of_30b_on_four_gpus() -> None:
+    found = plan(*SHAPE, "lora=false", "optimizer=adamw_8bit", "recompute=true", "gpus=4", "ep_size=4", "zero_level=1")
+    without = found["without_ep_size"]
+    assert found["fits"]
+    assert without["overrides"] == ["ep_size=1", "zero_level=3"], "the first that fits"
+    assert without["tokens_per_second"] < found["tokens_per_second"]
