@@ -155,6 +155,7 @@ def of_one_rank(piece: Piece, ranks: int, *, balanced: bool = False) -> Piece:
             return spec
         return replace(spec, shape=(spec.shape[0] // ranks, *spec.shape[1:]), parts=ranks, summed="expert_replicate")
 
+    assert all(slot.count % ranks == 0 for slot in piece.experts), f"{ranks} ranks do not divide the experts"
     specs = tuple(map(own, piece.specs))
     experts = tuple(replace(slot, count=slot.count // ranks) for slot in piece.experts)
     loads = [SideSpec(LOADS, (FIGURES,), "rank_loads", 1.0)] if balanced and experts else []

@@ -89,6 +89,7 @@ MANY_ROWS = {**tiny.SMALL_CONFIG, "tie_word_embeddings": False, "vocab_size": 25
 """The rows of four micro-batches are few, and the head is not tied."""
 SCORED = {**MANY_ROWS, "architectures": ["ConformanceForSequenceClassification"]}
 SCORES = Objective(name="scores", token_loss=lambda logits, labels, columns: logits[:, 0].float().square())
+EIGHT = {**MIXTURE, "num_experts": 8}
 RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "lora": (True, 2, {"exact": True}),
     "level 0": (False, 3, {"zero_level": 0}),
@@ -120,7 +121,13 @@ RANKS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "replicas, level 3": (False, 4, {"zero_level": 3, "shard_weights": True, "shard_ranks": 2}),
     "replicas, level 2, exact": (False, 4, {"zero_level": 2, "exact": True, "shard_ranks": 2}),
     "experts": (False, 4, {"zero_level": 1, "build": Mixture, "config": MIXTURE, "expert": 2}),
-    "adapters of experts": (True, 4, {"build": Mixture, "config": MIXTURE, "expert": 4}),
+    "adapters of experts": (True, 4, {"build": Mixture, "config": EIGHT, "expert": 4}),
+    "even loads": (True, 4, {"build": Mixture, "config": EIGHT, "expert": 4, "expert_balance": 1.0}),
+    "even loads, rows": (
+        False,
+        4,
+        {"build": Mixture, "config": EIGHT, "expert": 2, "expert_balance": 1.0, "expert_rows": True},
+    ),
     "rows of the embedding": (False, 4, {"zero_level": 3, "config": MANY_ROWS, "dtype": torch.bfloat16}),
     "rows of the embedding, replicas": (False, 4, {"zero_level": 2, "config": MANY_ROWS, "shard_ranks": 2}),
     "rows of the embedding, score head": (False, 2, {"zero_level": 2, "config": SCORED, "objective": SCORES}),
@@ -180,7 +187,7 @@ def _kept(weights: Any) -> int:
 
 @pytest.mark.slow_cases("lora", "level 0", "level 1 in bf16", "level 2", "shared base on the host")
 @pytest.mark.slow_cases("level 1, weights, exact", "level 1, weights on the host")
-@pytest.mark.slow_cases("cpu_training in bf16", "shared base, cpu_training", "fp32 parameters, ")
+@pytest.mark.slow_cases("cpu_training in bf16", "shared base, cpu_training", "fp32 parameters, ", "even loads")
 @pytest.mark.parametrize(("adapters", "ranks", "keys"), RANKS.values(), ids=list(RANKS))
 def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, keys: dict[str, Any]) -> None:
     micro_batches = 12 if ranks == 3 else 8
