@@ -170,6 +170,26 @@ def test_packed_experts_are_those_of_their_ranks() -> None:
     in_threads(2, work)
 
 
+def test_moved_experts_are_trained_where_they_are() -> None:
+    """A frozen weight that is sent beside an adapter has no gradient, which a kernel would not compute."""
+    logits = random(2, TOKENS, 4, seed=21)
+
+    def work(fabric: Any) -> None:
+        group = ExpertRanks(2, balance=EVEN)
+        group.open(fabric)
+        frozen, trained = random(2, 3, 5, seed=1), random(2, 2, 5, seed=2).requires_grad_()
+        with among(group):
+            Routes.of(logits[fabric.rank], 2, renormalise=True)
+        assert group.moved is not None
+        found = group.moved.with_others([frozen, trained])
+        assert [tensor.requires_grad for tensor in found] == [False, True]
+        (gradient,) = torch.autograd.grad(found[1].sum(), trained)
+        assert gradient.shape == trained.shape
+        group.close()
+
+    in_threads(2, work)
+
+
 def test_places_that_no_row_takes_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may leave them as they are in memory, and NaN."""
     from surogate_core.kernels import experts as reference

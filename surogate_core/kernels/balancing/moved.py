@@ -397,7 +397,11 @@ class _WithOthers(Function):
     def forward(ctx: Any, chosen_CP: Tensor, number: int, *own: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(chosen_CP)
         ctx.number = number
-        return tuple(_fetch(own, chosen_CP, number))
+        found = tuple(_fetch(own, chosen_CP, number))
+        # Kernels ask whether a weight is trained, and adapters beside it are fetched with it.
+        wanted = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(t for t, need in zip(found, wanted, strict=True) if not need))
+        return found
 
     @staticmethod
     @once_differentiable
