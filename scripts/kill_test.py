@@ -3,11 +3,13 @@
 Prints one line a kill and a verdict: PASS when the final weights, the optimizer's state, the checkpoint's state,
 the export and every loss are bit-identical to those of a run that was never killed. Exit 0 then, else 1.
 
-    python scripts/kill_test.py [--mode full|lora|disk|experts|nemotron-h|qwen3-5] [--kills 20] [--steps 160]
-                                [--seed 0] [--dir DIRECTORY]
+    python scripts/kill_test.py [--mode full|lora|disk|experts|shared-experts|nemotron-h|qwen3-5] [--kills 20]
+                                [--steps 160] [--seed 0] [--dir DIRECTORY]
 
 A third of the kills come anywhere in a process's life (set-up included), a third at a random step, a third
 while a checkpoint or an export is being written; for the last the child writes slowly, in small pieces.
+Where a run has two processes, one of them is killed, either one by chance. The other one and the command have to end by
+themselves, with one message.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 SAVE_STEPS = 5
@@ -44,19 +47,21 @@ SETTINGS = (
     "run_name=kill-test",
     "device=cpu",
 )
+EXPERTS = (
+    "model=qwen3-moe",
+    "model.config.moe_intermediate_size=16",
+    "lora=true",
+    "lora_rank=4",
+    "lora_expert_rank=2",
+    "lora_dropout=0.1",
+    "train_router=true",
+)
 MODES = {
     "full": ("lora=false",),
     "lora": ("lora=true", "lora_rank=4", "lora_dropout=0.1"),
     "disk": ("lora=false", "offload=disk", "cpu_training=true"),
-    "experts": (
-        "model=qwen3-moe",
-        "model.config.moe_intermediate_size=16",
-        "lora=true",
-        "lora_rank=4",
-        "lora_expert_rank=2",
-        "lora_dropout=0.1",
-        "train_router=true",
-    ),
+    "experts": EXPERTS,
+    "shared-experts": (*EXPERTS, "gpus=2", "ep_size=2", "ep_load_balance_threshold=1"),
     "nemotron-h": ("model=nemotron-h", "model.config.num_hidden_layers=5", "model.config.n_routed_experts=4"),
     "qwen3-5": ("model=qwen3-5", "model.config.full_attention_interval=2", "lora=true", "lora_rank=4"),
 }
@@ -97,7 +102,7 @@ class Run:
     """A run in a directory, as child processes one after the other."""
 
     def __init__(self, output: Path, mode: str, cache: Path, steps: int):
-        self.output, self._steps = output, steps
+        self.output, self._steps, self.several = output, steps, "gpus=2" in MODES[mode]
         places = (f"output_dir={output}", f"data_cache_dir={cache}")
         self._arguments = [*SETTINGS, *MODES[mode], f"max_steps={steps}", *places]
 
@@ -150,6 +155,37 @@ class Run:
         return lines
 
 
+def ranks(command: int) -> list[int]:
+    """The processes that train, of a run that has several."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            of_run = parent == command and b"surogate_core.launch.worker" in (place / "cmdline").read_bytes()
+        except (OSError, ValueError):
+            continue  # it has ended
+        found += [int(place.name)] if of_run else []
+    return sorted(found)
+
+
+def kill(process: subprocess.Popen[str], chance: random.Random, *, several: bool) -> str | None:
+    """Kill the run or one of its processes; what is wrong with its end, None if it came to its end before."""
+    members = ranks(process.pid) if several else []
+    victim = chance.choice(members) if members else process.pid
+    with suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGKILL)
+    output, _ = process.communicate()
+    if process.returncode == 0:
+        return None
+    if victim == process.pid:
+        return "" if process.returncode == -signal.SIGKILL else f"ended with {process.returncode}:\n{output}"
+    said = output.count("was killed by SIGKILL")
+    if process.returncode != 128 + signal.SIGKILL or said != 1 or "Traceback" in output:
+        return f"ended with {process.returncode} and {said} messages where a process was killed:\n{output}"
+    left = [member for member in members if Path(f"/proc/{member}").exists()]
+    return f"left processes {left}" if left else ""
+
+
 def kill_somewhere(run: Run, kind: str, chance: random.Random, life: float) -> str:
     """Start the run and kill it; what it was doing then, or an empty text if it came to its end first."""
     before, leftover = run.steps(), run.writing()
@@ -170,12 +206,11 @@ def kill_somewhere(run: Run, kind: str, chance: random.Random, life: float) -> s
                 time.sleep(chance.uniform(0, 0.06))
                 break
         time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL)
-    output, _ = process.communicate()
-    if process.returncode == 0:
+    wrong = kill(process, chance, several=run.several)
+    if wrong is None:
         return ""
-    if process.returncode != -signal.SIGKILL:
-        raise SystemExit(f"FAIL: the resumed run ended with {process.returncode}:\n{output}")
+    if wrong:
+        raise SystemExit(f"FAIL: the resumed run {wrong}")
     seen, steps = run.writing(), run.steps()
     where = "in set-up" if (seen, steps) == (leftover, before) else f"writing {seen}" if seen else f"after step {steps}"
     return f"{time.monotonic() - began:.1f} s, {where}"

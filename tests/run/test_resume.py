@@ -306,10 +306,11 @@ def _alter(state: Path, manifest: Path, text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("mode", "kills"), [("full", 20), ("lora", 5), ("disk", 5), ("experts", 5), ("nemotron-h", 4), ("qwen3-5", 4)]
+    ("mode", "kills"),
+    [("full", 20), ("lora", 5), ("disk", 5), ("experts", 5), ("shared-experts", 3), ("nemotron-h", 4), ("qwen3-5", 4)],
 )
 def test_kills_change_no_bit(mode: str, kills: int, tmp_path: Path) -> None:
-    kill_test(tmp_path, mode=mode, kills=kills)
+    kill_test(tmp_path, mode=mode, kills=kills, steps=20 if mode == "shared-experts" else 160)
 
 
 def kill_test(directory: Path, *, mode: str, kills: int, steps: int = 160) -> None:

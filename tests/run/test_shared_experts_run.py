@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +17,15 @@ from typing import Any
 import pytest
 import torch
 from mixture import save_qwen3_moe
+from rank_processes import ranks_of
 from rank_world import World, of_step
 from run_fixtures import QUICK
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from surogate_core.errors import ConfigError
+from surogate_core.errors import ConfigError, UserError
+from surogate_core.files.tensorfile import file_digest
 from surogate_core.plugins.registry import Registry
+from surogate_core.train.checkpoint import manifest_digest
 
 Records = Callable[..., list[dict[str, Any]]]
 
@@ -132,6 +143,45 @@ def test_a_checkpoint_continues_on_any_number_of_processes_that_share_out_expert
         assert losses(records, resumed) == pytest.approx(losses(records, one), rel=2e-6)
 
 
+@pytest.mark.slow
+def test_a_killed_process_costs_only_steps(tmp_path: Path, base: list[str], ranks: World, records: Records) -> None:
+    keys = [*base, *LORA, *KEYS, "save_steps=2", "save_total_limit=20", "max_steps=12"]
+    cut, whole, shared = tmp_path / "cut", tmp_path / "whole", [*SHARED, *EVEN]
+    words = {word.partition("=")[0]: word for word in [*keys, *shared, "gpus=2", f"output_dir={cut}"]}
+    command = [sys.executable, "-m", "surogate_core", "sft", *words.values()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        while not (cut / "checkpoint-4").is_dir():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        killed = ranks_of(process.pid)[1]
+        os.kill(killed, signal.SIGKILL)
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 128 + signal.SIGKILL
+    assert output.count("surogate: rank 1") == output.count("was killed by SIGKILL") == 1, output
+    assert "Traceback" not in output
+    assert records(cut, "run_end")[-1]["reason"] == "failed"
+    assert not [path for path in cut.rglob("*") if ".surogate-" in path.name and path.is_dir()]
+    alone = Path(shutil.copytree(cut, tmp_path / "alone"))
+    assert ranks.run(2, whole, *keys, *shared) == (0, [0])
+    assert ranks.run(2, cut, *keys, *shared) == (0, [0])
+    ranks.run(1, alone, *keys, "gradient_accumulation_steps=4")
+    for resumed in (cut, alone):
+        assert records(resumed, "run_start")[-1]["start_step"] >= 4
+    assert dict(steps(records, cut)) == dict(steps(records, whole))
+    for file in whole.glob("*/*.safetensors"):
+        assert file.read_bytes() == (cut / file.relative_to(whole)).read_bytes(), file
+    expected = dict(steps(records, whole))
+    assert dict(steps(records, alone)) == pytest.approx(expected, rel=2e-6)
+
+
+def steps(records: Records, run: Path) -> list[tuple[int, float]]:
+    """(step, loss); those after a resumed checkpoint come twice, the later ones last."""
+    return [(record["step"], record["loss"]) for record in records(run, "step_end")]
+
+
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, base: list[str], ranks: World) -> None:
     with pytest.raises(ConfigError, match=r"ep_size.*does not divide gpus=1"):
         ranks.run(1, tmp_path / "run", *base, *LORA, *KEYS, *SHARED)
@@ -140,3 +190,42 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, base: list[str], r
         ranks.run(2, tmp_path / "run", *base, *LORA, *KEYS, *SHARED, *EVEN, "recipe=nvfp4")
     with pytest.raises(ConfigError, match=r"ep_size: is 3 and does not divide the 4 experts.*Fix: ep_size: 1, or"):
         ranks.run(3, tmp_path / "run", *base, *LORA, *KEYS, "ep_size=3")
+
+
+@pytest.mark.slow
+def test_a_file_or_tensor_of_experts_is_missing(tmp_path: Path, base: list[str], ranks: World) -> None:
+    model = save_qwen3_moe(tmp_path / "parts", max_shard_size="40KB")
+    keys = [*base, f"model={model}", *LORA, *KEYS, *SHARED]
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    shard = model / json.loads((model / "model.safetensors.index.json").read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    del tensors[name]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    for message in (f"{name}: not in {shard.name}", f"{shard}: missing"):
+        with pytest.raises(UserError, match=rf"{re.escape(message)}[\s\S]*Fix: download or copy"):
+            ranks.run(2, tmp_path / "run", *keys)
+        assert ranks.ends == [0], "the other process ends, and says nothing"
+        shard.unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_a_part_of_the_experts(tmp_path: Path, base: list[str], ranks: World) -> None:
+    keys, run = [*base, *LORA, *KEYS, *SHARED, "save_steps=2"], tmp_path / "run"
+    assert ranks.run(2, run, *keys) == (0, [0])
+    state = run / "checkpoint-2" / "trainable.safetensors"
+    tensors = load_file(state)
+    name = next(name for name in tensors if ".experts." in name)
+    del tensors[name]
+    save_file(tensors, state)
+    with pytest.raises(UserError, match=r"cannot be used:[\s\S]*trainable\.safetensors has \d+ bytes[\s\S]*Fix: "):
+        ranks.run(2, run, *keys, "max_steps=3")
+    manifest = state.with_name("manifest.json")
+    value = json.loads(manifest.read_text())
+    value["files"][state.name] = {"bytes": state.stat().st_size, "xxh3_128": file_digest(state)}
+    manifest.write_text(json.dumps(value | {"xxh3_128": manifest_digest(value)}))
+    message = rf"checkpoint-2: 1 tensors are not those of this run: trainable: {re.escape(name)}\. Fix: "
+    with pytest.raises(UserError, match=message):
+        ranks.run(2, run, *keys, "max_steps=3")
+    state.unlink()
+    with pytest.raises(UserError, match=r"trainable\.safetensors is missing[\s\S]*Fix: "):
+        ranks.run(2, run, *keys, "max_steps=3")
