@@ -74,6 +74,13 @@ def masked_factors(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
         for number, rows in _ranges(ends_E):
             found[number] = dy_RO[rows].t() @ x_RI[rows]
         return found
+    return factors_by_masks(dy_RO, x_RI, ends_E, found)
+
+
+def factors_by_masks(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, found: Tensor) -> Tensor:
+    """`masked_factors` into `found`, without waiting for the device."""
+    # Rows behind the last expert's may be NaN, so zeros in dy alone would not do.
+    x_RI = torch.where((torch.arange(len(x_RI), device=x_RI.device) < ends_E[-1])[:, None], x_RI, 0.0)
     for number, mask_R1 in _masks(ends_E, x_RI.shape[0]):
         found[number] = torch.where(mask_R1, dy_RO, 0.0).t() @ x_RI
     return found

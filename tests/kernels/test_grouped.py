@@ -30,6 +30,17 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+def test_rows_behind_the_last_experts_are_in_no_sum() -> None:
+    """They may be NaN, in x and in dy."""
+    x, dy = drawn(40, 24, seed=0), drawn(40, 16, seed=1)
+    wanted = grouped.masked_factors(dy, x, ENDS)
+    x, dy = (torch.cat((t, t.new_full((5, t.shape[1]), torch.nan))) for t in (x, dy))
+    for factors in (grouped.masked_factors, grouped.torch_factors):
+        torch.testing.assert_close(factors(dy, x, ENDS), wanted, rtol=1e-2, atol=1e-2)
+    found = grouped.factors_by_masks(dy, x, ENDS, torch.empty_like(wanted))
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (17, 40), (24, 3), (5, 9)])
 def test_torchs_products_are_the_plain_ones(inputs: int, outputs: int) -> None:
     """Some experts have no row; sizes that torch's kernels do not take are padded."""
