@@ -262,7 +262,8 @@ class _Run:
         if self.mesh.world == 1:
             return
         check_equal(self.mesh.gather(facts_of(base, material, self.registry, checkpoint)))
-        self.notes += unequal_devices(self.mesh.gather(_in_words(base.device)))
+        devices = self.mesh.gather(_in_words(base.device))
+        self.notes += unequal_devices(devices, share_experts=self.config.ep_size > 1)
 
     def _follow(self, engine: Engine, material: Material, root: Path, checkpoint: Checkpoint | None) -> int:
         """Train as rank 0 orders, until it has written everything."""

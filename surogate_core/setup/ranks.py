@@ -125,13 +125,14 @@ def check_none_elsewhere(names: Sequence[Sequence[str]], root: Path) -> None:
         )
 
 
-def unequal_devices(names: Sequence[str]) -> list[str]:
-    """A note if the ranks' devices, by rank, are not equal."""
+def unequal_devices(names: Sequence[str], *, share_experts: bool = False) -> list[str]:
+    """A note if the ranks' devices, by rank, are not equal. `share_experts`: whether they share out experts."""
     if len(set(names)) == 1:
         return []
+    all_alike = " Each has as many experts, and on average as many rows, whatever its memory and speed (ep_size)."
     return [
         f"The GPUs are not equal: {_by_rank(names)}. The slowest one sets the pace, and another number or order of "
-        f"them may give other bits."
+        f"them may give other bits.{all_alike if share_experts else ''}"
     ]
 
 

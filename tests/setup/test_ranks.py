@@ -123,6 +123,11 @@ def test_a_checkpoint_on_another_machine_is_not_passed_over() -> None:
 def test_unequal_devices_get_a_note() -> None:
     assert unequal_devices(["H200", "H200"]) == []
     assert unequal_devices(["H200", "H100"])[0].startswith("The GPUs are not equal: H200 on rank 0; H100 on rank 1.")
+    (note,) = unequal_devices(["H200", "H100"], share_experts=True)
+    assert note.endswith(
+        "Each has as many experts, and on average as many rows, whatever its memory and speed (ep_size)."
+    )
+    assert unequal_devices(["H200", "H200"], share_experts=True) == []
 
 
 def settings(**values: Any) -> EngineSettings:

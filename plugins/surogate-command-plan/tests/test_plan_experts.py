@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from surogate_command_plan.command import _of_machine
 from surogate_command_plan.experts import busiest_of, load_of
 from surogate_command_plan.gpus import gpus
 from surogate_command_plan.speed import ExpertWork
@@ -68,6 +70,22 @@ def test_experts_that_are_shared_out_have_a_time_and_so_has_the_run_without_it()
     busy = plan(*SHARED, "--busiest", "2")
     assert busy["seconds_per_step"] > found["seconds_per_step"]
     assert busy["recomputed_flops"] > found["recomputed_flops"]
+
+
+def test_unequal_gpus_get_a_remark(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["NVIDIA H200", "NVIDIA H100"]
+    monkeypatch.setattr("surogate_command_plan.command._number_here", lambda device: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _of_machine(torch.device("cuda", 0)) == {"here": 2, "unequal": tuple(names)}
+    names[1] = names[0]
+    assert _of_machine(torch.device("cuda", 0)) == {"here": 2, "unequal": ()}
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        "surogate_command_plan.command._of_machine", lambda device: {"here": 2, "unequal": ("H200", "H100")}
+    )
+    assert main(["plan", *SHARED]) == 0
+    assert "the GPUs here are not equal (H200, H100); the plan is of equal ones" in capsys.readouterr().out
 
 
 SHAPE = ["model=qwen3-moe-30b-a3b", "--gpu", "h200", "sequence_len=2048", "lmhead_chunks=4", "max_steps=2"]

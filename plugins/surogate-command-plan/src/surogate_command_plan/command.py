@@ -160,7 +160,7 @@ def _plan(
         speed=None if estimate is None else estimate(config),
         cluster=None if cluster is None else _of_cluster(config, registry, prediction, gpu, cluster),
         length=length_of(config, registry, resolved),
-        here=_number_here(device),
+        **_of_machine(device),
         chosen=view.chosen(asked, config),
         load=load_of(config, busiest),
         recurs=_recurs(resolved.model),
@@ -327,6 +327,15 @@ def _number_here(device: torch.device) -> int | None:
     from surogate_core.plugin import compute
 
     return None if device.type != "cuda" or compute.assumed() is not None else torch.cuda.device_count()
+
+
+def _of_machine(device: torch.device) -> dict[str, Any]:
+    """The fields of a plan about the GPUs of this machine."""
+    import torch
+
+    here = _number_here(device)
+    titles = [torch.cuda.get_device_name(number) for number in range(here or 0)] if torch.cuda.is_available() else []
+    return {"here": here, "unequal": tuple(titles) if len(set(titles)) > 1 else ()}
 
 
 def _print(plan: RunPlan, fitting: list[Proposal] | None, budget: int | None, switches: set[str]) -> None:

@@ -70,6 +70,8 @@ class RunPlan:
     """Parameters of routers that are trained beside adapters."""
     of_experts: tuple[str, ...] = ()
     """Notes on experts."""
+    unequal: tuple[str, ...] = ()
+    """The names of this machine's GPUs, if they are not equal."""
     load: float = 1.0
     """Rows of the busiest GPU of those that share out experts over their mean, as assumed."""
     whole_experts: WholeExperts | None = None
@@ -272,6 +274,8 @@ def _notes(plan: RunPlan) -> list[str]:
         notes.append(f"this machine has {plan.here} GPU{'s' * (plan.here != 1)}, and gpus={ranks} needs {ranks}")
     if plan.here is not None and plan.here > ranks == 1:
         notes.append(f"this machine has {plan.here} GPUs; gpus=0 trains on all of them")
+    if plan.unequal and ranks > 1:
+        notes.append(f"the GPUs here are not equal ({', '.join(plan.unequal)}); the plan is of equal ones, the first")
     notes += [] if plan.cluster is None else cluster_cost.notes(plan.cluster)
     notes += [*plan.of_experts, *experts.notes(plan)]
     notes += [sentence for _, sentence in (plan.samples, plan.rollouts) if sentence]
