@@ -76,7 +76,8 @@ class SideFigures:
         layers = {name: [numbers[piece.key] for piece in having] for name, having in engine.sides.layers.items()}
         every = max(1, math.ceil(steps / LOAD_RECORDS)) if every is None else every
         micro_steps = engine.axes.micro_batches // engine.axes.along("rows").size
-        moved = engine.plan.moved_bytes * micro_steps
+        counted = engine.sides.counts_first(engine.axes.micro_batches)
+        moved = engine.plan.moved_bytes(counted=counted) * micro_steps
         return cls(layers, losses=engine.sides.losses, every=every, moved_bytes=moved)
 
     def events(self, step: int, sides: Sides, micro_steps: int) -> Iterator[Event]:

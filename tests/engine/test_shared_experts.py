@@ -166,7 +166,13 @@ def loads(engine: Engine) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("changes", [{}, {"lora": tiny.lora(), "recompute": True, "dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"router_losses": RouterLosses(aux=0.1)}, id="tokens counted first"),
+        pytest.param({"lora": tiny.lora(), "recompute": True, "dtype": torch.bfloat16}, id="adapters"),
+    ],
+)
 def test_bytes_of_moved_experts(ranks: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that events name are those that ranks send to others."""
     sent: list[int] = []
@@ -177,8 +183,13 @@ def test_bytes_of_moved_experts(ranks: int, changes: dict[str, Any], monkeypatch
         return exchanged(sent_C, number)
 
     monkeypatch.setattr(moved, "exchanged", counted)
-    named = on_ranks(ranks, ranks, lambda e: (steps(e, 1), e.plan.moved_bytes)[1], **{**changes, "expert_balance": 1.0})
-    assert sum(sent) == MICRO_BATCHES * named[0]
+
+    def named(engine: Engine) -> int:
+        steps(engine, 1)
+        return engine.plan.moved_bytes(counted=engine.sides.counts_first(MICRO_BATCHES))
+
+    found = on_ranks(ranks, ranks, named, **{**changes, "expert_balance": 1.0})
+    assert sum(sent) == MICRO_BATCHES * found[0]
 
 
 @pytest.mark.slow

@@ -120,10 +120,9 @@ class EnginePlan:
         elements = sum(math.prod(shapes[s]) * min(len(keys), 2) for s, keys in self.takers.items())
         return elements * settings.tokens * settings.dtype.itemsize
 
-    @property
-    def moved_bytes(self) -> int:
+    def moved_bytes(self, *, counted: bool) -> int:
         """Bytes that a rank sends in a micro-step so that others compute rows of its experts: their tensors before each
-        forward and backward, and the gradients of those that are trained.
+        forward and backward, and the gradients of those that are trained. `counted`: another forward counts tokens.
         """
         settings, axes = self.assembly.settings, self.assembly.settings.axes
         if axes.expert_balance is None:
@@ -132,7 +131,7 @@ class EnginePlan:
 
         def sent(spec: TensorSpec) -> int:
             size = math.prod(spec.shape[1:]) * spec.dtype_in(settings.dtype).itemsize
-            return balance.taken(axes.expert, spec.shape[0]) * size * (2 + spec.trainable)
+            return balance.taken(axes.expert, spec.shape[0]) * size * (2 + counted + spec.trainable)
 
         return sum(sent(spec) for piece in self.layers for spec in piece.specs if EXPERT in spec.hf_name)
 
