@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from surogate_command_plan.command import _of_machine
-from surogate_command_plan.experts import busiest_of, load_of
+from surogate_command_plan.experts import busiest_of, load_of, notes
 from surogate_command_plan.gpus import gpus
 from surogate_command_plan.speed import ExpertWork
 
@@ -70,6 +70,18 @@ def test_experts_that_are_shared_out_have_a_time_and_so_has_the_run_without_it()
     busy = plan(*SHARED, "--busiest", "2")
     assert busy["seconds_per_step"] > found["seconds_per_step"]
     assert busy["recomputed_flops"] > found["recomputed_flops"]
+
+
+@pytest.mark.parametrize(("rate", "how"), [(2.0, "faster"), (1.05, "about as fast"), (0.5, "slower")])
+def test_which_is_faster_is_said_where_the_estimates_can_tell(rate: float, how: str) -> None:
+    speed = [SimpleNamespace(tokens_per_second=1e4 * times) for times in (1, rate)]
+    whole: Any = SimpleNamespace(overrides=("ep_size=1", "zero_level=3"), device=2**30, sent=2**20, speed=speed[1])
+    prediction = SimpleNamespace(sent=(), total=lambda place: 2**31)
+    mine: Any = SimpleNamespace(
+        config=SimpleNamespace(ep_size=2), whole_experts=whole, speed=speed[0], load=1.5, prediction=prediction
+    )
+    assert "of 1.5 times the mean on the busiest GPU" in notes(mine)[0]
+    assert notes(mine)[1].startswith(f"ep_size=1 zero_level=3 would be {how} and fits: about ")
 
 
 def test_unequal_gpus_get_a_remark(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

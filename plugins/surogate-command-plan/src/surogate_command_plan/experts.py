@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from surogate_core.service.plugins import Registry
 
 
+ALIKE = 0.1
+"""Two speeds that differ by less are called alike: estimates of trainings with experts are within it."""
+
+
 def busiest_of(text: str | None) -> float | None:
     """The value of ``--busiest``; raises `UserError`."""
     if text is None:
@@ -120,8 +124,10 @@ def notes(plan: RunPlan) -> list[str]:
     how, fits = " ".join(whole.overrides), "fits too: "
     if whole.speed is not None and plan.speed is not None:
         rates = [speed.tokens_per_second for speed in (whole.speed, plan.speed)]
-        fits = "would be faster and fits: " if rates[0] > rates[1] else "would be slower and fits: "
-        fits += f"about {numbers.rate(rates[0])} tokens/s instead of {numbers.rate(rates[1])} (estimated), "
+        alike = abs(rates[0] / rates[1] - 1) <= ALIKE
+        fits = "about as fast" if alike else "faster" if rates[0] > rates[1] else "slower"
+        whole_rate, own_rate = map(numbers.rate, rates)
+        fits = f"would be {fits} and fits: about {whole_rate} tokens/s instead of {own_rate} (estimated), "
     found.append(
         f"{how} {fits}{needs} on each GPU instead of {instead}, and a GPU sends {before} a step instead of {after}."
     )
