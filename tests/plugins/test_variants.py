@@ -579,6 +579,7 @@ def test_only_families_with_experts_have_their_checks() -> None:
         "trains its routers",
         "merges its experts",
         "shares out its experts",
+        "evens out loads",
     }
 
 
