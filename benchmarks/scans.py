@@ -131,7 +131,7 @@ class Inputs:
         return read + y, 2 * read + y
 
     def flops(self) -> int:
-        """Of a forward in chunks of 64 rows."""
+        """The FLOPs of a forward in chunks of 64 rows."""
         keys, values, chunk = self.shape.keys, self.shape.values, 64
         found = chunk * (keys + values) + 2 * keys * values
         if self.shape.delta:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call, is_view
+from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call, is_view, root_of
 
 SMALL = 16
 """A part of a concatenation is small if it is at most 1/SMALL of it."""
@@ -34,9 +34,7 @@ def compute_small_parts_apart(graph: fx.Graph) -> None:
             continue
         most = node.meta["val"].numel() // SMALL
         for part in dict.fromkeys(node.args[0]):
-            source = part
-            while is_view(source):
-                source = source.all_input_nodes[0]
+            source = root_of(part)
             computed = source.op == "call_function" and source.target is not operator.getitem and not is_call(source)
             if computed and base_op(source) not in EMPTY and 0 < part.meta["val"].numel() <= most:
                 with graph.inserting_before(node):

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from surogate_core.dsl.values import is_view, nbytes
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a value is in: itself, or what it is a view of."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
+from surogate_core.dsl.values import is_view, nbytes, root_of
 
 
 def wholes(kept: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:

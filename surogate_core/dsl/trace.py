@@ -26,9 +26,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from surogate_core.dsl.adjacent import drop_joins
 from surogate_core.dsl.budget import chosen
 from surogate_core.dsl.inductor import compile_graph
-from surogate_core.dsl.parts import copy_parts, keep_whole, root_of, wholes
+from surogate_core.dsl.parts import copy_parts, keep_whole, wholes
 from surogate_core.dsl.products import collect, defer_products
-from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call
+from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call, root_of
 from surogate_core.kernels import registry
 
 Compiler = Literal["fx", "inductor"]

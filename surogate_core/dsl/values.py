@@ -66,6 +66,13 @@ def is_view(node: fx.Node) -> bool:
     return base_op(node) in VIEWS
 
 
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a value is in: itself, or what it is a view of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def storages(node: fx.Node) -> Iterator[tuple[int, int]]:
     """(identity, bytes) of each storage of a node's value; a view has its base's."""
     value: Any = node.meta.get("val")

@@ -25,8 +25,8 @@ from surogate_core.kernels.registry import workspace
 ALIGNED = 16
 """Bytes at whose multiples the parts of what a rank sends begin."""
 Parts = Sequence[tuple[int, int]]
-"""Of bytes that hold several experts: where each part of them begins, and the bytes of an expert in it; in a part the
-experts follow each other.
+"""Where each part of the bytes of several experts begins, and how many bytes of it an expert has. In a part the experts
+follow each other.
 """
 FIGURES = 4
 """Numbers of `Moved.figures`."""

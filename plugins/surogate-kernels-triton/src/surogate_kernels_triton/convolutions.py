@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 8
 """Most inputs that an output has."""
 ROWS, CHANNELS = 32, 128
-"""Of a program. Fixed: sums over rows must have the same bits on every run."""
+"""A program takes so many. They are fixed because sums over rows must have the same bits on every run."""
 
 
 def _grid(rows: int, channels: int) -> tuple[int, int]:

@@ -47,15 +47,15 @@ class ScanTiles:
 
     chunk: int
     system: ScanTile
-    """Of the delta rule's system of a chunk."""
+    """It solves the delta rule's system of a chunk."""
     local: ScanTile
-    """Of outputs, and of the delta rule's gradients of new values from outputs of the same chunk."""
+    """It computes outputs, and the delta rule's gradients of new values from outputs of the same chunk."""
     carried: ScanTile
-    """Of the programs that carry states or their gradients."""
+    """It carries states or their gradients."""
     values: ScanTile
-    """Of the gradients of values, decays and rates."""
+    """It computes the gradients of values, decays and rates."""
     keys: ScanTile
-    """Of the gradients of queries and keys."""
+    """It computes the gradients of queries and keys."""
 
 
 WIDE = ScanTiles(
@@ -134,7 +134,7 @@ class _Scan:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *rest: Any) -> _Scan:
-        """Of the arguments of the ops; rows are made adjacent where they are not."""
+        """Make it from the arguments of the ops; rows are made adjacent where they are not."""
         borders, initial, delta = rest
         return cls(
             q=_rows(q),
@@ -159,12 +159,12 @@ class _Scan:
 
     @property
     def heads(self) -> int:
-        """Of values."""
+        """The number of heads of values."""
         return self.v.shape[1]
 
     @cached_property
     def places(self) -> int:
-        """Of chunks."""
+        """The most chunks there may be."""
         return places_of(self.v.shape[0], self.runs, self.tiles.chunk)
 
     @cached_property
@@ -178,7 +178,7 @@ class _Scan:
         return table, before
 
     def strides(self, *rows: Tensor) -> list[int]:
-        """Of a row and of a head of each."""
+        """The strides of a row and of a head of each."""
         return [stride for x in rows for stride in x.stride()[:2]]
 
     def options(self, tile: ScanTile, *, delta: bool = True) -> dict[str, Any]:
