@@ -16,7 +16,15 @@ from surogate_core.dsl.dims import Dim
 from surogate_core.dsl.slots import Adapter
 from surogate_core.kernels import experts as ops
 from surogate_core.kernels.balancing.moved import Moved, Parts
-from surogate_core.kernels.expert_ranks import ExpertExchange, ExpertRanks, biased, exchange_of, taken
+from surogate_core.kernels.expert_ranks import (
+    ExpertExchange,
+    ExpertRanks,
+    Received,
+    SumsExchange,
+    biased,
+    exchange_of,
+    taken,
+)
 from surogate_core.kernels.linked import active
 from surogate_core.kernels.ops import region
 
@@ -289,8 +297,8 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
     """
     with region(slots[0].slot.region):
         if routes.exchange is not None:
-            rows = x if gathered else routes.exchange.sent(x)
-            return _multiplied(rows, routes.exchange, slots)
+            received = Received(x) if gathered else routes.exchange.sent(x)
+            return _multiplied(received, routes.exchange, slots)
         return ops.grouped_linears(
             x,
             None if gathered else routes.order_R,
@@ -303,24 +311,42 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
         )
 
 
-def _multiplied(x_SI: Tensor, way: ExpertExchange, slots: Sequence[BoundExperts]) -> list[Tensor]:
+def _multiplied(received: Received, way: ExpertExchange, slots: Sequence[BoundExperts]) -> list[Tensor]:
     """[S, O] of each slot: the products of rows that all ranks sent."""
     seed, ends = slots[0].seed, way.ends
-    tensors: Sequence[Tensor] = [tensor for slot in slots for tensor in slot.tensor_list()]
-    if way.moved is not None:
-        tensors = _with_others(slots, way.moved, len(ends[0]), x_SI.dtype)
-        slots = [replace(one, slot=replace(one.slot, count=len(way.ends[0]))) for one in slots]
-    # A product whose scales are not of rows must see every row as an expert's, and zeros in places that no row takes.
-    whole = slots[0].grouped is not None and slots[0].codes is None
+    slots, tensors = _for_all(slots, way, received.x.dtype)
+    if whole := _sees_all(slots[0]):
+        received = received.rows()
     found: list[Sequence[Tensor]] = []
-    for part, (x_PI, ends_G) in enumerate(zip(x_SI.chunk(len(ends)), ends, strict=True)):
-        adapters, taken_P1 = [_of_part(slot.adapter(), part) for slot in slots], taken(x_PI, ends_G)
+    for part, (x, ends_G) in enumerate(zip(received.x.chunk(len(ends)), ends, strict=True)):
+        adapters, taken_P1 = [_of_part(slot.adapter(), part) for slot in slots], taken(x, ends_G)
         if whole:
-            x_PI = torch.where(taken_P1, x_PI, 0.0)
-            ends_G = torch.cat((ends_G[:-1], ends_G.new_full((1,), len(x_PI))))
-        outputs = ops.grouped_linears(x_PI, None, None, ends_G, seed, adapters, _product(slots), *tensors)
+            x = torch.where(taken_P1, x, 0.0)
+            ends_G = torch.cat((ends_G[:-1], ends_G.new_full((1,), len(x))))
+        where = received.order_S, received.place_MK
+        outputs = ops.grouped_linears(
+            x, *where, ends_G, seed, adapters, _product(slots), *tensors, parts=received.order_S is not None
+        )
         found.append([torch.where(taken_P1, y_PO, 0.0) for y_PO in outputs] if whole else outputs)
     return list(found[0]) if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def _sees_all(slot: BoundExperts) -> bool:
+    """Whether the product must see every row as an expert's, and zeros in places that no row takes: its scales are not
+    of rows.
+    """
+    return slot.grouped is not None and slot.codes is None
+
+
+def _for_all(
+    slots: Sequence[BoundExperts], way: ExpertExchange, dtype: torch.dtype
+) -> tuple[Sequence[BoundExperts], Sequence[Tensor]]:
+    """The slots and their tensors for all experts whose rows this rank computes."""
+    if way.moved is None:
+        return slots, [tensor for slot in slots for tensor in slot.tensor_list()]
+    count = len(way.ends[0])
+    tensors = _with_others(slots, way.moved, count, dtype)
+    return [replace(one, slot=replace(one.slot, count=count)) for one in slots], tensors
 
 
 def _with_others(slots: Sequence[BoundExperts], moved: Moved, count: int, dtype: torch.dtype) -> list[Tensor]:
@@ -346,8 +372,11 @@ def _of_part(adapter: ops.ExpertAdapter | None, part: int) -> ops.ExpertAdapter 
 def project_combined(x_RI: Tensor, routes: Routes, slot: BoundExperts) -> Tensor:
     """[N, O]: the slot's projection of the sorted rows. The rows of a token are added, weighted by their routes."""
     with region(slot.slot.region):
-        if (way := routes.exchange) is not None:
-            (y_SO,) = _multiplied(x_RI, way, [slot])
+        way = routes.exchange
+        if isinstance(way, SumsExchange) and not _sees_all(slot):
+            return _summed(x_RI, way, routes.weights_NK, slot)
+        if way is not None:
+            (y_SO,) = _multiplied(Received(x_RI), way, [slot])
             return way.combined(y_SO, routes.weights_NK)
         return ops.combined_linear(
             x_RI,
@@ -360,3 +389,15 @@ def project_combined(x_RI: Tensor, routes: Routes, slot: BoundExperts) -> Tensor
             _product([slot]),
             *slot.tensor_list(),
         )
+
+
+def _summed(x_SI: Tensor, way: SumsExchange, weights_NK: Tensor, slot: BoundExperts) -> Tensor:
+    """[N, O]: `project_combined`, of which each rank computes a part of every token's sum."""
+    (slot,), tensors = _for_all([slot], way, x_SI.dtype)
+    product = _product([slot])
+
+    def part(weights_MK: Tensor) -> Tensor:
+        where = way.order_S, way.place_MK, way.ends_G, weights_MK
+        return ops.combined_linear(x_SI, *where, slot.seed, slot.adapter(), product, *tensors, parts=True)
+
+    return way.summed(weights_NK, x_SI.dtype, part)

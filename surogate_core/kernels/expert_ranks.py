@@ -17,7 +17,7 @@ R = N·K rows sorted by expert, P places of a source at a rank, S = C·P places,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,11 +61,27 @@ class ExpertExchange(Protocol):
     def moved(self) -> Moved | None:
         """The experts of which several ranks compute rows."""
 
-    def sent(self, x_NI: Tensor) -> Tensor:
-        """[S, I]: the rows of all ranks' tokens that go to the experts of this one."""
+    def sent(self, x_NI: Tensor) -> Received:
+        """What this rank gets of all ranks' tokens for its experts."""
 
     def combined(self, y_SO: Tensor, weights_NK: Tensor) -> Tensor:
         """[N, O]: the weighted sum of the outputs of each token's experts, of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Rows for the experts of a rank, as `kernels.experts.grouped_linears` takes them."""
+
+    x: Tensor
+    """The rows [S, I]; or, with an order, the tokens of all ranks [C·N, I]."""
+    order_S: Tensor | None = None
+    place_MK: Tensor | None = None
+
+    def rows(self) -> Received:
+        """The rows themselves."""
+        if self.order_S is None or self.place_MK is None:
+            return self
+        return Received(experts.gather_rows(self.x, self.order_S, self.place_MK, parts=True))
 
 
 def exchange_of(
@@ -137,9 +153,9 @@ class RowsExchange:
     def _exchanged(self, x_SI: Tensor) -> Tensor:
         return exchange_rows(x_SI.unflatten(0, (self.ranks.size, -1)).contiguous(), self.ranks).flatten(0, 1)
 
-    def sent(self, x_NI: Tensor) -> Tensor:
-        """As `ExpertExchange.sent`."""
-        return self._exchanged(experts.gather_rows(x_NI, self.order_S, self.place_NK))
+    def sent(self, x_NI: Tensor) -> Received:
+        """As `ExpertExchange.sent`: rows."""
+        return Received(self._exchanged(experts.gather_rows(x_NI, self.order_S, self.place_NK)))
 
     def combined(self, y_SO: Tensor, weights_NK: Tensor) -> Tensor:
         """As `ExpertExchange.combined`, in the order of a token's choices."""
@@ -183,17 +199,24 @@ class SumsExchange:
         """As `ExpertExchange.ends`: all rows are multiplied together."""
         return [self.ends_G]
 
-    def sent(self, x_NI: Tensor) -> Tensor:
-        """As `ExpertExchange.sent`."""
-        x_MI = _Gathered.apply(x_NI, self.ranks)
-        found: Tensor = _Picked.apply(x_MI, self.order_S, self.place_MK)
-        return found
+    def sent(self, x_NI: Tensor) -> Received:
+        """As `ExpertExchange.sent`: tokens."""
+        return Received(_Gathered.apply(x_NI, self.ranks), self.order_S, self.place_MK)
 
     def combined(self, y_SO: Tensor, weights_NK: Tensor) -> Tensor:
         """As `ExpertExchange.combined`, in the order of the ranks."""
+        return self.summed(
+            weights_NK,
+            y_SO.dtype,
+            lambda weights_MK: experts.combine(y_SO, self.order_S, self.place_MK, weights_MK, parts=True),
+        )
+
+    def summed(self, weights_NK: Tensor, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """[N, O]: what all ranks give for a token. `part`: from the weights of all tokens what this rank gives
+        [C·N, O], in fp32.
+        """
         weights_MK = _Gathered.apply(weights_NK, self.ranks)
-        parts_MO = _Weighted.apply(y_SO, self.order_S, self.place_MK, weights_MK)
-        found: Tensor = _Added.apply(parts_MO, self.ranks, y_SO.dtype)
+        found: Tensor = _Added.apply(part(weights_MK), self.ranks, dtype)
         return found
 
 
@@ -232,50 +255,3 @@ class _Added(Function):
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         return wide(all_gather(dy_NO.contiguous(), ctx.ranks).flatten(0, 1)), None, None
-
-
-class _Picked(Function):
-    """[M, I] → [S, I]: the rows in the order of their experts. The backward adds a token's rows in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, x_MI: Tensor, order_S: Tensor, place_MK: Tensor) -> Tensor:
-        ctx.save_for_backward(place_MK)
-        return x_MI[(order_S // place_MK.shape[1]).long()]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx_SI: Tensor) -> tuple[Tensor | None, ...]:
-        (place_MK,) = ctx.saved_tensors
-        return _rows_added(dx_SI, place_MK, None).to(dx_SI.dtype), None, None
-
-
-def _rows_added(y_SO: Tensor, place_MK: Tensor, weights_MK: Tensor | None) -> Tensor:
-    """[M, O] fp32: the sum of the rows that a token has here, times their weights, in the order of its choices."""
-    total = None
-    for k, place_M in enumerate(place_MK.unbind(1)):
-        # Rows that nothing has written may be NaN, so a factor of 0 would not do.
-        row_MO = torch.where((place_M >= 0)[:, None], wide(y_SO[place_M.clamp(min=0).long()]), 0.0)
-        row_MO = row_MO if weights_MK is None else weights_MK[:, k, None] * row_MO
-        total = row_MO if total is None else total + row_MO
-    assert total is not None
-    return total
-
-
-class _Weighted(Function):
-    """[S, O] → [C·N, O] fp32: `kernels.experts.combine` of the rows that a token has here."""
-
-    @staticmethod
-    def forward(ctx: Any, y_SO: Tensor, order_S: Tensor, place_MK: Tensor, weights_MK: Tensor) -> Tensor:
-        ctx.save_for_backward(y_SO, order_S, place_MK, weights_MK)
-        return _rows_added(y_SO, place_MK, weights_MK)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_MO: Tensor) -> tuple[Tensor | None, ...]:
-        y_SO, order_S, place_MK, weights_MK = ctx.saved_tensors
-        dout_SO = dout_MO[(order_S // place_MK.shape[1]).long()]
-        dy_SO = weights_MK.flatten()[order_S.long()][:, None] * dout_SO
-        dweights_S = (dout_SO * wide(y_SO)).sum(dim=-1)
-        here_MK = place_MK >= 0
-        dweights_MK = torch.where(here_MK, dweights_S[place_MK.clamp(min=0).long()], 0.0)
-        return dy_SO.to(y_SO.dtype), None, None, dweights_MK.to(weights_MK.dtype)

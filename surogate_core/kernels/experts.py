@@ -194,30 +194,40 @@ class CodedProduct:
         return self.function(x_RI, weights, ends_E)
 
 
+def _rows_added(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None, *, parts: bool) -> Tensor:
+    """[N, O] at least fp32: the sum of each token's rows, times their weights, in the order of its choices."""
+    total = None
+    for k, slot_N in enumerate(slot_NK.unbind(1)):
+        row_NO = wide(y_RO[(slot_N.clamp(min=0) if parts else slot_N).long()])
+        row_NO = row_NO if weights_NK is None else weights_NK[:, k, None] * row_NO
+        # Rows that nothing has written may be NaN, so a factor of 0 would not do.
+        row_NO = torch.where((slot_N >= 0)[:, None], row_NO, 0.0) if parts else row_NO
+        total = row_NO if total is None else total + row_NO
+    assert total is not None
+    return total
+
+
 class _Gather(Function):
     """Rows of tokens in the order of their experts. The backward adds a token's rows in the order of its choices."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, order_R: Tensor, slot_NK: Tensor) -> Tensor:
+    def forward(ctx: Any, x_NI: Tensor, order_R: Tensor, slot_NK: Tensor, parts: bool) -> Tensor:
         ctx.save_for_backward(slot_NK)
+        ctx.parts = parts
         return x_NI[(order_R // slot_NK.shape[1]).long()]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx_RI: Tensor) -> tuple[Tensor | None, ...]:
         (slot_NK,) = ctx.saved_tensors
-        wide_RI = wide(dx_RI)
-        total = wide_RI[slot_NK[:, 0].long()]
-        for k in range(1, slot_NK.shape[1]):
-            total = total + wide_RI[slot_NK[:, k].long()]
-        return total.to(dx_RI.dtype), None, None
+        return _rows_added(dx_RI, slot_NK, None, parts=ctx.parts).to(dx_RI.dtype), None, None, None
 
 
-def gather_rows(x_NI: Tensor, order_R: Tensor, slot_NK: Tensor) -> Tensor:
+def gather_rows(x_NI: Tensor, order_R: Tensor, slot_NK: Tensor, *, parts: bool = False) -> Tensor:
     """[R, I]: the rows of tokens in the order of their experts; several rows may be of one choice, of which `slot_NK`
-    names the one whose gradient counts.
+    names the one whose gradient counts. `parts`: as in `grouped_linears`.
     """
-    found: Tensor = _Gather.apply(x_NI, order_R, slot_NK)
+    found: Tensor = _Gather.apply(x_NI, order_R, slot_NK, parts)
     return found
 
 
@@ -231,6 +241,7 @@ def grouped_linears(
     adapters: Sequence[ExpertAdapter | None],
     product: GroupedProduct | None,
     *tensors: Tensor,
+    parts: bool = False,
 ) -> Sequence[Tensor]:
     """Several projections of all experts with their adapters: for each projection [R, O] in x's dtype.
 
@@ -238,8 +249,11 @@ def grouped_linears(
     [R, I]. `product` multiplies with the weights (None: plainly); adapters are multiplied plainly. `tensors`: for each
     projection its weights, [E, O, I] or as `product` takes them, and, with an adapter, A [E, L, I] and B [E, O, L].
     No dropout without a seed; the mask follows the sorted rows.
+
+    `parts`: only some choices have a row here. `slot_NK` is -1 for the others, and rows behind the last of `ends_E`
+    are of any choice: they may be computed, and nobody reads them.
     """
-    x_RI = x if order_R is None or slot_NK is None else gather_rows(x, order_R, slot_NK)
+    x_RI = x if order_R is None or slot_NK is None else gather_rows(x, order_R, slot_NK, parts=parts)
     rest = iter(tensors)
     weights, pairs = [], []
     for adapter in adapters:
@@ -319,12 +333,11 @@ def expert_bias(y_RO: Tensor, bias_EO: Tensor, ends_E: Tensor) -> Tensor:
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    def forward(ctx: Any, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor, parts: bool) -> Tensor:
         ctx.save_for_backward(y_RO, order_R, slot_NK, weights_NK)
-        total = weights_NK[:, 0, None] * wide(y_RO[slot_NK[:, 0].long()])
-        for k in range(1, slot_NK.shape[1]):
-            total = total + weights_NK[:, k, None] * wide(y_RO[slot_NK[:, k].long()])
-        return total.to(y_RO.dtype)
+        ctx.parts = parts
+        total_NO = _rows_added(y_RO, slot_NK, weights_NK, parts=parts)
+        return total_NO if parts else total_NO.to(y_RO.dtype)
 
     @staticmethod
     @once_differentiable
@@ -333,17 +346,20 @@ class _Combine(Function):
         dout_RO = wide(dout_NO)[(order_R // slot_NK.shape[1]).long()]
         dy_RO = weights_NK.flatten()[order_R.long()][:, None] * dout_RO
         dweights_R = (dout_RO * wide(y_RO)).sum(dim=-1)
-        dweights_NK = dweights_R[slot_NK.flatten().long()].view(slot_NK.shape)
-        return dy_RO.to(y_RO.dtype), None, None, dweights_NK.to(weights_NK.dtype)
+        dweights_NK = dweights_R[(slot_NK.clamp(min=0) if ctx.parts else slot_NK).long()]
+        if ctx.parts:
+            dweights_NK = torch.where(slot_NK >= 0, dweights_NK, 0.0)
+        return dy_RO.to(y_RO.dtype), None, None, dweights_NK.to(weights_NK.dtype), None
 
 
 @op
-def combine(y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
+def combine(y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor, *, parts: bool = False) -> Tensor:
     """[N, O] in y's dtype: the sum of each token's rows times their weights, in fp32, in the order of its choices.
 
-    Several rows may be of one choice, of which `slot_NK` names the one that counts.
+    Several rows may be of one choice, of which `slot_NK` names the one that counts. `parts`: as in `grouped_linears`;
+    the result is that sum before it is rounded.
     """
-    found: Tensor = _Combine.apply(y_RO, order_R, slot_NK, weights_NK)
+    found: Tensor = _Combine.apply(y_RO, order_R, slot_NK, weights_NK, parts)
     return found
 
 
@@ -358,6 +374,7 @@ def combined_linear(
     adapter: ExpertAdapter | None,
     product: GroupedProduct | None,
     *tensors: Tensor,
+    parts: bool = False,
 ) -> Tensor:
     """[N, O]: `combine` of what `grouped_linears` gives for one projection of sorted rows.
 
@@ -365,4 +382,4 @@ def combined_linear(
     product of the row of x and its gradient without the weight.
     """
     (y_RO,) = grouped_linears(x_RI, None, None, ends_E, seed, [adapter], product, *tensors)
-    return combine(y_RO, order_R, slot_NK, weights_NK)
+    return combine(y_RO, order_R, slot_NK, weights_NK, parts=parts)

@@ -520,6 +520,34 @@ def test_combined_with_the_last_projection(device: str, case: dict[str, Any]) ->
 
 @devices
 @variants
+def test_choices_whose_rows_are_elsewhere(device: str, variant: str) -> None:
+    """Rows behind the last of an expert are NaN: nothing reads them, or what is made of them."""
+    scores, experts, *_ = routing(40, 6, 3, device, skew=1.0)
+    order, slot, ends = ops.sort_by_expert(torch.where(experts < 4, experts, 4), 4)
+    slot, last = torch.where(experts < 4, slot, -1), int(ends[-1])
+    adapter = ops.ExpertAdapter(rank=16, scale=0.5, dropout=0.0, salt=3)
+
+    def run(dtype: torch.dtype, linears: Any, combine: Any, combined: Any) -> list[Tensor]:
+        shapes = [(40, 48), (4, 80, 48), (4, 16, 48), (4, 80, 16), (4, 48, 80), (4, 16, 80), (4, 48, 16)]
+        drawn = [random(*size, seed=n, scale=0.3).bfloat16().to(device, dtype) for n, size in enumerate(shapes)]
+        leaves = [t.requires_grad_(t.shape[1:] not in {(80, 48), (48, 80)}) for t in drawn]
+        leaves.append(scores.to(torch.promote_types(dtype, torch.float32)).detach().requires_grad_())
+        (h,) = linears(leaves[0], order, slot, ends, None, [adapter], None, *leaves[1:4], parts=True)
+        h = torch.where((torch.arange(len(h), device=device) < last)[:, None], h, float("nan"))
+        rest = (ends, leaves[7], None, adapter, None, *leaves[4:7])
+        found = [combined(h, order, slot, *rest, parts=True), combine(h, order, slot, leaves[7], parts=True)]
+        douts = [random(*t.shape, seed=9 + n).bfloat16().to(t.device, t.dtype) for n, t in enumerate(found)]
+        gradients = torch.autograd.grad(found, [t for t in leaves if t.requires_grad], douts)
+        return [*(t.detach() for t in found), *gradients]
+
+    names = ("grouped_linears", variant), ("combine", "triton"), ("combined_linear", "triton-fused")
+    found = run(DTYPE[device], *(kernel(*name) for name in names))
+    assert found[0].dtype == found[1].dtype == torch.float32
+    check(found, run(torch.float64, ops.grouped_linears, ops.combine, ops.combined_linear), BOUND[DTYPE[device]])
+
+
+@devices
+@variants
 @pytest.mark.parametrize("rank", [16, 128])
 def test_equal_inputs_give_equal_bits(device: str, variant: str, rank: int) -> None:
     sizes = {"tokens": 1500, "inputs": 1024, "outputs": 256} if device == "cuda" else {}

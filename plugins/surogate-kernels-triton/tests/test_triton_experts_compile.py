@@ -79,7 +79,7 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         x, w, u = empty(rows, INNER), empty(EXPERTS, WIDTH, INNER), [empty(rows, rank)]
         a, b = [empty(EXPERTS, rank, INNER)], [empty(EXPERTS, WIDTH, rank)]
         backward = experts_combined._backward._init_fn
-        backward(empty(TOKENS, WIDTH), x, order, ends, weights, w, [], a, b, u, 2.0, *masks)
+        backward(empty(TOKENS, WIDTH), x, order, slot, ends, weights, w, [], a, b, u, 2.0, *masks, False)
 
     def plain(inputs: int, outputs: int) -> None:
         x, dy, w = empty(rows, inputs), empty(rows, outputs), empty(EXPERTS, outputs, inputs)
@@ -92,8 +92,11 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         logits = empty(TOKENS, EXPERTS)
         experts_routing._route._init_fn(logits, CHOICES, True, False, None, 1.0)
         experts_routing._route._init_fn(logits, CHOICES, True, True, empty(EXPERTS, dtype=torch.float32), 2.5)
-        experts_routing.sum_rows._init_fn(empty(rows, WIDTH), slot, weights)
-        experts_routing._combine_backward._init_fn(empty(TOKENS, WIDTH), empty(rows, WIDTH), order, slot, weights)
+        dout, y = empty(TOKENS, WIDTH), empty(rows, WIDTH)
+        for parts in (False, True):
+            experts_routing.sum_rows._init_fn(y, slot, weights, parts)
+        for each in (dout, dout.float()):
+            experts_routing._combine_backward._init_fn(each, y, order, slot, weights, False)
         if major == 9:
             codes(rank, order, ends)
         for masks in ((None, 0.0, []), (ends[0], 0.1, [0, 1])):

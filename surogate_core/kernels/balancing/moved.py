@@ -283,14 +283,15 @@ def _fetch(own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor
 
 def _fill(wholes: Sequence[Tensor], own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> None:
     """Write [G, ...] of each, and what other ranks give, into [G + Q, ...]."""
-    (size, given), sent_CB = chosen_CP.shape, _buffer(own, chosen_CP)
+    (size, given), sent_CB, me = chosen_CP.shape, _buffer(own, chosen_CP), rank_in(number)
+    others = [rank for rank in range(size) if rank != me]
     for tensor, part in zip(own, _parts(sent_CB, own, given), strict=True):
-        part.copy_(tensor.index_select(0, chosen_CP.flatten()).view_as(part))
-    received_CB, me = exchanged(sent_CB, number), rank_in(number)
+        for rank in others:
+            torch.index_select(tensor, 0, chosen_CP[rank], out=part[rank])
+    received_CB = exchanged(sent_CB, number)
     for whole, tensor, part in zip(wholes, own, _parts(received_CB, own, given), strict=True):
         whole[: len(tensor)].copy_(tensor)
-        others = [p for rank, p in enumerate(part.unbind()) if rank != me]
-        torch.stack(others, out=whole[len(tensor) :].unflatten(0, (size - 1, given)))
+        torch.stack([part[rank] for rank in others], out=whole[len(tensor) :].unflatten(0, (size - 1, given)))
 
 
 @_fetch.register_fake

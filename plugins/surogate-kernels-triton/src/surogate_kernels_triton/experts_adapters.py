@@ -73,7 +73,7 @@ def _rows_backward(
     total_RI = dx_RI.new_empty(*dx_RI.shape)
     table_T4 = launches.tile_table(ends_E, rows, launches.ROWS)
     launches.up(dx_RI, du_RL, a, table_T4, 1.0, a=True, out_RO=total_RI, dropout=dropout)
-    return total_RI if slot_NK is None else sum_rows(total_RI, slot_NK, None), da
+    return total_RI if slot_NK is None else sum_rows(total_RI, slot_NK, None, False), da
 
 
 @_rows_backward.register_fake
@@ -202,6 +202,7 @@ def grouped_linears(
     adapters: Sequence[compute.ExpertAdapter | None],
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
+    parts: bool = False,
 ) -> Sequence[Tensor]:
     """`experts.grouped_linears` where `takes` accepts the arguments; gradients of the adapters are fp32."""
     rest = iter(tensors)
@@ -216,10 +217,10 @@ def grouped_linears(
         found = [compute.grouped_product(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
     else:
         found = list(product(x_RI, weights, ends_E))
-    parts = iter(u_RL.chunk(sum(pair is not None for pair in pairs), dim=1))
+    of_pair = iter(u_RL.chunk(sum(pair is not None for pair in pairs), dim=1))
     for number, (adapter, pair) in enumerate(zip(adapters, pairs, strict=True)):
         if adapter is not None and pair is not None:
-            found[number] = _Up.apply(found[number], next(parts), ends_E, pair[1], adapter.scale)
+            found[number] = _Up.apply(found[number], next(of_pair), ends_E, pair[1], adapter.scale)
     return found
 
 
@@ -232,6 +233,7 @@ def takes(
     adapters: Sequence[compute.ExpertAdapter | None],
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
+    parts: bool = False,
 ) -> bool:
     """One or two adapters of equal rank and dropout."""
     given = [adapter for adapter in adapters if adapter is not None]
@@ -248,5 +250,6 @@ def kernel() -> bundles.Kernel:
         function=grouped_linears,
         supports=lambda device, dtype: device.type == "cuda" and dtype in (torch.float16, torch.bfloat16),
         takes=takes,
+        knows=frozenset({"parts"}),
         priority=3,
     )

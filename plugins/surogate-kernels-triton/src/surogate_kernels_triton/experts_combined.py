@@ -37,11 +37,12 @@ def _forward(
     seed: Tensor | None,
     p: float,
     salts: Sequence[int],
+    parts: bool,
 ) -> list[Tensor]:
     """The sum of each token's rows and, with an adapter, u [R, L]."""
     dropout = launches.Dropout.made(seed, p, salts)
     y_RO, *u = frozen.project(x_RI, None, ends_E, [w_EOI], scales, a, b, scale, 1, dropout)
-    return [sum_rows(y_RO, slot_NK, weights_NK), *u]
+    return [sum_rows(y_RO, slot_NK, weights_NK, parts), *u]
 
 
 @_forward.register_fake
@@ -55,7 +56,7 @@ def _(
     a: Sequence[Tensor],
     *rest: Any,
 ) -> list[Tensor]:
-    out_NO = x_RI.new_empty(slot_NK.shape[0], w_EOI.shape[1])
+    out_NO = x_RI.new_empty(slot_NK.shape[0], w_EOI.shape[1], dtype=torch.float32 if rest[-1] else None)
     return [out_NO, *(x_RI.new_empty(x_RI.shape[0], each.shape[1]) for each in a)]
 
 
@@ -65,6 +66,7 @@ def _backward(
     dout_NO: Tensor,
     x_RI: Tensor,
     order_R: Tensor,
+    slot_NK: Tensor,
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
@@ -76,9 +78,10 @@ def _backward(
     seed: Tensor | None,
     p: float,
     salts: Sequence[int],
+    parts: bool,
 ) -> list[Tensor]:
     """dx, dweights and, with an adapter, dA and dB, both fp32."""
-    (dout_NO,), (x_RI,) = launches.rows_apart([dout_NO]), launches.rows_apart([x_RI])
+    (dout_NO,), (x_RI,) = launches.rows_apart([dout_NO.to(x_RI.dtype)]), launches.rows_apart([x_RI])
     rows, choices, dropout = len(x_RI), weights_NK.shape[1], launches.Dropout.made(seed, p, salts)
     table_T4 = launches.tile_table(ends_E, rows, launches.ROWS) if a else None
     du_RL = x_RI.new_empty(rows, a[0].shape[1]) if a else None
@@ -88,7 +91,7 @@ def _backward(
     rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dtype": x_RI.dtype, "dropout": dropout}
     left, right = launches.operands([dout_NO], scales), launches.paired([w_EOI], scales)
     dx_RI = launches.multiplied(left, right, du_RL, a, order_R, ends_E, rows, **rest)
-    dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, None, weights_NK)
+    dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, slot_NK, weights_NK, by_row=True, parts=parts)
     found = [dx_RI, dweights_NK]
     if du_RL is not None:
         weights_R1 = weights_NK.flatten()[order_R][:, None]
@@ -105,6 +108,7 @@ def _(
     dout_NO: Tensor,
     x_RI: Tensor,
     order_R: Tensor,
+    slot_NK: Tensor,
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
@@ -136,6 +140,7 @@ def _backward_flops(
     dout: Any,
     x: Any,
     order: Any,
+    slot: Any,
     ends: Any,
     weights: Any,
     w: Any,
@@ -161,6 +166,7 @@ def _backward_bytes(
     dout_NO: Tensor,
     x_RI: Tensor,
     order_R: Tensor,
+    slot_NK: Tensor,
     ends_E: Tensor,
     weights_NK: Tensor,
     w_EOI: Tensor,
@@ -171,8 +177,9 @@ def _backward_bytes(
     scale: float,
     *rest: Any,
 ) -> int:
-    """dx before it is weighted, du and u with and without weights, and the codes of dout."""
+    """dx before it is weighted, du and u with and without weights, dout as it is multiplied, and its codes."""
     kept = len(x_RI) * x_RI.itemsize * (x_RI.shape[1] + sum(3 * each.shape[1] for each in a))
+    kept += dout_NO.numel() * x_RI.itemsize if dout_NO.dtype != x_RI.dtype else 0
     return kept + (dout_NO.numel() if scales else 0)
 
 
@@ -187,16 +194,17 @@ class _Combined(Function):
         product: compute.CodedProduct | None,
         scale: float,
         masks: tuple[Tensor | None, float, tuple[int, ...]],
+        parts: bool,
         *adapter: Tensor,
     ) -> Tensor:
-        order_R, slot_NK, ends_E = where
+        _, slot_NK, ends_E = where
         a = [launches.padded(t.to(x_RI.dtype), 1).contiguous() for t in adapter[:1]]
         b = [launches.padded(t.to(x_RI.dtype), 2).contiguous() for t in adapter[1:]]
         (operand,), scales = frozen.coded(product, [w_EOI], 0)
-        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, operand, scales, a, b, scale, *masks)
+        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, operand, scales, a, b, scale, *masks, parts)
         seed = [] if masks[0] is None else [masks[0]]
-        ctx.save_for_backward(*seed, x_RI, order_R, ends_E, weights_NK, w_EOI, *a, *b, *u)
-        ctx.scale, ctx.product, ctx.masks = scale, product, (len(seed), *masks[1:])
+        ctx.save_for_backward(*seed, x_RI, *where, weights_NK, w_EOI, *a, *b, *u)
+        ctx.scale, ctx.product, ctx.masks = scale, product, (len(seed), *masks[1:], parts)
         ctx.rank = adapter[0].shape[1] if adapter else 0
         return out_NO
 
@@ -210,7 +218,7 @@ class _Combined(Function):
         sides = [[t] if t is not None else [] for t in (a, b, u)]
         dx, dweights, *more = _backward(dout_NO, *inputs, operand, scales, *sides, ctx.scale, seed, *ctx.masks[1:])
         gradients = [more[0][0, :, : ctx.rank], more[1][..., : ctx.rank]] if more else []
-        return dx, None, dweights, None, None, None, None, *gradients
+        return dx, None, dweights, None, None, None, None, None, *gradients
 
 
 def combined_linear(
@@ -223,13 +231,14 @@ def combined_linear(
     adapter: compute.ExpertAdapter | None,
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
+    parts: bool = False,
 ) -> Tensor:
     """`experts.combined_linear` where `takes` accepts the arguments; gradients of the adapter are fp32."""
     scale, where = 0.0 if adapter is None else adapter.scale, (order_R, slot_NK, ends_E)
     assert product is None or isinstance(product, compute.CodedProduct)
     weights_NK = weights_NK.float().contiguous()
     masks = launches.masks(seed, [adapter])
-    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], product, scale, masks, *tensors[1:])
+    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], product, scale, masks, parts, *tensors[1:])
     return found
 
 
@@ -243,6 +252,7 @@ def takes(
     adapter: compute.ExpertAdapter | None,
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
+    parts: bool = False,
 ) -> bool:
     """What the kernel of `grouped_linears` takes; otherwise the reference calls that op and `combine`."""
     return frozen.takes(x_RI, None, None, ends_E, seed, [adapter], product, *tensors)
@@ -256,5 +266,6 @@ def kernel() -> bundles.Kernel:
         function=combined_linear,
         supports=frozen.supports,
         takes=takes,
+        knows=frozenset({"parts"}),
         priority=frozen.PRIORITY,
     )

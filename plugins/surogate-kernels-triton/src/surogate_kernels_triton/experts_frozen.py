@@ -143,7 +143,7 @@ def _backward(
     rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dtype": x.dtype, "dropout": dropout}
     left, right = launches.operands(dys, scales), launches.paired(weights, scales)
     dx_RI = launches.multiplied(left, right, du_RL, a, None, ends_E, rows, **rest)
-    return [dx_RI if slot_NK is None else sum_rows(dx_RI, slot_NK, None), *found]
+    return [dx_RI if slot_NK is None else sum_rows(dx_RI, slot_NK, None, False), *found]
 
 
 @_backward.register_fake
@@ -272,6 +272,7 @@ def grouped_linears(
     adapters: Sequence[compute.ExpertAdapter | None],
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
+    parts: bool = False,
 ) -> Sequence[Tensor]:
     """`experts.grouped_linears` where `takes` accepts the arguments; gradients of the adapters are fp32."""
     first = adapters[0]
@@ -294,6 +295,7 @@ def takes(
     adapters: Sequence[compute.ExpertAdapter | None],
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
+    parts: bool = False,
 ) -> bool:
     """Frozen weights in the dtype of x, multiplied plainly, or codes on sm_90; with equal adapters or none."""
     first = adapters[0]
@@ -332,5 +334,11 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
 def kernel() -> bundles.Kernel:
     """The kernel."""
     return bundles.Kernel(
-        op="grouped_linears", name=NAME, function=grouped_linears, supports=supports, takes=takes, priority=PRIORITY
+        op="grouped_linears",
+        name=NAME,
+        function=grouped_linears,
+        supports=supports,
+        takes=takes,
+        knows=frozenset({"parts"}),
+        priority=PRIORITY,
     )

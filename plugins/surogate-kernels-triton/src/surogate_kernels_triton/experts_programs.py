@@ -160,16 +160,19 @@ def tile_table(ends, table, tiles, E, EP: tl.constexpr, M: tl.constexpr, B: tl.c
 
 @triton.jit
 def sum_rows(y, slot, weights, out, y_row, K: tl.constexpr, OUT: tl.constexpr, C: tl.constexpr, WEIGHTED: tl.constexpr):
-    """A token's K rows, times their weights with WEIGHTED, added in the order of its choices."""
+    """A token's K rows, times their weights with WEIGHTED, added in the order of its choices; `slot` is -1 of a choice
+    without a row.
+    """
     token = tl.program_id(0)
     columns = tl.program_id(1) * C + tl.arange(0, C)
     inside = columns < OUT
     acc = tl.zeros([C], tl.float32)
     for k in tl.range(0, K):
         row = tl.load(slot + token * K + k).to(tl.int64)
-        value = tl.load(y + row * y_row + columns, mask=inside, other=0.0).to(tl.float32)
+        here = row >= 0
+        value = tl.load(y + row * y_row + columns, mask=inside & here, other=0.0).to(tl.float32)
         if WEIGHTED:
-            value = value * tl.load(weights + token * K + k)
+            value = value * tl.load(weights + token * K + k, mask=here, other=0.0)
         acc += value
     tl.store(out + token.to(tl.int64) * OUT + columns, acc.to(out.dtype.element_ty), mask=inside)
 
@@ -192,8 +195,8 @@ def combine_backward(
 ):
     """A row of `dout` times its weight, and the gradient of the weight.
 
-    Row r of `dout` is that of its token, or with SORTED the row itself. With SORTED each choice has one row; without,
-    it may have several, of which `slot` names the one that its weight multiplies.
+    Row r of `dout` is that of its token, or with SORTED the row itself. A choice may have several rows, of which `slot`
+    names the one that its weight multiplies, or none.
     """
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + row)
@@ -207,10 +210,7 @@ def combine_backward(
         v = tl.load(y + row * y_row + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(dy + row * OUT + columns, (g * weight).to(dy.dtype.element_ty), mask=inside)
         acc += g * v
-    if SORTED:
-        tl.store(dweights + choice, tl.sum(acc, 0))
-    else:
-        tl.store(dweights + choice, tl.sum(acc, 0), mask=tl.load(slot + choice) == row)
+    tl.store(dweights + choice, tl.sum(acc, 0), mask=tl.load(slot + choice) == row)
 
 
 # --------------------------------------------------------------------------- adapters

@@ -125,12 +125,14 @@ def route_takes(
 
 @compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::sum_rows", mutates_args=())
-def sum_rows(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
-    """[N, O]: each token's rows, times their weights if given, added in fp32 in the order of its choices."""
+def sum_rows(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None, parts: bool) -> Tensor:
+    """[N, O]: each token's rows, times their weights if given, added in fp32 in the order of its choices; in fp32 with
+    `parts`, in y's dtype without.
+    """
     (n, choices), outputs = slot_NK.shape, y_RO.shape[1]
     if y_RO.stride(1) != 1:
         y_RO = y_RO.contiguous()
-    out_NO = y_RO.new_empty(n, outputs)
+    out_NO = y_RO.new_empty(n, outputs, dtype=torch.float32 if parts else None)
     columns = min(1024, triton.next_power_of_2(outputs))
     programs.sum_rows[n, triton.cdiv(outputs, columns)](
         y_RO,
@@ -148,26 +150,33 @@ def sum_rows(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None) -> Tensor
 
 
 @sum_rows.register_fake
-def _(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
-    return y_RO.new_empty(slot_NK.shape[0], y_RO.shape[1])
+def _(y_RO: Tensor, slot_NK: Tensor, weights_NK: Tensor | None, parts: bool) -> Tensor:
+    return y_RO.new_empty(slot_NK.shape[0], y_RO.shape[1], dtype=torch.float32 if parts else None)
 
 
 def weigh_rows(
-    dout: Tensor, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor | None, weights_NK: Tensor
+    dout: Tensor,
+    y_RO: Tensor,
+    order_R: Tensor,
+    slot_NK: Tensor,
+    weights_NK: Tensor,
+    *,
+    by_row: bool = False,
+    parts: bool,
 ) -> tuple[Tensor, Tensor]:
     """(each row of `dout` times its weight [R, O]; dweights [N, K] fp32, its products with the rows of y).
 
-    `dout`: [N, O], of which a row is that of its token; or, without `slot_NK`, [R, O], and each choice has one row.
+    `dout`: [N, O], of which a row is that of its token; or [R, O] with `by_row`. `parts`: choices may have no row.
     """
     rows, outputs = y_RO.shape
     dout, y = (t if t.stride(1) == 1 else t.contiguous() for t in (dout, y_RO))
     dy_RO = y_RO.new_empty(rows, outputs)
-    dweights_NK = torch.empty_like(weights_NK, memory_format=torch.contiguous_format)
+    dweights_NK = (torch.zeros_like if parts else torch.empty_like)(weights_NK, memory_format=torch.contiguous_format)
     programs.combine_backward[rows,](
         dout,
         y,
         order_R,
-        order_R if slot_NK is None else slot_NK,
+        slot_NK,
         weights_NK,
         dy_RO,
         dweights_NK,
@@ -176,7 +185,7 @@ def weigh_rows(
         K=weights_NK.shape[1],
         OUT=outputs,
         C=min(2048, triton.next_power_of_2(outputs)),
-        SORTED=slot_NK is None,
+        SORTED=by_row,
         num_warps=4,
     )
     return dy_RO, dweights_NK
@@ -185,33 +194,36 @@ def weigh_rows(
 @compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::combine_backward", mutates_args=())
 def _combine_backward(
-    dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor
+    dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor, parts: bool
 ) -> tuple[Tensor, Tensor]:
     """(dy [R, O], dweights [N, K] fp32)."""
-    return weigh_rows(dout_NO, y_RO, order_R, slot_NK, weights_NK)
+    return weigh_rows(dout_NO, y_RO, order_R, slot_NK, weights_NK, parts=parts)
 
 
 @_combine_backward.register_fake
-def _(dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    dout_NO: Tensor, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor, parts: bool
+) -> tuple[Tensor, Tensor]:
     return y_RO.new_empty(*y_RO.shape), torch.empty_like(weights_NK, memory_format=torch.contiguous_format)
 
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    def forward(ctx: Any, y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor, parts: bool) -> Tensor:
         ctx.save_for_backward(y_RO, order_R, slot_NK, weights_NK)
-        return sum_rows(y_RO, slot_NK, weights_NK)
+        ctx.parts = parts
+        return sum_rows(y_RO, slot_NK, weights_NK, parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
-        dy_RO, dweights_NK = _combine_backward(dout_NO, *ctx.saved_tensors)
-        return dy_RO, None, None, dweights_NK
+        dy_RO, dweights_NK = _combine_backward(dout_NO, *ctx.saved_tensors, ctx.parts)
+        return dy_RO, None, None, dweights_NK, None
 
 
-def combine(y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor) -> Tensor:
+def combine(y_RO: Tensor, order_R: Tensor, slot_NK: Tensor, weights_NK: Tensor, *, parts: bool = False) -> Tensor:
     """`experts.combine`."""
-    found: Tensor = _Combine.apply(y_RO, order_R, slot_NK, weights_NK.float().contiguous())
+    found: Tensor = _Combine.apply(y_RO, order_R, slot_NK, weights_NK.float().contiguous(), parts)
     return found
 
 
@@ -236,5 +248,12 @@ def kernels() -> tuple[bundles.Kernel, ...]:
             knows=frozenset({"sigmoid", "correction_E", "scale", "groups", "group_choices"}),
             priority=10,
         ),
-        bundles.Kernel(op="combine", name="triton", function=combine, supports=_supports, priority=10),
+        bundles.Kernel(
+            op="combine",
+            name="triton",
+            function=combine,
+            supports=_supports,
+            knows=frozenset({"parts"}),
+            priority=10,
+        ),
     )
