@@ -22,9 +22,16 @@ from surogate_core.dsl.dims import Dim, Number, number_of, size_of
 from surogate_core.dsl.sides import RelayedSpec
 from surogate_core.errors import PluginError, UserError
 from surogate_core.kernels import ops
-from surogate_core.kernels.convolutions import causal_convolution_scan
+from surogate_core.kernels.convolutions import causal_convolution_scan, causal_convolution_step
 from surogate_core.kernels.heads import ranks_sharing_rows
-from surogate_core.kernels.scans import scan_multiplications
+from surogate_core.kernels.scans import (
+    gated_delta_scan,
+    gated_delta_step,
+    scan_multiplications,
+    ssd_scan,
+    ssd_step,
+)
+from surogate_core.kernels.states import moved_on
 
 if TYPE_CHECKING:
     from surogate_core.dsl.declare import Block
@@ -39,6 +46,20 @@ Scan = Callable[..., tuple[Tensor, Sequence[Tensor]]]
 as in a decoding step. `initial`: the states [R, …] fp32 before each run; None: zeros. `finals`: whether the final
 states are wanted. What a run gives does not depend on its place among the rows, nor on other runs.
 """
+
+Step = Callable[..., Tensor]
+"""(*rows, *states, slots, **parameters) → y [N, …]: one row of each of N slots, whose states are moved on in place.
+
+`states` [S, …] fp32: those of all slots. `slots` [N] int64: no two rows have the same one, but several may have the
+last. That is for rows that do not count: it holds zeros, and must hold zeros afterwards.
+"""
+
+_STEPS: Sequence[tuple[Scan, Step]] = (
+    (causal_convolution_scan, causal_convolution_step),
+    (gated_delta_scan, gated_delta_step),
+    (ssd_scan, ssd_step),
+)
+"""The scans of the core, and what advances their states by a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +131,15 @@ class States:
     """Shapes of the states of one sequence."""
     multiplications: int
     """Multiplications for one row, without its linear slots."""
+    step: Step | None = None
+
+    def advance(
+        self, rows: Sequence[Tensor], states: Sequence[Tensor], slots: Tensor, parameters: Mapping[str, Tensor]
+    ) -> Tensor:
+        """y [N, …] of a decoding step, which moves the states on; by the scan if there is no `step`. See `Step`."""
+        if self.step is not None:
+            return self.step(*rows, *states, slots, **parameters)
+        return moved_on(lambda before: self.run(rows, None, before, parameters), states, slots)
 
     def run(
         self,
@@ -301,11 +331,19 @@ class Recurrence(Mixer):
 
     `rows` have N first. `parameters` do not: weights and the like. `states`: the shapes of what the scan carries from
     row to row, in fp32. `multiplications` of a row, for FLOPs; by default as in a scan of the core, otherwise two
-    for each element of the states.
+    for each element of the states. `step`: advances states in a cache by a row (`Step`); by default that of a scan of
+    the core, otherwise the scan does it, on copies of the states.
     """
 
-    def __init__(self, scan: Scan, *states: tuple[Dim | int, ...], multiplications: Dim | int | None = None):
+    def __init__(
+        self,
+        scan: Scan,
+        *states: tuple[Dim | int, ...],
+        multiplications: Dim | int | None = None,
+        step: Step | None = None,
+    ):
         self.scan, self.states, self.multiplications = scan, states, multiplications
+        self.step = next((own for known, own in _STEPS if known is scan), None) if step is None else step
 
     def __get__(self, bound: Any, owner: type) -> Any:
         return self if bound is None else _Recur(self, bound)
@@ -321,6 +359,7 @@ class Recurrence(Mixer):
             multiplications=sum(scan_multiplications(self.scan, s) for s in shapes)
             if count is None
             else size_of(count, config),
+            step=self.step,
         )
 
 

@@ -24,6 +24,7 @@ from surogate_core.generate.sequences import SEGMENT
 from surogate_core.kernels.decoding import seen, slot_attention
 from surogate_core.kernels.ops import attention_weights, capped, wide
 from surogate_core.kernels.registry import KernelTable
+from surogate_core.kernels.states import put_states
 
 if TYPE_CHECKING:
     from surogate_core.generate.weights import Weights
@@ -111,12 +112,8 @@ class Carried:
         return [state[slots_R] for state in self.now]
 
     def write(self, slots_R: Tensor, finals: Sequence[Tensor]) -> None:
-        """The states of these slots after a scan. Rows that do not count begin with zeros each time: otherwise one that
-        is repeated for long could grow to infinity.
-        """
-        for now, final in zip(self.now, finals, strict=True):
-            now[slots_R] = final
-            now[-1].zero_()
+        """The states of these slots after a scan; those of rows that do not count remain zeros."""
+        put_states(self.now, slots_R, finals)
 
 
 Slots = Sequence[int] | Tensor
@@ -243,10 +240,7 @@ class LastTokens:
 
     def recur(self, spec: States, carried: Carried, rows: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """[N, …]: every row is a run of its own."""
-        initial = carried.initial(self.slots_N)
-        y, finals = spec.run(rows, None, initial, parameters)
-        carried.write(self.slots_N, finals)
-        return y
+        return spec.advance(rows, carried.now, self.slots_N, parameters)
 
 
 class Cache:

@@ -4,12 +4,14 @@ A run is a document or a part of one; it may be empty, and shorter than the conv
 W − 1 inputs. The rows are written into a stream in which W − 1 rows with the state precede each run, so that plain
 shifts of the stream see no other run. Every element is computed by itself, in one order, so the bits of a run depend on
 nothing but the run, and a step gives the bits of the whole. Shapes do not depend on values, and nothing is read on the
-host. Shape suffixes: N rows, R runs, C channels, W width, M = W − 1, T rows of the stream.
+host. Shape suffixes: N rows, R runs, C channels, W width, M = W − 1, T rows of the stream,
+S slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from surogate_core.kernels.chunks import only, state_dtype
 from surogate_core.kernels.ops import region
 from surogate_core.kernels.registry import op, workspace
+from surogate_core.kernels.states import moved_on
 
 
 def _stream(x_NC: Tensor, state_RMC: Tensor | None, borders: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,16 +187,27 @@ def causal_convolution(
         return found
 
 
-@op
-def causal_convolution_step(
-    x_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, state_NMC: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(y [N, C], the states after the row): `causal_convolution` where every row is a run of its own, to the bit."""
+def _step(
+    x_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, before: Sequence[Tensor]
+) -> tuple[Tensor, tuple[Tensor]]:
+    """(y [N, C], the states after the row [N, M, C]) where every row is a run of its own."""
+    (state_NMC,) = before
     with region("att"):
         dtype = state_dtype(x_NC)
         window_NWC = torch.cat((state_NMC.to(dtype), x_NC.to(dtype)[:, None]), dim=1)
         y_NC = _weighed(window_NWC.unbind(1), weight_CW, bias_C)
-        return y_NC.to(x_NC.dtype), window_NWC[:, 1:].contiguous()
+        return y_NC.to(x_NC.dtype), (window_NWC[:, 1:].contiguous(),)
+
+
+@op
+def causal_convolution_step(
+    x_NC: Tensor, states_SMC: Tensor, slots_N: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
+) -> Tensor:
+    """y [N, C]: `causal_convolution` of one row of each of N slots [N] int64, whose states are moved on in place.
+
+    It has the bits of `causal_convolution` and no gradient. Rows of the last slot do not count, see `states`.
+    """
+    return moved_on(partial(_step, x_NC, weight_CW, bias_C), (states_SMC,), slots_N)
 
 
 def causal_convolution_scan(
@@ -206,13 +220,10 @@ def causal_convolution_scan(
     bias_C: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor]]:
     """`causal_convolution` as a recurrence with one state [W − 1, C]. Without borders every row is a run."""
-    state = only(initial)
     if borders is None:
-        width = weight_CW.shape[1]
-        state = _states(x_NC, width, x_NC.shape[0]).zero_() if state is None else state
-        y_NC, last = causal_convolution_step(x_NC, weight_CW, bias_C, state)
-    else:
-        y_NC, last = causal_convolution(x_NC, weight_CW, bias_C, borders, initial=state, finals=finals)
+        before = (_states(x_NC, weight_CW.shape[1], x_NC.shape[0]).zero_(),) if initial is None else initial
+        return _step(x_NC, weight_CW, bias_C, before)
+    y_NC, last = causal_convolution(x_NC, weight_CW, bias_C, borders, initial=only(initial), finals=finals)
     return y_NC, (last,)
 
 

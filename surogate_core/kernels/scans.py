@@ -4,16 +4,17 @@
 computes the states again. A run is a document or a part of one; it may be empty. On a CPU its bits depend on the run
 alone: neither on its place nor on its neighbours. On a GPU the references have static shapes and read nothing on the
 host. Shape suffixes: N rows, R runs, G heads of keys, H heads (a multiple of G: consecutive heads share a key), E
-features of a key, F features of a value.
+features of a key, F features of a value, S slots.
 
-The functions `*_scan` have the form by which a block declares a recurrence: ``(*rows, borders, initial, **parameters)
-→ (y, (states,))``.
+The functions `*_step` move the states of a cache's slots on by a row. The functions `*_scan` have the form by which a
+block declares a recurrence: ``(*rows, borders, initial, **parameters) → (y, (states,))``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 from surogate_core.kernels.chunks import Scan, only, places_of, state_dtype
 from surogate_core.kernels.ops import region
 from surogate_core.kernels.registry import op, workspace
+from surogate_core.kernels.states import moved_on
 
 CHUNK = 64
 """Positions of a chunk, unless a call names another number."""
@@ -288,37 +290,59 @@ def _step(
     v_NHF: Tensor,
     decay_NH: Tensor,
     beta_NH: Tensor,
-    state_NHEF: Tensor,
     delta: bool,
-) -> tuple[Tensor, Tensor]:
+    before: Sequence[Tensor],
+) -> tuple[Tensor, tuple[Tensor]]:
+    """(y [N, H, F], the states after the row [N, H, E, F]) where every row is a run of its own."""
     dtype, heads = state_dtype(v_NHF), v_NHF.shape[1]
     shared = heads // k_NGE.shape[1]
-    q_NHE1, k_NHE1 = (x.to(dtype).repeat_interleave(shared, dim=1)[..., None] for x in (q_NGE, k_NGE))
-    state_NHEF = state_NHEF.to(dtype) * decay_NH.to(dtype).exp()[..., None, None]
-    new_NHF = v_NHF.to(dtype)
-    if delta:
-        new_NHF = new_NHF - (state_NHEF * k_NHE1).sum(2)
-    new_NHF = new_NHF * beta_NH.to(dtype)[..., None]
-    state_NHEF = state_NHEF + k_NHE1 * new_NHF[:, :, None]
-    return (state_NHEF * q_NHE1).sum(2).to(v_NHF.dtype), state_NHEF
+    (state_NHEF,) = before
+    with region("att"):
+        q_NHE1, k_NHE1 = (x.to(dtype).repeat_interleave(shared, dim=1)[..., None] for x in (q_NGE, k_NGE))
+        state_NHEF = state_NHEF.to(dtype) * decay_NH.to(dtype).exp()[..., None, None]
+        new_NHF = v_NHF.to(dtype)
+        if delta:
+            new_NHF = new_NHF - (state_NHEF * k_NHE1).sum(2)
+        new_NHF = new_NHF * beta_NH.to(dtype)[..., None]
+        state_NHEF = state_NHEF + k_NHE1 * new_NHF[:, :, None]
+        return (state_NHEF * q_NHE1).sum(2).to(v_NHF.dtype), (state_NHEF,)
 
 
 @op
 def gated_delta_step(
-    q_NGE: Tensor, k_NGE: Tensor, v_NHF: Tensor, decay_NH: Tensor, beta_NH: Tensor, state_NHEF: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(y [N, H, F], the states after the row [N, H, E, F]): `gated_delta` where every row is a run of its own."""
-    with region("att"):
-        return _step(q_NGE, k_NGE, v_NHF, decay_NH, beta_NH, state_NHEF, True)
+    q_NGE: Tensor,
+    k_NGE: Tensor,
+    v_NHF: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    states_SHEF: Tensor,
+    slots_N: Tensor,
+    *,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """y [N, H, F]: `gated_delta` of one row of each of N slots [N] int64, whose states are moved on in place.
+
+    Rows of the last slot do not count, see `states`. It has no gradient. `chunk` has no influence.
+    """
+    rows = (q_NGE, k_NGE, v_NHF, decay_NH, beta_NH)
+    return moved_on(partial(_step, *rows, True), (states_SHEF,), slots_N)
 
 
 @op
 def ssd_step(
-    x_NHF: Tensor, b_NGE: Tensor, c_NGE: Tensor, decay_NH: Tensor, dt_NH: Tensor, state_NHEF: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(y [N, H, F], the states after the row [N, H, E, F]): `ssd` where every row is a run of its own."""
-    with region("att"):
-        return _step(c_NGE, b_NGE, x_NHF, decay_NH, dt_NH, state_NHEF, False)
+    x_NHF: Tensor,
+    b_NGE: Tensor,
+    c_NGE: Tensor,
+    decay_NH: Tensor,
+    dt_NH: Tensor,
+    states_SHEF: Tensor,
+    slots_N: Tensor,
+    *,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """y [N, H, F]: `ssd` of one row of each of N slots, everything else as in `gated_delta_step`."""
+    rows = (c_NGE, b_NGE, x_NHF, decay_NH, dt_NH)
+    return moved_on(partial(_step, *rows, False), (states_SHEF,), slots_N)
 
 
 def gated_delta_scan(
@@ -335,7 +359,10 @@ def gated_delta_scan(
 ) -> tuple[Tensor, tuple[Tensor]]:
     """`gated_delta` as a recurrence with one state [H, E, F]. Without borders every row is a run: one decoding step."""
     rows = (q_NGE, k_NGE, v_NHF, decay_NH, beta_NH)
-    return _scan(gated_delta, gated_delta_step, rows, v_NHF, k_NGE, borders, initial, finals=finals, chunk=chunk)
+    if borders is None:
+        return _step(*rows, True, _before(v_NHF, k_NGE, initial))
+    y, last = gated_delta(*rows, borders, initial=only(initial), finals=finals, chunk=chunk)
+    return y, (last,)
 
 
 def ssd_scan(
@@ -351,24 +378,13 @@ def ssd_scan(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, tuple[Tensor]]:
     """`ssd` as a recurrence with one state [H, E, F]. Without borders every row is a run: one decoding step."""
-    rows = (x_NHF, b_NGE, c_NGE, decay_NH, dt_NH)
-    return _scan(ssd, ssd_step, rows, x_NHF, b_NGE, borders, initial, finals=finals, chunk=chunk)
-
-
-def _scan(
-    runs: Callable[..., tuple[Tensor, Tensor]],
-    step: Callable[..., tuple[Tensor, Tensor]],
-    rows: Sequence[Tensor],
-    v_NHF: Tensor,
-    k_NGE: Tensor,
-    borders: Tensor | None,
-    initial: Sequence[Tensor] | None,
-    **settings: Any,
-) -> tuple[Tensor, tuple[Tensor]]:
-    """`runs` over the borders or, without them, `step` for each row. Values and keys have the sizes of a state."""
-    state = only(initial)
     if borders is None:
-        y, last = step(*rows, _finals(v_NHF, k_NGE, v_NHF.shape[0]).zero_() if state is None else state)
-    else:
-        y, last = runs(*rows, borders, initial=state, **settings)
+        return _step(c_NGE, b_NGE, x_NHF, decay_NH, dt_NH, False, _before(x_NHF, b_NGE, initial))
+    rows = (x_NHF, b_NGE, c_NGE, decay_NH, dt_NH)
+    y, last = ssd(*rows, borders, initial=only(initial), finals=finals, chunk=chunk)
     return y, (last,)
+
+
+def _before(v_NHF: Tensor, k_NGE: Tensor, initial: Sequence[Tensor] | None) -> Sequence[Tensor]:
+    """The states before each row: zeros if none are given."""
+    return (_finals(v_NHF, k_NGE, v_NHF.shape[0]).zero_(),) if initial is None else initial

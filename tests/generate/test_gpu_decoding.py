@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_packs import triton_packs
+from surogate_model_nemotron_h import surogate_model_family as nemotron_h
+from surogate_model_qwen3_5 import surogate_model_family as qwen3_5
 from surogate_model_qwen3_moe import surogate_model_family as qwen3_moe
 from surogate_recipe_fp8 import FP8Options
 from surogate_recipe_fp8.gemm import FP8Hybrid
@@ -105,6 +107,7 @@ def test_ends_inside_of_a_block_and_slots_that_are_filled_again(in_fp32, exact):
     same(opened(in_fp32, slots=2).generate(asked), exact.generate(asked))
 
 
+STEPS = {"delta": "gated_delta_step", "mamba": "ssd_step"}
 CASES = {
     "plain": {"lora": False},
     "lora": {},
@@ -113,6 +116,12 @@ CASES = {
     "experts": {
         "config": {**qwen3_moe().presets["tiny"], "vocab_size": 512, "num_hidden_layers": 2},
         "build": qwen3_moe().build,
+    },
+    "delta": {"config": {**qwen3_5().presets["tiny"], "vocab_size": 512}, "build": qwen3_5().build, "lora": False},
+    "mamba": {
+        "config": {**nemotron_h().presets["tiny"], "vocab_size": 512},
+        "build": nemotron_h().build,
+        "lora": False,
     },
     # Its products take whole tiles of rows.
     "fp8-hybrid": {
@@ -137,6 +146,9 @@ def test_graphs_give_the_bits_of_steps_without(name, compiled):
     assert runner(captured)._graphs
     assert found == eager.generate(requests())
     assert captured.generate(requests()) == found
+    if name in STEPS:
+        chosen = made.programs.kernels.chosen
+        assert chosen[STEPS[name], "bfloat16"] == chosen["causal_convolution_step", "bfloat16"] == "triton"
     # The cache has what the forward of whole documents computes; bf16 rounds differently in products of other sizes.
     whole = [(*request.prompt, *completion.ids) for request, completion in zip(requests(), found, strict=True)]
     for ids, completion in zip(whole, found, strict=True):

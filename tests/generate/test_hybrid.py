@@ -19,7 +19,8 @@ from surogate_core.generate.cache import Carried
 from surogate_core.generate.decoding import working_bytes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
-from surogate_core.kernels.scans import gated_delta_scan
+from surogate_core.kernels.convolutions import causal_convolution_step
+from surogate_core.kernels.scans import gated_delta_scan, gated_delta_step
 from surogate_testing import tiny
 
 torch.set_num_threads(1)
@@ -194,6 +195,39 @@ def test_rows_that_do_not_count_leave_no_state(trained: Any) -> None:
     assert all(not state[-1].any() and state.any() for one in carried for state in one.now)
 
 
+def of_delta(**attributes: Any) -> type:
+    """A model with one recurrent layer, whose block has these attributes."""
+    kind = type("Odd", (hybrid_family.Delta,), attributes)
+
+    def blocks(self: Any, longest: int) -> Any:
+        return iter([("layers.0.", kind(self.layer_config(0), longest))])
+
+    return type("M", (hybrid_family.Hybrid,), {"blocks": blocks})
+
+
+def test_a_recurrence_that_has_a_scan_alone_is_moved_on_by_it() -> None:
+    """To the bit, as one of the core by the op of its step. A plugin may name a step of its own."""
+    noted: set[str] = set()
+
+    def scan(*rows: Any, borders: Any, **named: Any) -> Any:
+        noted.add("step by the scan" if borders is None else "prompt")
+        return gated_delta_scan(*rows, borders=borders, **named)
+
+    def step(*given: Any) -> Any:
+        noted.add("step")
+        return gated_delta_step(*given)
+
+    sizes = (hybrid_family.H, hybrid_family.E, hybrid_family.E)
+    assert hybrid_family.Delta.scan.step is gated_delta_step
+    assert hybrid_family.Delta.conv.step is causal_convolution_step
+    expected = generated(of_delta(), stepped=True)
+    assert generated(of_delta(scan=Recurrence(scan, sizes)), stepped=True) == expected
+    assert noted == {"prompt", "step by the scan"}
+    noted.clear()
+    assert generated(of_delta(scan=Recurrence(scan, sizes, step=step)), stepped=True) == expected
+    assert noted == {"prompt", "step"}
+
+
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_scan_with_other_states_than_declared_is_refused(stepped: bool) -> None:
     """A shape that would broadcast, and a dtype that would lose what rows add."""
@@ -208,21 +242,15 @@ def test_a_scan_with_other_states_than_declared_is_refused(stepped: bool) -> Non
 
     for scan, message in ((one_head, r"shapes \(\(1, 8, 8\),\) in float32"), (halves, "shapes .* in bfloat16")):
         declared = Recurrence(scan, (hybrid_family.H, hybrid_family.E, hybrid_family.E))
-        odd = type("Odd", (hybrid_family.Delta,), {"scan": declared})
-        model = type(
-            "M",
-            (hybrid_family.Hybrid,),
-            {"blocks": lambda self, longest, kind=odd: iter([("layers.0.", kind(self.layer_config(0), longest))])},
-        )
         with pytest.raises(PluginError, match=rf"Odd\.scan: its scan gives states of {message}.*Fix: declare"):
-            generated(model, stepped)
+            generated(of_delta(scan=declared), stepped)
 
 
 def generated(model: type, stepped: bool) -> Any:
     """Some tokens of a model with one recurrent layer."""
     made = tiny.engine(config={**CONFIG, "kinds": ["delta"]}, build=model)
     native = NativeEngine(Weights.of(made), RolloutSettings(slots=1, context=32), stepped=stepped)
-    return native.generate([Request(prompt=(1, 2, 3), max_new_tokens=2, sampling=Sampling(temperature=0))])
+    return native.generate([Request(prompt=(1, 2, 3), max_new_tokens=4, sampling=Sampling(temperature=0))])
 
 
 def test_prompts_without_a_kernel_of_attention_take_the_memory_that_is_planned() -> None:

@@ -10,7 +10,11 @@ from scan_rows import borders_of
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from surogate_core.kernels.convolutions import causal_convolution_multiplications, causal_convolution_scan
+from surogate_core.kernels.convolutions import (
+    causal_convolution_multiplications,
+    causal_convolution_scan,
+    causal_convolution_step,
+)
 from surogate_testing import op_cases
 from surogate_testing.op_cases import random, strided
 
@@ -136,6 +140,20 @@ def test_steps_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
     assert torch.equal(torch.stack(found, 1).flatten(0, 1), y)
     assert torch.equal(state, last)
     assert torch.equal(run(None, x, weight, bias, None)[0], run(torch.arange(61), x, weight, bias, None)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_in_slots_have_the_bits_of_steps(dtype: torch.dtype) -> None:
+    """Slots that no row has are untouched. Rows that do not count begin with zeros, and leave zeros."""
+    x, weight, bias, states = make(4, 5, 4, dtype)
+    states, slots = states.float(), torch.tensor([2, 4, 0, 4])
+    states[-1] = 0
+    before = states.clone()
+    y, after = run(None, x, weight, bias, before[slots])
+    assert torch.equal(causal_convolution_step(x, states, slots, weight_CW=weight, bias_C=bias), y)
+    assert torch.equal(states[[2, 0]], after[[0, 2]])
+    assert torch.equal(states[[1, 3]], before[[1, 3]])
+    assert not states[-1].any()
 
 
 def test_a_trace_is_small_at_every_length() -> None:

@@ -179,6 +179,22 @@ def test_steps_are_the_chunks(name: str) -> None:
     assert all(map(torch.equal, run(name, pair, None, None), run(name, pair, None, torch.zeros_like(initial))))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both
+def test_steps_in_slots_have_the_bits_of_steps(name: str, dtype: torch.dtype) -> None:
+    """Slots that no row has are untouched. Rows that do not count begin with zeros, and leave zeros."""
+    rows, slots, states_S = make(name, 4, dtype), torch.tensor([2, 4, 0, 4]), states(5, torch.float32)
+    states_S[-1] = 0
+    before, op = states_S.clone(), getattr(scans, f"{name}_step")
+    y, after = run(name, rows, None, before[slots])
+    found = op(*rows, states_S, slots)
+    assert torch.equal(found, y)
+    assert torch.equal(states_S[[2, 0]], after[[0, 2]])
+    assert torch.equal(states_S[[1, 3]], before[[1, 3]])
+    assert not states_S[-1].any()
+    assert torch.equal(op(*rows, before, slots, chunk=7), y)
+
+
 @both
 def test_a_trace_is_small_at_every_length(name: str) -> None:
     def trained(*rows: Tensor) -> list[Tensor]:

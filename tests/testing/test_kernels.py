@@ -21,7 +21,7 @@ from surogate_core.kernels import registry
 from surogate_core.kernels.decoding import slot_attention
 from surogate_core.kernels.registry import references
 from surogate_core.kernels.torch_pack import TORCH_PACK
-from surogate_testing import kernels, own_ops, slot_cases
+from surogate_testing import kernels, own_ops, scan_cases, slot_cases
 from surogate_testing.suites import bundle_checks
 
 CPU = torch.device("cpu")
@@ -130,6 +130,32 @@ def test_kernels_of_slot_attention_fill_the_slots() -> None:
 
     with pytest.raises(AssertionError, match="without extensions: the slots hold other keys"):
         kernels.fills_slots(slots(writes_nothing))
+
+
+@pytest.mark.parametrize("op", scan_cases.STEPS)
+def test_kernels_of_steps_move_the_states_of_their_slots_on(op: str) -> None:
+    reference = references[op].function
+
+    def step(change: Callable[..., Any]) -> KernelPack:
+        """`change`: (y, states, slots) after the step → y."""
+
+        def function(*args: Any) -> Tensor:
+            place = next(n for n, t in enumerate(args) if t.dtype == torch.int64)
+            return change(reference(*args), *args[place - 1 : place + 1])
+
+        return pack(in_float32(Kernel(op=op, name="mine", function=function, supports=lambda device, dtype: True)))
+
+    kernels.fills_slots(step(lambda y, states, slots: y))
+    faults: dict[str, Callable[..., Any]] = {
+        "shape": lambda y, states, slots: y[:2],
+        "error 1": lambda y, states, slots: y.roll(1, 0),
+        "error of the states": lambda y, states, slots: (states[slots[:2]].zero_(), states[:4].mul_(1.001), y)[2],
+        "it changes slots that no row has": lambda y, states, slots: (states[1].mul_(1 + 1e-6), y)[1],
+        "the last slot, of rows that do not count": lambda y, states, slots: (states[-1].add_(1), y)[1],
+    }
+    for message, change in faults.items():
+        with pytest.raises(AssertionError, match=f"^{message}"):
+            kernels.fills_slots(step(change))
 
 
 # -------------------------------------------------------------------------- ops of plugins

@@ -43,12 +43,13 @@ def kernels() -> Iterable[bundles.Kernel]:
         norm_rope,
         sampling,
         scans,
+        steps,
         swiglu,
         updates,
     )
 
     modules = (attention, adapters, convolutions, cross_entropy, norm, norm_rope, swiglu)
-    several = (decoding, experts, sampling, scans, updates)
+    several = (decoding, experts, sampling, scans, steps, updates)
     return (*(module.kernel() for module in modules), *(kernel for module in several for kernel in module.kernels()))
 
 

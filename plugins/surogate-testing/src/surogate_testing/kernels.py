@@ -23,7 +23,7 @@ from surogate_testing.guard import explained
 from surogate_testing.honest import HonestOps
 from surogate_testing.kernel_inputs import Inputs, inputs_of, normal
 from surogate_testing.own_ops import beside, ensure_declared, ensure_known
-from surogate_testing.scan_cases import SCAN_CASES
+from surogate_testing.scan_cases import SCAN_CASES, STEPS, ensure_states_move_on
 from surogate_testing.slot_cases import ensure_slots_are_filled
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -224,10 +224,11 @@ WITHOUT_CASES = frozenset(
         "scaled_linears",
         "slot_attention",
         "token_bounds",
+        *STEPS,
     }
 )
 """Ops that work in place or return codes or choices: an error bound on results and gradients cannot check them.
-`fills_slots` checks `slot_attention`; packs test the bits of the others."""
+`fills_slots` checks `slot_attention` and the steps of recurrences; packs test the bits of the others."""
 
 
 def _spread(tensor: Tensor) -> Tensor:
@@ -396,17 +397,20 @@ def _extensions(inputs: Inputs, leaves: list[Tensor]) -> set[str]:
 
 
 def fills_slots(pack: bundles.KernelPack) -> None:
-    """Kernels of `slot_attention` give what the reference gives in float64, with every extension that they know."""
+    """Kernels of `slot_attention`, with every extension that they know, and of the steps of recurrences give what the
+    reference gives in float64, and write what it writes.
+    """
     tried = 0
+    checks = {"slot_attention": ensure_slots_are_filled, **dict.fromkeys(STEPS, ensure_states_move_on)}
     for device in _devices(pack):
         for kernel in pack.kernels():
             for dtype in BOUNDS:
-                if kernel.op == "slot_attention" and kernel.supports(device, dtype):
+                if kernel.op in checks and kernel.supports(device, dtype):
                     with explained(f"{kernel.op} {kernel.name} on {device.type} in {dtype}"):
-                        ensure_slots_are_filled(kernel, device, dtype, BOUNDS[dtype])
+                        checks[kernel.op](kernel, device, dtype, BOUNDS[dtype])
                     tried += 1
     if not tried:
-        raise NotApplicable("no kernel of slot_attention supports a device of this machine")
+        raise NotApplicable("no kernel that writes into slots supports a device of this machine")
 
 
 def equals_references(pack: bundles.KernelPack) -> None:
