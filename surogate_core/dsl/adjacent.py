@@ -1,46 +1,40 @@
-"""Concatenations of a traced graph: parts that are adjacent in a buffer already, and parts that are small."""
+"""Concatenations of a traced graph: parts that are adjacent in a buffer already, and columns that are joined."""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call, is_view, root_of
+from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_view
 
-SMALL = 16
-"""A part of a concatenation is small if it is at most 1/SMALL of it."""
-
-
-@torch.library.custom_op("surogate::apart", mutates_args=())
-def apart(x: Tensor) -> Tensor:
-    """A copy, which no compiler fuses with what reads it."""
-    return x.clone(memory_format=torch.contiguous_format)
+WIDE = 2048
+"""Columns from which on a matrix is joined by a kernel of its own."""
 
 
-@apart.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@torch.library.custom_op("surogate::joined", mutates_args=())
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Columns next to each other, by a kernel that nothing is fused with."""
+    return torch.cat(list(parts), 1)
 
 
-def compute_small_parts_apart(graph: fx.Graph) -> None:
-    """Compute small parts of concatenations before them: a kernel that writes the whole evaluates each part for every
-    column, so that the exponentials of a few columns would cost more than all the rest.
+@joined.register_fake
+def _(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), 1)
+
+
+def join_columns_apart(graph: fx.Graph) -> None:
+    """Join the columns of wide matrices by kernels of their own. A kernel that is fused with what computes the parts
+    evaluates each of them for every column, and reads and writes single elements, since a part may begin anywhere.
     """
-    for node in list(graph.nodes):
-        if node.target != torch.ops.aten.cat.default:
+    for node in graph.nodes:
+        if node.target != torch.ops.aten.cat.default or len(node.args) < 2 or len(node.args[0]) < 2:
             continue
-        most = node.meta["val"].numel() // SMALL
-        for part in dict.fromkeys(node.args[0]):
-            source = root_of(part)
-            computed = source.op == "call_function" and source.target is not operator.getitem and not is_call(source)
-            if computed and base_op(source) not in EMPTY and 0 < part.meta["val"].numel() <= most:
-                with graph.inserting_before(node):
-                    copy = graph.call_function(torch.ops.surogate.apart.default, (part,))
-                copy.meta = {"val": part.meta["val"].new_empty(part.meta["val"].shape)}
-                node.replace_input_with(part, copy)
+        value = node.meta["val"]
+        if value.ndim == 2 and node.args[1] in (1, -1) and value.shape[1] >= WIDE:
+            node.target, node.args = torch.ops.surogate.joined.default, (node.args[0],)
 
 
 def drop_joins(graph: fx.Graph) -> None:

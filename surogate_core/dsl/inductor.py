@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from surogate_core.caches import use_private_caches
-from surogate_core.dsl.adjacent import compute_small_parts_apart
+from surogate_core.dsl.adjacent import join_columns_apart
 from surogate_core.kernels.building.ahead import compiling
 from surogate_core.kernels.registry import write_in_place
 
@@ -56,7 +56,7 @@ def _use_one_assembler() -> None:
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph for inputs like these (fake tensors)."""
     _keep_additions(module)
-    compute_small_parts_apart(module.graph)
+    join_columns_apart(module.graph)
     write_in_place(module.graph)
     module.recompile()
     use_private_caches()

@@ -208,20 +208,22 @@ def test_compile_processes_write_to_the_private_caches(monkeypatch: pytest.Monke
     assert len(found) == 1
 
 
-def test_small_parts_of_a_join_are_computed_before_it() -> None:
-    """A kernel of the whole would take their exponentials for every column. No number changes."""
+def test_columns_of_wide_matrices_are_joined_by_kernels_of_their_own() -> None:
+    """A kernel of the whole would take the exponentials of a few columns for every column. No number changes."""
+    wide = adjacent.WIDE
 
     def joined(x_ND: Tensor, h_NF: Tensor) -> Tensor:
         small = torch.sigmoid(h_NF.exp())
-        return torch.cat((x_ND * 2, small, x_ND, x_ND.neg()), 1)
+        whole = torch.cat((x_ND * 2, small, x_ND, x_ND.neg()), 1)
+        return torch.cat((whole[:, :2], whole[:, -2:]), 1)
 
-    inputs = [Signature(shape, torch.float32, torch.device("cpu")) for shape in ((6, 64), (6, 3))]
+    inputs = [Signature(shape, torch.float32, torch.device("cpu")) for shape in ((6, wide // 2), (6, 3))]
     x, h = (torch.randn(*s.shape, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(inputs))
     module = _export(joined, inputs, joint=False)
-    adjacent.compute_small_parts_apart(module.graph)
+    adjacent.join_columns_apart(module.graph)
     module.recompile()
-    copies = [n for n in module.graph.nodes if n.target is torch.ops.surogate.apart.default]
-    assert [tuple(n.meta["val"].shape) for n in copies] == [(6, 3)]
+    shapes = [tuple(n.meta["val"].shape) for n in module.graph.nodes if n.target is torch.ops.surogate.joined.default]
+    assert shapes == [(6, 3 * (wide // 2) + 3)], "the narrow one may be fused"
     assert torch.equal(module(x, h)[0], joined(x, h))
     call = without_gradients(joined, inputs, compiler="inductor")
     torch.testing.assert_close(call([x, h])[0], joined(x, h))
