@@ -15,7 +15,7 @@ from torch import Tensor
 from surogate_core.dsl.dims import Dim
 from surogate_core.dsl.slots import Adapter
 from surogate_core.kernels import experts as ops
-from surogate_core.kernels.balancing.moved import Moved, Parts
+from surogate_core.kernels.balancing.moved import Parts
 from surogate_core.kernels.expert_ranks import (
     ExpertExchange,
     ExpertRanks,
@@ -314,7 +314,8 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
 def _multiplied(received: Received, way: ExpertExchange, slots: Sequence[BoundExperts]) -> list[Tensor]:
     """[S, O] of each slot: the products of rows that all ranks sent."""
     seed, ends = slots[0].seed, way.ends
-    slots, tensors = _for_all(slots, way, received.x.dtype)
+    given = _Operands.of(slots, way, received.x.dtype)
+    slots = given.slots
     if whole := _sees_all(slots[0]):
         received = received.rows()
     found: list[Sequence[Tensor]] = []
@@ -324,9 +325,8 @@ def _multiplied(received: Received, way: ExpertExchange, slots: Sequence[BoundEx
             x = torch.where(taken_P1, x, 0.0)
             ends_G = torch.cat((ends_G[:-1], ends_G.new_full((1,), len(x))))
         where = received.order_S, received.place_MK
-        outputs = ops.grouped_linears(
-            x, *where, ends_G, seed, adapters, _product(slots), *tensors, parts=received.order_S is not None
-        )
+        named: Any = {"parts": received.order_S is not None, "others": given.others}
+        outputs = ops.grouped_linears(x, *where, ends_G, seed, adapters, _product(slots), *given.tensors, **named)
         found.append([torch.where(taken_P1, y_PO, 0.0) for y_PO in outputs] if whole else outputs)
     return list(found[0]) if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
 
@@ -338,30 +338,40 @@ def _sees_all(slot: BoundExperts) -> bool:
     return slot.grouped is not None and slot.codes is None
 
 
-def _for_all(
-    slots: Sequence[BoundExperts], way: ExpertExchange, dtype: torch.dtype
-) -> tuple[Sequence[BoundExperts], Sequence[Tensor]]:
-    """The slots and their tensors for all experts whose rows this rank computes."""
-    if way.moved is None:
-        return slots, [tensor for slot in slots for tensor in slot.tensor_list()]
-    count = len(way.ends[0])
-    tensors = _with_others(slots, way.moved, count, dtype)
-    return [replace(one, slot=replace(one.slot, count=count)) for one in slots], tensors
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """The slots of all experts whose rows this rank computes, and their tensors as the ops take them."""
 
+    slots: Sequence[BoundExperts]
+    tensors: Sequence[Tensor]
+    others: Sequence[Tensor] = ()
 
-def _with_others(slots: Sequence[BoundExperts], moved: Moved, count: int, dtype: torch.dtype) -> list[Tensor]:
-    """The tensors of the slots for `count` experts, those that other ranks gave included."""
-    # Adapters as the op takes them: half as many bytes to send.
-    own = [slot.tensor_list(adapters=dtype) for slot in slots]
-    found = iter(moved.with_others([t for slot, ts in zip(slots, own, strict=True) for t in ts[slot.packed :]]))
-    tensors: list[Tensor] = []
-    for slot, (weight, *adapter) in zip(slots, own, strict=True):
-        if slot.packed:
-            assert slot.parts is not None, f"{slot.slot.name}: its experts are packed in one"
-            parts = slot.parts(slot.slot), slot.parts(replace(slot.slot, count=count))
-            tensors.append(moved.packed_with_others(weight, *parts))
-        tensors += [next(found) for _ in range(len(adapter) + (not slot.packed))]
-    return tensors
+    @classmethod
+    def of(cls, slots: Sequence[BoundExperts], way: ExpertExchange, dtype: torch.dtype) -> _Operands:
+        """Those of the rank's own experts and, where loads are evened out, those that other ranks gave."""
+        if way.moved is None:
+            return cls(slots, [tensor for slot in slots for tensor in slot.tensor_list()])
+        count = len(way.ends[0])
+        # Adapters as the op takes them: half as many bytes to send.
+        own = [slot.tensor_list(adapters=dtype) for slot in slots]
+        # The weights of other experts stay apart from this rank's, which are many, where no slot needs them in one.
+        alone = not any(slot.packed or weight.requires_grad for slot, (weight, *_) in zip(slots, own, strict=True))
+        sent = [t for slot, ts in zip(slots, own, strict=True) for t in ts[slot.packed :]]
+        weights = [alone and t is ts[0] for slot, ts in zip(slots, own, strict=True) for t in ts[slot.packed :]]
+        found, others = iter(way.moved.with_others(sent, weights)), list[Tensor]()
+        tensors: list[Tensor] = []
+        for slot, (weight, *adapter) in zip(slots, own, strict=True):
+            if slot.packed:
+                assert slot.parts is not None, f"{slot.slot.name}: its experts are packed in one"
+                parts = slot.parts(slot.slot), slot.parts(replace(slot.slot, count=count))
+                tensors.append(way.moved.packed_with_others(weight, *parts))
+            elif alone:
+                others.append(next(found))
+                tensors.append(weight)
+            else:
+                tensors.append(next(found))
+            tensors += [next(found) for _ in adapter]
+        return cls([replace(one, slot=replace(one.slot, count=count)) for one in slots], tensors, tuple(others))
 
 
 def _of_part(adapter: ops.ExpertAdapter | None, part: int) -> ops.ExpertAdapter | None:
@@ -393,11 +403,12 @@ def project_combined(x_RI: Tensor, routes: Routes, slot: BoundExperts) -> Tensor
 
 def _summed(x_SI: Tensor, way: SumsExchange, weights_NK: Tensor, slot: BoundExperts) -> Tensor:
     """[N, O]: `project_combined`, of which each rank computes a part of every token's sum."""
-    (slot,), tensors = _for_all([slot], way, x_SI.dtype)
-    product = _product([slot])
+    given = _Operands.of([slot], way, x_SI.dtype)
+    (slot,) = given.slots
+    rest = slot.seed, slot.adapter(), _product([slot])
 
     def part(weights_MK: Tensor) -> Tensor:
         where = way.order_S, way.place_MK, way.ends_G, weights_MK
-        return ops.combined_linear(x_SI, *where, slot.seed, slot.adapter(), product, *tensors, parts=True)
+        return ops.combined_linear(x_SI, *where, *rest, *given.tensors, parts=True, others=given.others)
 
     return way.summed(weights_NK, x_SI.dtype, part)

@@ -242,6 +242,7 @@ def grouped_linears(
     product: GroupedProduct | None,
     *tensors: Tensor,
     parts: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> Sequence[Tensor]:
     """Several projections of all experts with their adapters: for each projection [R, O] in x's dtype.
 
@@ -251,13 +252,14 @@ def grouped_linears(
     No dropout without a seed; the mask follows the sorted rows.
 
     `parts`: only some choices have a row here. `slot_NK` is -1 for the others, and rows behind the last of `ends_E`
-    are of any choice: they may be computed, and nobody reads them.
+    are of any choice: they may be computed, and nobody reads them. `others`: for each projection the frozen weights of
+    the last experts, where those in `tensors` are of the first alone; A and B are of all.
     """
     x_RI = x if order_R is None or slot_NK is None else gather_rows(x, order_R, slot_NK, parts=parts)
     rest = iter(tensors)
     weights, pairs = [], []
-    for adapter in adapters:
-        weights.append(next(rest))
+    for number, adapter in enumerate(adapters):
+        weights.append(torch.cat((next(rest), others[number])) if others else next(rest))
         pairs.append(None if adapter is None else (next(rest).to(x.dtype), next(rest).to(x.dtype)))
     if product is None:
         found = [grouped_product(x_RI, weights_EOI, ends_E) for weights_EOI in weights]
@@ -375,11 +377,12 @@ def combined_linear(
     product: GroupedProduct | None,
     *tensors: Tensor,
     parts: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> Tensor:
     """[N, O]: `combine` of what `grouped_linears` gives for one projection of sorted rows.
 
     One op, because a kernel's backward needs none of the projected rows: the gradient of a row's weight is also the
     product of the row of x and its gradient without the weight.
     """
-    (y_RO,) = grouped_linears(x_RI, None, None, ends_E, seed, [adapter], product, *tensors)
+    (y_RO,) = grouped_linears(x_RI, None, None, ends_E, seed, [adapter], product, *tensors, others=others)
     return combine(y_RO, order_R, slot_NK, weights_NK, parts=parts)

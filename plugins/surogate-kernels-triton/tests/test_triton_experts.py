@@ -520,8 +520,11 @@ def test_combined_with_the_last_projection(device: str, case: dict[str, Any]) ->
 
 @devices
 @variants
-def test_choices_whose_rows_are_elsewhere(device: str, variant: str) -> None:
-    """Rows behind the last of an expert are NaN: nothing reads them, or what is made of them."""
+@pytest.mark.parametrize("apart", [0, 1])
+def test_choices_whose_rows_are_elsewhere(device: str, variant: str, apart: int) -> None:
+    """Rows behind the last of an expert are NaN: nothing reads them, or what is made of them. `apart`: experts whose
+    weights are in tensors of their own.
+    """
     scores, experts, *_ = routing(40, 6, 3, device, skew=1.0)
     order, slot, ends = ops.sort_by_expert(torch.where(experts < 4, experts, 4), 4)
     slot, last = torch.where(experts < 4, slot, -1), int(ends[-1])
@@ -532,10 +535,13 @@ def test_choices_whose_rows_are_elsewhere(device: str, variant: str) -> None:
         drawn = [random(*size, seed=n, scale=0.3).bfloat16().to(device, dtype) for n, size in enumerate(shapes)]
         leaves = [t.requires_grad_(t.shape[1:] not in {(80, 48), (48, 80)}) for t in drawn]
         leaves.append(scores.to(torch.promote_types(dtype, torch.float32)).detach().requires_grad_())
-        (h,) = linears(leaves[0], order, slot, ends, None, [adapter], None, *leaves[1:4], parts=True)
+        (w, *others), (second, *more) = (leaves[n].split(4 - apart) if apart else [leaves[n]] for n in (1, 4))
+        named = {"others": others} if apart else {}
+        (h,) = linears(leaves[0], order, slot, ends, None, [adapter], None, w, *leaves[2:4], parts=True, **named)
         h = torch.where((torch.arange(len(h), device=device) < last)[:, None], h, float("nan"))
-        rest = (ends, leaves[7], None, adapter, None, *leaves[4:7])
-        found = [combined(h, order, slot, *rest, parts=True), combine(h, order, slot, leaves[7], parts=True)]
+        rest = (ends, leaves[7], None, adapter, None, second, *leaves[5:7])
+        named = {"others": more} if apart else {}
+        found = [combined(h, order, slot, *rest, parts=True, **named), combine(h, order, slot, leaves[7], parts=True)]
         douts = [random(*t.shape, seed=9 + n).bfloat16().to(t.device, t.dtype) for n, t in enumerate(found)]
         gradients = torch.autograd.grad(found, [t for t in leaves if t.requires_grad], douts)
         return [*(t.detach() for t in found), *gradients]

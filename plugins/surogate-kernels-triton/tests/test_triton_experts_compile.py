@@ -68,6 +68,8 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         w = [empty(EXPERTS, outputs, inputs)] * projections
         a, b = [empty(EXPERTS, rank, inputs)] * projections, [empty(EXPERTS, outputs, rank)] * projections
         dys = [empty(rows, outputs)] * projections
+        parted = [empty(count, outputs, inputs) for count in (EXPERTS - 4, 4) for _ in range(projections)]
+        experts_frozen._forward._init_fn(x, where[0], ends, parted, [], a, b, 2.0, CHOICES, *masks)
         *_, u = experts_frozen._forward._init_fn(x, where[0], ends, w, [], a, b, 2.0, CHOICES, *masks)
         experts_frozen._backward._init_fn(dys, x, *where, ends, w, [], a, b, u, 2.0, CHOICES, *masks)
         experts_adapters._rows._init_fn(x, where[0], ends, a, CHOICES, *masks)
@@ -76,7 +78,8 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         experts_adapters._up_backward._init_fn(dys[0], u[:, :rank], ends, b[0], 2.0)
 
     def combined(masks: tuple[Any, ...]) -> None:
-        x, w, u = empty(rows, INNER), empty(EXPERTS, WIDTH, INNER), [empty(rows, rank)]
+        x, u = empty(rows, INNER), [empty(rows, rank)]
+        w = [empty(EXPERTS - 4, WIDTH, INNER), empty(4, WIDTH, INNER)]
         a, b = [empty(EXPERTS, rank, INNER)], [empty(EXPERTS, WIDTH, rank)]
         backward = experts_combined._backward._init_fn
         backward(empty(TOKENS, WIDTH), x, order, slot, ends, weights, w, [], a, b, u, 2.0, *masks, False)

@@ -57,14 +57,16 @@ class Moved:
     """[`FIGURES`] fp32: the largest load of a rank by the mean, before and after; the share of the rows that others
     compute; experts that are moved for it."""
 
-    def with_others(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """[G + Q, ...] of each [G, ...]: behind those of this rank's experts those that others gave.
+    def with_others(self, tensors: Sequence[Tensor], apart: Sequence[bool] = ()) -> Sequence[Tensor]:
+        """[G + Q, ...] of each [G, ...]: behind those of this rank's experts those that others gave; where it is
+        `apart` [Q, ...], the latter alone.
 
         The backward returns the gradients, which are added in the order of ranks to those that are here, and fetches
-        them again: they are never kept for it.
+        them again: they are never kept for it. What is apart is frozen.
         """
+        apart = list(apart) or [False] * len(tensors)
         with again():
-            found: Sequence[Tensor] = _WithOthers.apply(self.chosen_CP, self.ranks.number, *tensors)
+            found: Sequence[Tensor] = _WithOthers.apply(self.chosen_CP, self.ranks.number, apart, *tensors)
         return found
 
     def packed_with_others(self, packed: Tensor, own: Parts, whole: Parts) -> Tensor:
@@ -274,30 +276,37 @@ def _buffer(tensors: Sequence[Tensor], chosen_CP: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("surogate::fetch_experts", mutates_args=())
-def _fetch(own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor]:
-    """[G, ...] of each → [G + Q, ...]."""
-    found = [t.new_empty(len(t) + _taken(chosen_CP), *t.shape[1:]) for t in own]
-    _fill(found, own, chosen_CP, number)
+def _fetch(own: Sequence[Tensor], chosen_CP: Tensor, number: int, apart: Sequence[bool]) -> list[Tensor]:
+    """[G, ...] of each → [G + Q, ...], or [Q, ...] where it is apart."""
+    found = _room(own, chosen_CP, apart)
+    others = [whole[-_taken(chosen_CP) :] for whole in found]
+    _fill(others, own, chosen_CP, number)
+    for whole, tensor, alone in zip(found, own, apart, strict=True):
+        if not alone:
+            whole[: len(tensor)].copy_(tensor)
     return found
 
 
-def _fill(wholes: Sequence[Tensor], own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> None:
-    """Write [G, ...] of each, and what other ranks give, into [G + Q, ...]."""
+def _room(own: Sequence[Tensor], chosen_CP: Tensor, apart: Sequence[bool]) -> list[Tensor]:
+    taken = _taken(chosen_CP)
+    return [t.new_empty(taken if alone else len(t) + taken, *t.shape[1:]) for t, alone in zip(own, apart, strict=True)]
+
+
+def _fill(taken: Sequence[Tensor], own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> None:
+    """Give [G, ...] of each to other ranks, and write what they give into [Q, ...]."""
     (size, given), sent_CB, me = chosen_CP.shape, _buffer(own, chosen_CP), rank_in(number)
     others = [rank for rank in range(size) if rank != me]
     for tensor, part in zip(own, _parts(sent_CB, own, given), strict=True):
         for rank in others:
             torch.index_select(tensor, 0, chosen_CP[rank], out=part[rank])
     received_CB = exchanged(sent_CB, number)
-    for whole, tensor, part in zip(wholes, own, _parts(received_CB, own, given), strict=True):
-        whole[: len(tensor)].copy_(tensor)
-        torch.stack([part[rank] for rank in others], out=whole[len(tensor) :].unflatten(0, (size - 1, given)))
+    for whole, part in zip(taken, _parts(received_CB, own, given), strict=True):
+        torch.stack([part[rank] for rank in others], out=whole.unflatten(0, (size - 1, given)))
 
 
 @_fetch.register_fake
-def _(own: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tensor]:
-    size, given = chosen_CP.shape
-    return [t.new_empty(len(t) + given * (size - 1), *t.shape[1:]) for t in own]
+def _(own: Sequence[Tensor], chosen_CP: Tensor, number: int, apart: Sequence[bool]) -> list[Tensor]:
+    return _room(own, chosen_CP, apart)
 
 
 def _word(packed: Tensor, *parts: int) -> torch.dtype:
@@ -319,7 +328,10 @@ def _fetch_packed(
     """The bytes of G = `count` experts → those of G + Q; bytes between parts are zeros."""
     found, all_of_them = _room_for(packed, whole, count, chosen_CP).zero_(), count + _taken(chosen_CP)
     word = _word(packed, *own, *whole)
-    _fill(_views(found, whole, all_of_them, word), _views(packed, own, count, word), chosen_CP, number)
+    wholes, parts = _views(found, whole, all_of_them, word), _views(packed, own, count, word)
+    _fill([each[count:] for each in wholes], parts, chosen_CP, number)
+    for each, part in zip(wholes, parts, strict=True):
+        each[:count].copy_(part)
     return found
 
 
@@ -362,22 +374,22 @@ def _(gradients: Sequence[Tensor], chosen_CP: Tensor, number: int) -> list[Tenso
     return [t.new_empty(len(t) - given * (size - 1), *t.shape[1:]) for t in gradients]
 
 
-def _sent_bytes(tensors: Sequence[Tensor], chosen_CP: Tensor, number: int) -> int:
+def _sent_bytes(tensors: Sequence[Tensor], chosen_CP: Tensor, *rest: Any) -> int:
     size, given = chosen_CP.shape
     return int(size * _blocks(tensors, given)[1])
 
 
 @workspace(torch.ops.surogate.fetch_experts)
 @workspace(torch.ops.surogate.return_experts)
-def _workspace(tensors: Sequence[Tensor], chosen_CP: Tensor, number: int) -> int:
+def _workspace(tensors: Sequence[Tensor], chosen_CP: Tensor, *rest: Any) -> int:
     """What is sent, and what is received."""
-    return 2 * _sent_bytes(tensors, chosen_CP, number)
+    return 2 * _sent_bytes(tensors, chosen_CP)
 
 
 def _packed_sent_bytes(
     packed: Tensor, own: Sequence[int], whole: Sequence[int], count: int, chosen_CP: Tensor, number: int
 ) -> int:
-    return _sent_bytes(_views(packed, own, count), chosen_CP, number)
+    return _sent_bytes(_views(packed, own, count), chosen_CP)
 
 
 @workspace(torch.ops.surogate.fetch_packed_experts)
@@ -395,12 +407,13 @@ SENT: Mapping[Any, Callable[..., int]] = {
 
 class _WithOthers(Function):
     @staticmethod
-    def forward(ctx: Any, chosen_CP: Tensor, number: int, *own: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, chosen_CP: Tensor, number: int, apart: list[bool], *own: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(chosen_CP)
         ctx.number = number
-        found = tuple(_fetch(own, chosen_CP, number))
+        found = tuple(_fetch(own, chosen_CP, number, apart))
         # Kernels ask whether a weight is trained, and adapters beside it are fetched with it.
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[3:]
+        assert not any(alone and need for alone, need in zip(apart, wanted, strict=True)), "what is apart is frozen"
         ctx.mark_non_differentiable(*(t for t, need in zip(found, wanted, strict=True) if not need))
         return found
 
@@ -408,7 +421,7 @@ class _WithOthers(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (chosen_CP,) = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[3:]
         sent = [g.contiguous() for g, need in zip(gradients, wanted, strict=True) if need]
         found = iter(_return(sent, chosen_CP, ctx.number) if sent else ())
-        return None, None, *(next(found) if need else None for need in wanted)
+        return None, None, None, *(next(found) if need else None for need in wanted)

@@ -203,12 +203,13 @@ def grouped_linears(
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
     parts: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> Sequence[Tensor]:
     """`experts.grouped_linears` where `takes` accepts the arguments; gradients of the adapters are fp32."""
     rest = iter(tensors)
     weights, pairs = [], []
-    for adapter in adapters:
-        weights.append(next(rest))
+    for number, adapter in enumerate(adapters):
+        weights.append(torch.cat((next(rest), others[number])) if others else next(rest))
         pairs.append(None if adapter is None else (next(rest), next(rest)))
     u_RL, x_RI = _Rows.apply(
         x, order_R, slot_NK, ends_E, launches.masks(seed, adapters), *[pair[0] for pair in pairs if pair is not None]
@@ -234,6 +235,7 @@ def takes(
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
     parts: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> bool:
     """One or two adapters of equal rank and dropout."""
     given = [adapter for adapter in adapters if adapter is not None]
@@ -250,6 +252,6 @@ def kernel() -> bundles.Kernel:
         function=grouped_linears,
         supports=lambda device, dtype: device.type == "cuda" and dtype in (torch.float16, torch.bfloat16),
         takes=takes,
-        knows=frozenset({"parts"}),
+        knows=frozenset({"parts", "others"}),
         priority=3,
     )

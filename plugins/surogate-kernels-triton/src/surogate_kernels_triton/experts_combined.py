@@ -29,7 +29,7 @@ def _forward(
     slot_NK: Tensor,
     ends_E: Tensor,
     weights_NK: Tensor,
-    w_EOI: Tensor,
+    weights: Sequence[Tensor],
     scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
@@ -41,7 +41,7 @@ def _forward(
 ) -> list[Tensor]:
     """The sum of each token's rows and, with an adapter, u [R, L]."""
     dropout = launches.Dropout.made(seed, p, salts)
-    y_RO, *u = frozen.project(x_RI, None, ends_E, [w_EOI], scales, a, b, scale, 1, dropout)
+    y_RO, *u = frozen.project(x_RI, None, ends_E, weights, scales, a, b, scale, 1, dropout)
     return [sum_rows(y_RO, slot_NK, weights_NK, parts), *u]
 
 
@@ -51,12 +51,12 @@ def _(
     slot_NK: Tensor,
     ends_E: Tensor,
     weights_NK: Tensor,
-    w_EOI: Tensor,
+    weights: Sequence[Tensor],
     scales: Any,
     a: Sequence[Tensor],
     *rest: Any,
 ) -> list[Tensor]:
-    out_NO = x_RI.new_empty(slot_NK.shape[0], w_EOI.shape[1], dtype=torch.float32 if rest[-1] else None)
+    out_NO = x_RI.new_empty(slot_NK.shape[0], weights[0].shape[1], dtype=torch.float32 if rest[-1] else None)
     return [out_NO, *(x_RI.new_empty(x_RI.shape[0], each.shape[1]) for each in a)]
 
 
@@ -69,7 +69,7 @@ def _backward(
     slot_NK: Tensor,
     ends_E: Tensor,
     weights_NK: Tensor,
-    w_EOI: Tensor,
+    weights: Sequence[Tensor],
     scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
@@ -89,7 +89,7 @@ def _backward(
         named = {"choices": choices, "scale": scale, "transposed": True}
         launches.down(dout_NO, order_R, table_T4, b, du_RL, **named)  # type: ignore[arg-type]
     rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dtype": x_RI.dtype, "dropout": dropout}
-    left, right = launches.operands([dout_NO], scales), launches.paired([w_EOI], scales)
+    left, right = launches.operands([dout_NO], scales), launches.paired(weights, scales)
     dx_RI = launches.multiplied(left, right, du_RL, a, order_R, ends_E, rows, **rest)
     dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, slot_NK, weights_NK, by_row=True, parts=parts)
     found = [dx_RI, dweights_NK]
@@ -111,7 +111,7 @@ def _(
     slot_NK: Tensor,
     ends_E: Tensor,
     weights_NK: Tensor,
-    w_EOI: Tensor,
+    weights: Sequence[Tensor],
     scales: Any,
     a: Sequence[Tensor],
     b: Sequence[Tensor],
@@ -132,7 +132,7 @@ def _area(shapes: Any) -> int:
 def _flops(
     x: Any, slot: Any, ends: Any, weights: Any, w: Any, scales: Any, a: Any, b: Any, *rest: Any, **named: Any
 ) -> int:
-    return 2 * x[0] * _area([w, *a, *b])
+    return 2 * x[0] * _area([w[0], *a, *b])
 
 
 @register_flop_formula(torch.ops.surogate_triton.experts_combined_backward)
@@ -150,15 +150,21 @@ def _backward_flops(
     *rest: Any,
     **named: Any,
 ) -> int:
-    return 2 * x[0] * (_area([w]) + 2 * _area([*a, *b]))
+    return 2 * x[0] * (_area(w[:1]) + 2 * _area([*a, *b]))
 
 
 @compute.workspace(torch.ops.surogate_triton.experts_combined)
 def _bytes(
-    x_RI: Tensor, slot_NK: Tensor, ends_E: Tensor, weights_NK: Tensor, w_EOI: Tensor, scales: Any, *rest: Any
+    x_RI: Tensor,
+    slot_NK: Tensor,
+    ends_E: Tensor,
+    weights_NK: Tensor,
+    weights: Sequence[Tensor],
+    scales: Any,
+    *rest: Any,
 ) -> int:
     """The rows before they are added, and the codes of x."""
-    return len(x_RI) * w_EOI.shape[1] * x_RI.itemsize + (x_RI.numel() if scales else 0)
+    return len(x_RI) * weights[0].shape[1] * x_RI.itemsize + (x_RI.numel() if scales else 0)
 
 
 @compute.workspace(torch.ops.surogate_triton.experts_combined_backward)
@@ -169,7 +175,7 @@ def _backward_bytes(
     slot_NK: Tensor,
     ends_E: Tensor,
     weights_NK: Tensor,
-    w_EOI: Tensor,
+    weights: Sequence[Tensor],
     scales: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
@@ -190,7 +196,7 @@ class _Combined(Function):
         x_RI: Tensor,
         where: Sequence[Tensor],
         weights_NK: Tensor,
-        w_EOI: Tensor,
+        weights: Sequence[Tensor],
         product: compute.CodedProduct | None,
         scale: float,
         masks: tuple[Tensor | None, float, tuple[int, ...]],
@@ -200,10 +206,10 @@ class _Combined(Function):
         _, slot_NK, ends_E = where
         a = [launches.padded(t.to(x_RI.dtype), 1).contiguous() for t in adapter[:1]]
         b = [launches.padded(t.to(x_RI.dtype), 2).contiguous() for t in adapter[1:]]
-        (operand,), scales = frozen.coded(product, [w_EOI], 0)
-        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, operand, scales, a, b, scale, *masks, parts)
+        operands, scales = frozen.coded(product, weights, 0)
+        out_NO, *u = _forward(x_RI, slot_NK, ends_E, weights_NK, operands, scales, a, b, scale, *masks, parts)
         seed = [] if masks[0] is None else [masks[0]]
-        ctx.save_for_backward(*seed, x_RI, *where, weights_NK, w_EOI, *a, *b, *u)
+        ctx.save_for_backward(*seed, x_RI, *where, weights_NK, *weights, *a, *b, *u)
         ctx.scale, ctx.product, ctx.masks = scale, product, (len(seed), *masks[1:], parts)
         ctx.rank = adapter[0].shape[1] if adapter else 0
         return out_NO
@@ -213,10 +219,9 @@ class _Combined(Function):
     def backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors[ctx.masks[0] :]
         seed = ctx.saved_tensors[0] if ctx.masks[0] else None
-        *inputs, weight, a, b, u = saved if ctx.rank else (*saved, None, None, None)
-        (operand,), scales = frozen.coded(ctx.product, [weight], 1)
-        sides = [[t] if t is not None else [] for t in (a, b, u)]
-        dx, dweights, *more = _backward(dout_NO, *inputs, operand, scales, *sides, ctx.scale, seed, *ctx.masks[1:])
+        inputs, sides = saved[:5], [[t] for t in saved[-3:]] if ctx.rank else [[], [], []]
+        operands, scales = frozen.coded(ctx.product, saved[5:-3] if ctx.rank else saved[5:], 1)
+        dx, dweights, *more = _backward(dout_NO, *inputs, operands, scales, *sides, ctx.scale, seed, *ctx.masks[1:])
         gradients = [more[0][0, :, : ctx.rank], more[1][..., : ctx.rank]] if more else []
         return dx, None, dweights, None, None, None, None, None, *gradients
 
@@ -232,13 +237,16 @@ def combined_linear(
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
     parts: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> Tensor:
     """`experts.combined_linear` where `takes` accepts the arguments; gradients of the adapter are fp32."""
     scale, where = 0.0 if adapter is None else adapter.scale, (order_R, slot_NK, ends_E)
     assert product is None or isinstance(product, compute.CodedProduct)
     weights_NK = weights_NK.float().contiguous()
     masks = launches.masks(seed, [adapter])
-    found: Tensor = _Combined.apply(x_RI, where, weights_NK, tensors[0], product, scale, masks, parts, *tensors[1:])
+    found: Tensor = _Combined.apply(
+        x_RI, where, weights_NK, (tensors[0], *others), product, scale, masks, parts, *tensors[1:]
+    )
     return found
 
 
@@ -253,9 +261,10 @@ def takes(
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
     parts: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> bool:
     """What the kernel of `grouped_linears` takes; otherwise the reference calls that op and `combine`."""
-    return frozen.takes(x_RI, None, None, ends_E, seed, [adapter], product, *tensors)
+    return frozen.takes(x_RI, None, None, ends_E, seed, [adapter], product, *tensors, others=others)
 
 
 def kernel() -> bundles.Kernel:
@@ -266,6 +275,6 @@ def kernel() -> bundles.Kernel:
         function=combined_linear,
         supports=frozen.supports,
         takes=takes,
-        knows=frozenset({"parts"}),
+        knows=frozenset({"parts", "others"}),
         priority=frozen.PRIORITY,
     )

@@ -36,6 +36,15 @@ def coded(
     return list(codes), list(scales)
 
 
+def projections(weights: Sequence[Any], experts: int) -> int:
+    """How many there are: the weights of the last experts may follow those of the first in tensors of their own.
+
+    `weights`: tensors or shapes.
+    """
+    first = weights[0].shape if isinstance(weights[0], Tensor) else weights[0]
+    return len(weights) if first[0] == experts else len(weights) // 2
+
+
 def project(
     x: Tensor,
     order_R: Tensor | None,
@@ -51,8 +60,8 @@ def project(
     """y of each projection and, with adapters, u [R, S·L]. With scales, weights are codes."""
     (x,) = launches.rows_apart([x])
     rows = x.shape[0] if order_R is None else len(order_R)
-    found, extra = [], list[Tensor]()
-    parts: Sequence[Tensor | None] = [None] * len(weights)
+    found, extra, count = [], list[Tensor](), projections(weights, len(ends_E))
+    parts: Sequence[Tensor | None] = [None] * count
     if a:
         extra.append(x.new_empty(rows, len(a) * a[0].shape[1]))
         table_T4 = launches.tile_table(ends_E, rows, launches.ROWS)
@@ -61,7 +70,7 @@ def project(
     left = launches.operands([x], scales)
     named: Any = {"choices": choices, "scale": scale, "backward": False, "dtype": x.dtype}
     for number, part_RL in enumerate(parts):
-        mine = slice(number, number + 1)
+        mine = slice(number, None, count)
         right = launches.paired(weights[mine], scales[mine])
         found.append(launches.multiplied(left, right, part_RL, b[mine], order_R, ends_E, rows, **named))
     return found + extra
@@ -98,7 +107,7 @@ def _(
     *rest: Any,
 ) -> list[Tensor]:
     rows = x.shape[0] if order_R is None else order_R.shape[0]
-    found = [x.new_empty(rows, w.shape[1]) for w in weights]
+    found = [x.new_empty(rows, w.shape[1]) for w in weights[: projections(weights, len(ends_E))]]
     return [*found, x.new_empty(rows, len(a) * a[0].shape[1])] if a else found
 
 
@@ -170,6 +179,7 @@ def _(
 @register_flop_formula(torch.ops.surogate_triton.experts)
 def _flops(x: Any, order: Any, ends: Any, weights: Any, scales: Any, a: Any, b: Any, *rest: Any, **named: Any) -> int:
     rows = x[0] if order is None else order[0]
+    weights = weights[: projections(weights, ends[0])]
     return 2 * rows * sum(shape[1] * shape[2] for shape in (*weights, *a, *b))
 
 
@@ -187,6 +197,7 @@ def _backward_flops(
     *rest: Any,
     **named: Any,
 ) -> int:
+    weights = weights[: projections(weights, ends[0])]
     sizes = [shape[1] * shape[2] for shape in weights] + 2 * [shape[1] * shape[2] for shape in (*a, *b)]
     return 2 * dys[0][0] * sum(sizes)
 
@@ -234,15 +245,17 @@ class _Experts(Function):
         a = [launches.padded(t.to(x.dtype), 1).contiguous() for t in adapters[::2]]
         b = [launches.padded(t.to(x.dtype), 2).contiguous() for t in adapters[1::2]]
         choices = 1 if slot_NK is None else slot_NK.shape[1]
-        found = _forward(x, order_R, ends_E, *coded(product, weights, 0), a, b, scale, choices, *masks)
-        u = found[len(weights) :]
+        operands, scales = coded(product, weights, 0)
+        found = _forward(x, order_R, ends_E, operands, scales, a, b, scale, choices, *masks)
+        count = projections(operands, len(ends_E))
+        u = found[count:]
         where = [t for t in (order_R, slot_NK, masks[0]) if t is not None]
         ctx.save_for_backward(x, ends_E, *where, *weights, *a, *b, *u)
         ctx.masks = masks[0] is not None, *masks[1:]
         ctx.sizes = order_R is not None, len(weights), len(a)
         ctx.rest, ctx.product = (scale, choices), product
         ctx.rank = adapters[0].shape[1] if adapters else 0
-        return tuple(found[: len(weights)])
+        return tuple(found[:count])
 
     @staticmethod
     @once_differentiable
@@ -273,12 +286,13 @@ def grouped_linears(
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
     parts: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> Sequence[Tensor]:
     """`experts.grouped_linears` where `takes` accepts the arguments; gradients of the adapters are fp32."""
     first = adapters[0]
-    weights, scale, pairs = tensors, 0.0, list[Tensor]()
+    weights, scale, pairs = (*tensors, *others), 0.0, list[Tensor]()
     if first is not None:
-        weights, scale = tensors[::3], first.scale
+        weights, scale = (*tensors[::3], *others), first.scale
         pairs = [t for number, t in enumerate(tensors) if number % 3]
     assert product is None or isinstance(product, compute.CodedProduct)
     masks = launches.masks(seed, adapters)
@@ -296,6 +310,7 @@ def takes(
     product: compute.GroupedProduct | None,
     *tensors: Tensor,
     parts: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> bool:
     """Frozen weights in the dtype of x, multiplied plainly, or codes on sm_90; with equal adapters or none."""
     first = adapters[0]
@@ -306,10 +321,10 @@ def takes(
     kinds = {(each.rank, each.scale, each.dropout) for each in adapters if each is not None}
     if len(kinds) > 1 or any(rank > launches.MOST_RANK for rank, *_ in kinds):
         return False
-    weights = tensors if first is None else tensors[::3]
+    weights = (*(tensors if first is None else tensors[::3]), *others)
     if product is not None:
-        return _takes_codes(product, weights, x, dropout=first is not None and first.dropout > 0)
-    if len({w.shape for w in weights}) > 1 or any(side % MULTIPLE for side in weights[0].shape[1:]):
+        return not others and _takes_codes(product, weights, x, dropout=first is not None and first.dropout > 0)
+    if len({w.shape[1:] for w in weights}) > 1 or any(side % MULTIPLE for side in weights[0].shape[1:]):
         return False
     trained = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
     return not trained and all(w.dtype == x.dtype and w.is_contiguous() for w in weights)
@@ -339,6 +354,6 @@ def kernel() -> bundles.Kernel:
         function=grouped_linears,
         supports=supports,
         takes=takes,
-        knows=frozenset({"parts"}),
+        knows=frozenset({"parts", "others"}),
         priority=PRIORITY,
     )

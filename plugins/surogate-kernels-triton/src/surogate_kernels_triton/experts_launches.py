@@ -310,9 +310,11 @@ def grouped_sum(
     dropout: Dropout | None = None,
 ) -> Tensor:
     """[R, O]: the products of one or two pairs of x and W and, with u, scale · u Bᵀ. `backward`: x is dy, and W's and
-    B's, which are A's, are read transposed. Rows are gathered by an order for one pair.
+    B's, which are A's, are read transposed. Rows are gathered by an order for one pair. The weights of the last experts
+    may follow those of the first in tensors of their own.
     """
     assert order_R is None or len(x) == 1
+    own = len(weights[0]) if len(weights) > len(x) else 0
     inputs, outputs = weights[0].shape[1:] if backward else weights[0].shape[:0:-1]
     rank = 0 if u_RL is None else b[0].shape[1 if backward else 2]
     drops = dropout is not None and dropout.p > 0
@@ -320,13 +322,13 @@ def grouped_sum(
     table_T4 = tile_table(ends_E, rows, tile.m)
     y_RO = x[0].new_empty(rows, outputs)
     unused = y_RO if u_RL is None else u_RL
-    operands = (x[0], x[-1], weights[0], weights[-1])
+    every = (weights[0], weights[len(x) - 1], weights[-len(x)], weights[-1])
+    operands = (x[0], x[-1], *every)
     copied = tile.copied and inputs % tile.b == 0 and all(map(_copies, (*x, *weights)))
     if copied:
         left = x if order_R is not None else [TensorDescriptor.from_tensor(t, [tile.m, tile.b]) for t in x]
         block = [tile.b, tile.c] if backward else [tile.c, tile.b]
-        right = [TensorDescriptor.from_tensor(w.view(-1, w.shape[2]), block) for w in weights]
-        operands = (left[0], left[-1], right[0], right[-1])
+        operands = (left[0], left[-1], *(TensorDescriptor.from_tensor(w.view(-1, w.shape[2]), block) for w in every))
     strides = {
         "W_I": outputs if backward else 1,
         "W_O": 1 if backward else inputs,
@@ -349,6 +351,7 @@ def grouped_sum(
         K=0 if order_R is None else choices,
         S=max(len(b), 1),
         PAIRS=len(x),
+        OWN=own,
         **tile.named(inputs, outputs, rank),
         **({"BACKWARD": backward} if copied else strides),
     )

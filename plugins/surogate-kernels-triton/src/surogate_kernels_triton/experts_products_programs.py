@@ -48,6 +48,8 @@ def product(
     x1,
     w0,
     w1,
+    v0,
+    v1,
     u,
     b0,
     b1,
@@ -72,6 +74,7 @@ def product(
     L: tl.constexpr,
     S: tl.constexpr,
     PAIRS: tl.constexpr,
+    OWN: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
@@ -80,8 +83,9 @@ def product(
     """y[r, o] = Σ_p Σ_i x_p[r, i] W_p[e, o, i] + scale · Σ_s Σ_l u[r, s·L + l] B_s[e, o, l], rounded once.
 
     With K, row r of x is that of its token. L = 0: no adapters. With DROP,
-    elements of each adapter's product are dropped. `W_I`, `W_O`, `B_L`, `B_O`: strides of W and B. Tiles
-    of the same rows follow each other, so that x is read from the L2 cache.
+    elements of each adapter's product are dropped. `W_I`, `W_O`, `B_L`, `B_O`: strides of W and B. With OWN, w has that
+    many experts, and v those behind them. Tiles of the same rows follow each other, so that x is read from the L2
+    cache.
     """
     COLUMNS: tl.constexpr = (OUT + C - 1) // C
     tile = tl.program_id(0) // COLUMNS
@@ -114,6 +118,11 @@ def product(
             else:
                 acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
         acc = acc * scale
+    if OWN > 0:  # noqa: SIM102 - with `and` the branch would stay without OWN
+        if expert >= OWN:
+            w0 = v0
+            w1 = v1
+            expert = expert - OWN
     first = w0 + expert * (IN * OUT)
     acc = _rows_times(acc, x0, first, source, inside[:, None], columns, x_row, IN, OUT, W_I, W_O, B)
     if PAIRS > 1:
@@ -129,6 +138,8 @@ def product_copied(
     x1,
     w0,
     w1,
+    v0,
+    v1,
     u,
     b0,
     b1,
@@ -150,6 +161,7 @@ def product_copied(
     L: tl.constexpr,
     S: tl.constexpr,
     PAIRS: tl.constexpr,
+    OWN: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
@@ -193,6 +205,11 @@ def product_copied(
             else:
                 acc = tl.dot(v, tl.load(b1 + place, mask=real, other=0.0), acc)
         acc = acc * scale
+    if OWN > 0:  # noqa: SIM102 - with `and` the branch would stay without OWN
+        if expert >= OWN:
+            w0 = v0
+            w1 = v1
+            expert = expert - OWN
     if K > 0:
         source = tl.load(order + rows, mask=inside, other=0) // K
         left = x0 + source.to(tl.int64)[:, None] * x_row + tl.arange(0, B)[None, :]
