@@ -7,10 +7,10 @@
     python benchmarks/generate.py --small                        # tiny, on a CPU
 
 Cases: `bf16`, `schema` (each sequence held to a list of integers, with a drawn vocabulary), `lora` (rank 16 on every
-projection, not merged), `nf4` and `fp8` (the base in that weight format), and `transformers` (its `generate` with SDPA
-and the same shape). Prompts differ, tokens are sampled at temperature 1 (with
-`--top-k` and `--top-p` from the most probable ones), and nothing stops early. Each case runs in a process of its own;
-one that fails costs only itself.
+projection, not merged), `nf4` and `fp8` (the base in that weight format), `transformers` (its `generate` with SDPA and
+the same shape) and `vllm` (its `LLM` as it is by default, without shared prefixes, which the prompts do not have).
+Prompts differ, tokens are sampled at temperature 1 (with `--top-k` and `--top-p` from the most probable ones), and
+nothing stops early. Each case runs in a process of its own; one that fails costs only itself.
 
 `tokens_per_second` is that of the fastest call after the first. `first_token` is the time of one request for one token,
 `first_call` the time of the first such call of the process after loading, which compiles and captures. `step`: the
@@ -24,6 +24,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -219,6 +220,33 @@ def transformers(config: Mapping[str, Any], words: argparse.Namespace, device: t
     return Case(generate=generate)
 
 
+def vllm(config: Mapping[str, Any], words: argparse.Namespace) -> Case:
+    """The same by vLLM, which draws weights of its own."""
+    from vllm import LLM, SamplingParams
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}), encoding="utf-8")
+    engine = LLM(
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=words.prompt + words.new,
+        max_num_seqs=min(words.sequences, words.slots),
+        enable_prefix_caching=False,
+    )
+    ids = prompts(words.sequences, words.prompt, config["vocab_size"]).tolist()
+    # Its word for all tokens is -1 where ours is 0.
+    kept = {"top_k": words.top_k or -1, "top_p": words.top_p}
+
+    def generate(sequences: int, new: int) -> int:
+        sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False, **kept)
+        asked = [{"prompt_token_ids": one} for one in ids[:sequences]]
+        return sum(len(found.outputs[0].token_ids) for found in engine.generate(asked, sampling, use_tqdm=False))
+
+    return Case(generate=generate)
+
+
 def timed(run: Callable[[], int]) -> tuple[float, int]:
     """(seconds, tokens) of a call; both engines read their tokens on the host, so the device is done."""
     began = time.perf_counter()
@@ -232,7 +260,10 @@ def measure(case: str, words: argparse.Namespace) -> Found:
     family, preset = shape_of(words.model)
     config = dict(family.presets[preset])
     began = time.perf_counter()
-    made = transformers(config, words, device) if case == "transformers" else native(case, config, words, device)
+    if case == "vllm":
+        made = vllm(config, words)
+    else:
+        made = transformers(config, words, device) if case == "transformers" else native(case, config, words, device)
     if device.type == "cuda":
         torch.cuda.synchronize()
     load = time.perf_counter() - began
@@ -310,7 +341,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = parser.parse_args(arguments)
     if words.small:
         words.model, words.sequences, words.prompt, words.new = "qwen3-tiny", 4, 20, 8
-    if unknown := set(words.cases) - {*FORMATS, "transformers"}:
+    if unknown := set(words.cases) - {*FORMATS, "transformers", "vllm"}:
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}")
     found = []
     for case in words.cases:
