@@ -223,8 +223,22 @@ def causal_convolution_scan(
     if borders is None:
         before = (_states(x_NC, weight_CW.shape[1], x_NC.shape[0]).zero_(),) if initial is None else initial
         return _step(x_NC, weight_CW, bias_C, before)
-    y_NC, last = causal_convolution(x_NC, weight_CW, bias_C, borders, initial=only(initial), finals=finals)
-    return y_NC, (last,)
+    state = only(initial)
+    # The op is not asked for the states, so that a kernel of training serves prompts too.
+    y_NC, none = causal_convolution(x_NC, weight_CW, bias_C, borders, initial=state)
+    return y_NC, (_behind(x_NC, state, borders, weight_CW.shape[1] - 1) if finals else none,)
+
+
+def _behind(x_NC: Tensor, initial: Tensor | None, borders: Tensor, kept: int) -> Tensor:
+    """The states behind the runs [R, M, C]: their last M inputs, of which short ones had some before them."""
+    before_RMC = _states(x_NC, kept + 1, len(borders) - 1).zero_() if initial is None else initial
+    if not x_NC.shape[0]:
+        return before_RMC.clone()
+    row_RM = borders[1:, None].long() + torch.arange(-kept, 0, device=x_NC.device)
+    # Of the inputs before the run if it is negative: the place of one in the state.
+    inside_RM1 = (row_RM - borders[:-1, None])[..., None]
+    older_RMC = before_RMC.gather(1, (inside_RM1 + kept).clamp(0, kept - 1).expand_as(before_RMC))
+    return torch.where(inside_RM1 >= 0, x_NC[row_RM.clamp(min=0)].to(before_RMC.dtype), older_RMC)
 
 
 def causal_convolution_multiplications(channels: int, width: int) -> int:

@@ -10,11 +10,13 @@ from scan_rows import borders_of
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from surogate_core.bundles import Kernel
 from surogate_core.kernels.convolutions import (
     causal_convolution_multiplications,
     causal_convolution_scan,
     causal_convolution_step,
 )
+from surogate_core.kernels.registry import KernelTable, references, using
 from surogate_testing import op_cases
 from surogate_testing.op_cases import random, strided
 
@@ -140,6 +142,23 @@ def test_steps_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
     assert torch.equal(torch.stack(found, 1).flatten(0, 1), y)
     assert torch.equal(state, last)
     assert torch.equal(run(None, x, weight, bias, None)[0], run(torch.arange(61), x, weight, bias, None)[0])
+
+
+def test_a_kernel_that_knows_no_states_serves_prompts() -> None:
+    """The states behind runs are copies of rows."""
+    reference, calls = references["causal_convolution"].function, []
+
+    def plain(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        calls.append(tensors)
+        return reference(*tensors)
+
+    kernel = Kernel(op="causal_convolution", name="plain", function=plain, supports=lambda device, dtype: True)
+    x, weight, bias, _ = make(sum(LENGTHS), len(LENGTHS), 4, torch.float32)
+    expected = reference(x, weight, bias, borders_of(LENGTHS), finals=True)
+    with using(KernelTable(device=torch.device("cpu"), kernels=(kernel,))):
+        found = run(borders_of(LENGTHS), x, weight, bias, None)
+    assert len(calls) == 1
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

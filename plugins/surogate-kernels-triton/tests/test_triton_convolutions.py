@@ -134,10 +134,9 @@ def test_what_it_takes() -> None:
 
     x, weight, borders = torch.empty(4, 8), torch.empty(8, 4), torch.empty(2, dtype=torch.int32)
     assert own.takes(x, weight, None, borders)
-    assert not own.takes(x, weight, None, borders, finals=True)
     assert not own.takes(x, torch.empty(8, 9), None, borders)
     assert not own.takes(x.double(), weight, None, borders)
-    assert "initial" not in own.kernel().knows
+    assert not own.kernel().knows
 
 
 @pytest.mark.slow

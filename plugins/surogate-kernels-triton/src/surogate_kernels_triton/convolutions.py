@@ -1,4 +1,4 @@
-"""The op `causal_convolution` in Triton, for training: without states before the runs or behind them.
+"""The op `causal_convolution` in Triton, without states before the runs or behind them.
 
 Shape suffixes as in `surogate_core.kernels.convolutions`: N rows, C channels, W width.
 """
@@ -122,7 +122,7 @@ class _Convolution(Function):
 
 
 def causal_convolution(
-    x_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, borders: Tensor, *, finals: bool = False
+    x_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, borders: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`ops.causal_convolution` where no states are given or asked for."""
     with compute.region("att"):
@@ -130,11 +130,9 @@ def causal_convolution(
         return y_NC, x_NC.new_empty((0, weight_CW.shape[1] - 1, x_NC.shape[1]), dtype=torch.float32)
 
 
-def takes(
-    x_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, borders: Tensor, *, finals: bool = False, **named: Any
-) -> bool:
+def takes(x_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, borders: Tensor) -> bool:
     """Whether the op can be computed here."""
-    return not finals and 1 < weight_CW.shape[1] <= WIDEST and x_NC.dtype in DTYPES and borders.shape[0] > 1
+    return 1 < weight_CW.shape[1] <= WIDEST and x_NC.dtype in DTYPES and borders.shape[0] > 1
 
 
 def kernel() -> bundles.Kernel:
@@ -145,6 +143,5 @@ def kernel() -> bundles.Kernel:
         function=causal_convolution,
         takes=takes,
         supports=lambda device, dtype: device.type == "cuda" and dtype in DTYPES,
-        knows=frozenset({"finals"}),
         priority=10,
     )
