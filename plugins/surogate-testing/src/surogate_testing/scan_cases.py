@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surogate_core.plugin import bundles
-from surogate_core.plugin.compute import references
+from surogate_core.plugin import bundles, compute
 from surogate_core.service.kernels import convolutions, scans
 from surogate_testing.check import ensure
 from surogate_testing.kernel_inputs import Inputs, normal
@@ -95,7 +94,7 @@ def ensure_states_move_on(kernel: bundles.Kernel, device: torch.device, dtype: t
         return
     y = kernel.function(*rows, mine, slots, *weights).double()
     wide = [[t.double() for t in tensors] for tensors in (rows, weights)]
-    wanted = references[kernel.op].function(*wide[0], exact, slots, *wide[1])
+    wanted = compute.references[kernel.op].function(*wide[0], exact, slots, *wide[1])
     ensure(y.shape == wanted.shape, f"shape {tuple(y.shape)}, not {tuple(wanted.shape)}")
     error = float((y - wanted).abs().max() / wanted.abs().max())
     ensure(error <= bound, f"error {error:.1e}, more than {bound:.0e}")
