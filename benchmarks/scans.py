@@ -17,7 +17,8 @@ Times are medians of replays of a CUDA graph with a cold L2 cache; a backward's 
 scaling of x. fla's gated backward is wrong with Triton 3.4 to 3.7.0 on Hopper: read its error before its time.
 
 A tile is ``CHUNK:program=FEATURESwWARPSsSTAGES`` for the programs system, local, carried, values or keys of the Triton
-pack. `--sweep` times a forward and a backward with each of the tiles, those of `--tiles` or of SWEPT, one by one.
+pack; ``e32`` behind it has programs of `keys` with 32 features of a key instead of 64. `--sweep` times a forward and a
+backward with each of the tiles, those of `--tiles` or of SWEPT, one by one.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ CHECKED = 512
 """Tokens that are compared with the reference in float64."""
 PACKS = ("triton", "reference", "fla", "mamba")
 SWEPT = (
-    *(f"{chunk}:system={tile}" for chunk, tile in ((64, "32w4s1"), (64, "32w8s1"), (32, "32w4s1"))),
-    *(f"{chunk}:local={tile}" for chunk, tile in ((64, "64w4s1"), (64, "64w8s2"), (64, "32w4s2"), (128, "64w8s1"))),
-    *(f"{chunk}:carried={tile}" for chunk, tile in ((64, "16w4s2"), (64, "32w4s3"), (64, "64w4s2"), (128, "32w8s2"))),
-    *(f"{chunk}:values={tile}" for chunk, tile in ((64, "16w8s1"), (64, "64w8s1"), (32, "32w4s1"), (128, "32w16s1"))),
-    *(f"{chunk}:keys={tile}" for chunk, tile in ((64, "32w8s1"), (64, "32w4s2"), (64, "64w4s1"), (32, "64w4s1"))),
+    *(f"64:system={tile}" for tile in ("32w4s1", "128w4s1")),
+    *(f"64:local={tile}" for tile in ("64w4s1", "128w4s1")),
+    *(f"64:carried={tile}" for tile in ("16w4s3", "32w4s2", "32w4s3", "64w4s3")),
+    *(f"64:values={tile}" for tile in ("32w4s1", "64w4s2")),
+    *(f"64:keys={tile}" for tile in ("64w4s2", "64w4s1e32", "32w4s1", "128w4s1e32")),
 )
 """Tiles that a sweep tries. Another chunk is that of all programs."""
 
@@ -245,11 +246,12 @@ def patches(settings: Sequence[str]) -> ExitStack:
     pack = import_module("surogate_kernels_triton.scans")
     found: dict[str, Any] = {}
     for setting in settings:
-        parts = re.fullmatch(r"(\d+):(\w+)=(\d+)w(\d+)s(\d+)", setting)
+        parts = re.fullmatch(r"(\d+):(\w+)=(\d+)w(\d+)s(\d+)(?:e(\d+))?", setting)
         if parts is None:
             raise SystemExit(f"--tiles: {setting} is not like 64:keys=64w8s1")
-        features, warps, stages = map(int, parts.groups()[2:])
-        found |= {"chunk": int(parts[1]), parts[2]: pack.ScanTile(f=features, warps=warps, stages=stages)}
+        numbers = zip(("f", "warps", "stages", "e"), parts.groups()[2:], strict=True)
+        tile = pack.ScanTile(**{name: int(number) for name, number in numbers if number is not None})
+        found |= {"chunk": int(parts[1]), parts[2]: tile}
     before = pack.tiles_for
     stack.enter_context(patch.object(pack, "tiles_for", lambda *args: replace(before(*args), **found)))
     return stack

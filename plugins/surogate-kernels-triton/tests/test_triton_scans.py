@@ -122,6 +122,38 @@ def test_every_tile(name: str, tile: tuple[int, int, int], device: str, monkeypa
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(128, 128), (128, 80), (128, 64)], ids=str)
+@pytest.mark.parametrize("tiles", ["SMALL", "SMALL_DELTA", "LARGE"])
+@both
+def test_the_tiles_of_every_gpu_at_sizes_of_models(
+    name: str, tiles: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a compiler's mistake depends on them all; such a tile may end in an illegal memory access."""
+    from surogate_kernels_triton import scans, scans_tiles
+
+    monkeypatch.setattr(scans, "tiles_for", lambda *args: getattr(scans_tiles, tiles))
+    lengths = (200, 1, 0, 63, 130)
+    for dtype, bound in ((torch.bfloat16, 3e-2), (torch.float16, BOUND[torch.float16])):
+        assert error(name, make(name, sum(lengths), dtype, "cuda", heads=(2, 4), sizes=sizes), lengths) < bound
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [((1, 1), (48, 80)), ((1, 2), (72, 16))])
+@both
+@devices
+def test_keys_in_parts_and_chunks_in_blocks(
+    name: str, heads: tuple[int, int], sizes: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a key with and without features behind its last, chunks of one block and of four."""
+    from surogate_kernels_triton import scans
+
+    for chunk, features in ((16, 32), (64, 64)):
+        one = scans.ScanTile(f=32, warps=4, stages=1, e=features)
+        whole = dict.fromkeys(("system", "local", "carried", "values", "keys"), one)
+        monkeypatch.setattr(scans, "tiles_for", lambda *args, c=chunk, w=whole: scans.ScanTiles(chunk=c, **w))
+        assert error(name, make(name, 66, torch.float16, device, heads=heads, sizes=sizes), (65, 0, 1)) < 2e-3
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "heads", "sizes"),
     [("ssd", (8, 64), (128, 64)), ("ssd", (8, 128), (128, 80)), ("gated_delta", (16, 32), (128, 128))],
@@ -183,6 +215,26 @@ def test_a_large_decay_takes_no_digits_from_small_ones_behind_it(name: str, devi
     found = kernel(name, rows, borders_of((40,), device), None)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.autograd.grad(found[0].sum(), leaf)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@both
+@devices
+def test_a_reset_is_exact_in_narrow_dtypes(name: str, dtype: torch.dtype, device: str) -> None:
+    """Decays there are differences of sums, and those of infinities are no numbers."""
+    lengths = (66,)
+    rows = make(name, 66, dtype, device, heads=(1, 2))
+    rows[3] = torch.full_like(rows[3], -1e-3)
+    for place, decay in ((5, -1e4), (6, -70.0), (40, -1e4)):
+        rows[3][place] = decay
+    assert error(name, rows, lengths) < BOUND[dtype]
+    borders = borders_of(lengths, device)
+    expected = kernel(name, rows, borders, None)
+    rows[3][rows[3] == -1e4] = float("-inf")
+    leaves = [t.requires_grad_() for t in rows]
+    found = kernel(name, leaves, borders, None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(t.isfinite().all() for t in torch.autograd.grad(found[0].sum(), leaves))
 
 
 @both

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import triton
-from surogate_native.adapters import large
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -22,87 +21,17 @@ from triton import knobs
 from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import scans_gradients_programs as gradients_programs
 from surogate_kernels_triton import scans_programs as programs
+from surogate_kernels_triton.scans_tiles import LARGE, ScanTile, ScanTiles, tiles_for
 
 DTYPES = (torch.bfloat16, torch.float32)
 WIDEST_KEY = 128
 """Most features of a key."""
 WIDEST_VALUE = 256
 """Most features of a value."""
+ADDED = 1024
+"""Numbers of a program that adds parts."""
 PLACES = 32
 """Places of chunks that a program finds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanTile:
-    """How many features of a value a program reads at a time."""
-
-    f: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanTiles:
-    """Rows of a chunk, and the tile of each kind of program. Fixed: equal inputs must give equal bits on every run."""
-
-    chunk: int
-    system: ScanTile
-    """It solves the delta rule's system of a chunk."""
-    local: ScanTile
-    """It computes outputs, and the delta rule's gradients of new values from outputs of the same chunk."""
-    carried: ScanTile
-    """It carries states or their gradients."""
-    values: ScanTile
-    """It computes the gradients of values, decays and rates."""
-    keys: ScanTile
-    """It computes the gradients of queries and keys."""
-
-
-WIDE = ScanTiles(
-    chunk=32,
-    system=ScanTile(f=32, warps=4, stages=1),
-    local=ScanTile(f=32, warps=4, stages=1),
-    carried=ScanTile(f=16, warps=4, stages=1),
-    values=ScanTile(f=16, warps=4, stages=1),
-    keys=ScanTile(f=16, warps=4, stages=1),
-)
-"""In fp32, which is multiplied without tensor cores."""
-SMALL = ScanTiles(
-    chunk=64,
-    system=ScanTile(f=32, warps=8, stages=1),
-    local=ScanTile(f=64, warps=4, stages=1),
-    carried=ScanTile(f=32, warps=4, stages=2),
-    values=ScanTile(f=32, warps=8, stages=1),
-    keys=ScanTile(f=32, warps=8, stages=1),
-)
-"""For GPUs with 99 KiB of shared memory a block and more; chosen by what fits, not measured."""
-SMALL_DELTA = ScanTiles(
-    chunk=32,
-    system=ScanTile(f=32, warps=4, stages=1),
-    local=ScanTile(f=64, warps=4, stages=1),
-    carried=ScanTile(f=32, warps=4, stages=2),
-    values=ScanTile(f=32, warps=4, stages=1),
-    keys=ScanTile(f=32, warps=4, stages=1),
-)
-"""Likewise with the delta rule."""
-LARGE = ScanTiles(
-    chunk=64,
-    system=ScanTile(f=32, warps=8, stages=1),
-    local=ScanTile(f=64, warps=4, stages=2),
-    carried=ScanTile(f=32, warps=4, stages=2),
-    values=ScanTile(f=32, warps=8, stages=1),
-    keys=ScanTile(f=64, warps=8, stages=1),
-)
-"""For GPUs with 227 KiB (sm_90, sm_100); likewise."""
-
-
-def tiles_for(device: torch.device, dtype: torch.dtype, delta: bool) -> ScanTiles:
-    """The tiles for a device and the dtype of products."""
-    if dtype == torch.float32:
-        return WIDE
-    if large(device):
-        return LARGE
-    return SMALL_DELTA if delta else SMALL
 
 
 def places_of(rows: int, runs: int, chunk: int) -> int:
@@ -181,15 +110,17 @@ class _Scan:
         """The strides of a row and of a head of each."""
         return [stride for x in rows for stride in x.stride()[:2]]
 
-    def options(self, tile: ScanTile, *, delta: bool = True) -> dict[str, Any]:
-        """Constants and options of a launch. `delta`: whether the program also serves scans without the delta rule."""
-        features, values = self.k.shape[2], self.v.shape[2]
+    def options(self, tile: ScanTile, *, delta: bool = True, features: int = 0) -> dict[str, Any]:
+        """Constants and options of a launch. `delta`: whether the program also serves scans without the delta rule;
+        `features`: how many of a key it reads at a time, without it all.
+        """
+        values = self.v.shape[2]
         return {
             "H": self.heads,
             "SHARED": self.heads // self.k.shape[1],
-            "E": features,
+            "E": self.k.shape[2],
             "F": values,
-            "EP": padded(features),
+            "EP": features or padded(self.k.shape[2]),
             "FP": min(tile.f, padded(values)),
             "C": self.tiles.chunk,
             **({"DELTA": self.delta} if delta else {}),
@@ -211,31 +142,50 @@ class _Scan:
         """Space for a matrix of each chunk [P, H, C, C], likewise."""
         return self.v.new_empty((self.places, self.heads, self.tiles.chunk, self.tiles.chunk))
 
-    def system(self, *, inverses: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(inverses [P, H, C, C] if wanted, corrections [N, H, E], values [N, H, F]) of the delta rule, or Nones."""
+    def system(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(inverses [P, H, C, C], corrections [N, H, E], values [N, H, F]) of the delta rule, or Nones."""
         if not self.delta:
             return None, None, None
-        chunk, (table, _) = self.tiles.chunk, self.table
-        found = self.squares() if inverses else None
+        inverses, (table, _), chunk = self.squares(), self.table, self.tiles.chunk
         corrections = self.v.new_empty((*self.v.shape[:2], self.k.shape[2]))
         values = self.v.new_empty(self.v.shape)
-        programs.delta_system[self.places * self.heads,](
+        options = self.options(self.tiles.system, delta=False)
+        systems = torch.empty_like(inverses, dtype=torch.float32)
+        programs.delta_systems[self.places * self.heads,](
             self.k,
-            self.v,
             self.decay,
             self.beta,
             table,
             self.places,
-            found,
+            systems,
+            corrections,
+            *self.strides(self.k),
+            **options,
+        )
+        blocks: dict[str, Any] = {
+            "H": self.heads,
+            "C": chunk,
+            # About 16 bits of each product, twice as fast as three products in tf32; the interpreter has no such thing.
+            "SOLVE": "ieee" if knobs.runtime.interpret or self.v.dtype == torch.float32 else "bf16x3",
+            "num_warps": 1,
+        }
+        grid = (self.places * self.heads * (chunk // programs.BLOCK.value),)
+        programs.delta_blocks[grid](systems, table, self.places, **blocks)
+        programs.delta_inverses[grid](systems, table, self.places, inverses, **blocks)
+        programs.delta_values[self.places * self.heads,](
+            self.k,
+            self.v,
+            self.decay,
+            self.beta,
+            inverses,
+            table,
+            self.places,
             corrections,
             values,
             *self.strides(self.k, self.v),
-            DOUBLINGS=chunk.bit_length() - 1,
-            # About 16 bits of each product, twice as fast as three products in tf32; the interpreter has no such thing.
-            SOLVE="ieee" if knobs.runtime.interpret or self.v.dtype == torch.float32 else "bf16x3",
-            **self.options(self.tiles.system, delta=False),
+            **options,
         )
-        return found, corrections, values
+        return inverses, corrections, values
 
     def forward(self, corrections: Tensor | None, values: Tensor | None, finals: Tensor | None) -> Tensor:
         """The states that enter the chunks; fills `finals`, and makes `values` the new ones."""
@@ -314,17 +264,28 @@ class _Scan:
         self, dy: Tensor, dfinals: Tensor | None, dinitial: Tensor | None, gradients: Sequence[Tensor]
     ) -> None:
         """Fills the gradients of q, k, v, the decays and the rates, and `dinitial`."""
-        inverses, corrections, values = self.system(inverses=True)
+        inverses, corrections, values = self.system()
         states = self.forward(corrections, values, None)
         dstates, dvalues = self.backward_states(dy, corrections, dfinals, dinitial)
-        dq, dk, *others = gradients
-        rows, strides = (self.q, self.k, self.v, dy, self.decay, self.beta), self.strides(self.q, self.k, self.v)
-        kept = (self.table[0], self.places, states, dstates, self.squares(), self.squares() if self.delta else None)
+        dq, dk, dv, ddecay, dbeta = gradients
+        tile, strides, table = self.tiles.keys, self.strides(self.q, self.k, self.v), self.table[0]
+        features = min(tile.e, padded(self.k.shape[2]))
+        of_keys = triton.cdiv(self.k.shape[2], features)
+        ddecays = ddecay.new_empty((1 + of_keys, *ddecay.shape), dtype=torch.float32)
+        dbetas = dbeta.new_empty((1 + of_keys if self.delta else 1, *dbeta.shape), dtype=torch.float32)
+        rows = (self.q, self.k, self.v, dy, self.decay, self.beta)
+        squares, parts = (self.squares(), self.squares() if self.delta else None), (ddecays, dbetas)
         gradients_programs.scan_value_gradients[self.places * self.heads,](
-            *rows, inverses, values, dvalues, *kept, *others, *strides, **self.options(self.tiles.values)
+            *(*rows, inverses, values, dvalues, table, self.places, dstates, *squares, dv, *parts, *strides),
+            **self.options(self.tiles.values),
         )
-        gradients_programs.scan_key_gradients[self.places * self.k.shape[1],](
-            *rows, values, dvalues, *kept, dq, dk, *strides, **self.options(self.tiles.keys)
+        gradients_programs.scan_key_gradients[self.places * self.k.shape[1] * of_keys,](
+            *(*rows, values, dvalues, table, self.places, states, dstates, *squares, dq, dk, *parts, ddecay.numel()),
+            *strides,
+            **self.options(tile, features=features),
+        )
+        gradients_programs.add_parts[triton.cdiv(ddecay.numel(), ADDED),](
+            *(*parts, ddecay, dbeta, ddecay.numel()), PARTS=1 + of_keys, DELTA=self.delta, B=ADDED, num_warps=4
         )
 
 
@@ -360,7 +321,7 @@ def _forward(
             _passed_on(last, initial)
         return y, last
     scan = _Scan.of(q_NGE, k_NGE, v_NHF, decay_NH, beta_NH, borders, initial, delta)
-    _, corrections, values = scan.system(inverses=False)
+    _, corrections, values = scan.system()
     states = scan.forward(corrections, values, last if finals else None)
     scan.outputs(values, states, y)
     return y, last
@@ -538,27 +499,41 @@ def _backward_flops(dy: Any, dfinals: Any, q_shape: Any, k_shape: Any, v_shape: 
     return 6 * _products(k_shape, v_shape, others[-1])
 
 
-def _bytes(k_NGE: Tensor, v_NHF: Tensor, borders: Tensor, delta: bool, states: int, squares: int, values: int) -> int:
-    """Bytes of workspaces: these numbers of [P, H, E, F], of [P, H, C, C] and of [N, H, F], and corrections."""
+def _bytes(tensors: Sequence[Tensor], delta: bool, states: int, squares: int, values: int) -> int:
+    """Bytes of workspaces for q, k, v, decays, rates and borders: these numbers of [P, H, E, F], of [P, H, C, C] and of
+    [N, H, F], and corrections. Systems are gone before there are states.
+    """
+    _, k_NGE, v_NHF, *_, borders = tensors
     rows, heads, width = v_NHF.shape
     chunk, features = tiles_for(v_NHF.device, v_NHF.dtype, delta).chunk, k_NGE.shape[2]
-    places = places_of(rows, len(borders) - 1, chunk)
-    found = places * heads * (states * features * width + squares * chunk * chunk)
+    places, size = places_of(rows, len(borders) - 1, chunk), v_NHF.element_size()
+    found = max(states * features * width * size, 4 * chunk**2 if delta else 0) + squares * chunk**2 * size
+    found *= places * heads
     if delta:
-        found += rows * heads * (features + values * width)
-    return found * v_NHF.element_size() + 4 * (2 * places + len(borders))
+        found += rows * heads * (features + values * width) * size
+    return found + 4 * (2 * places + len(borders))
+
+
+def _bytes_of_parts(k_NGE: Tensor, v_NHF: Tensor, delta: bool) -> int:
+    """Bytes of the parts of the gradients of decays and rates."""
+    rows, heads, _ = v_NHF.shape
+    features = k_NGE.shape[2]
+    of_keys = triton.cdiv(features, min(tiles_for(v_NHF.device, v_NHF.dtype, delta).keys.e, padded(features)))
+    return 4 * rows * heads * (2 + (2 if delta else 1) * of_keys)
 
 
 @compute.workspace(torch.ops.surogate_triton.chunked_scan)
 def _forward_bytes(*arguments: Any) -> int:
-    """A state of each chunk; corrections and new values."""
-    return _bytes(arguments[1], arguments[2], arguments[5], arguments[8], 1, 0, 1)
+    """A state of each chunk; of the delta rule also inverses, corrections and new values."""
+    delta = arguments[8]
+    return _bytes(arguments[:6], delta, 1, int(delta), 1)
 
 
 @compute.workspace(torch.ops.surogate_triton.chunked_scan_backward)
 def _backward_bytes(*arguments: Any) -> int:
-    """A state of each chunk and its gradient, the gradients of products of keys; of the delta rule also inverses,
-    corrections, new values and their gradients.
+    """A state of each chunk and its gradient, the gradients of products of keys, parts of those of decays; of the delta
+    rule also inverses, corrections, new values and their gradients.
     """
     delta = arguments[9]
-    return _bytes(arguments[3], arguments[4], arguments[7], delta, 2, 3 if delta else 1, 2)
+    parts = _bytes_of_parts(arguments[3], arguments[4], delta)
+    return _bytes(arguments[2:8], delta, 2, 3 if delta else 1, 2) + parts

@@ -15,8 +15,12 @@ import triton.language as tl
 from surogate_kernels_triton.scans_programs import (
     column_of,
     decays_between,
+    decays_between_transposed,
     decays_of,
     dot_of,
+    logarithms_of,
+    read_state,
+    square_of,
     state_of,
     tile_of,
     write_tile,
@@ -55,14 +59,14 @@ def delta_value_gradients(
         rows = begin + tl.arange(0, C)
         real = rows < end
         features = tl.arange(0, EP)
-        queries = tile_of(q + head // SHARED * q_head, rows, real, q_row, features, E)
-        keys = tile_of(k + head // SHARED * k_head, rows, real, k_row, features, E)
+        queries = tile_of(q + head // SHARED * q_head, begin, real, q_row, features, E)
+        keys = tile_of(k + head // SHARED * k_head, begin, real, k_row, features, E)
         g = column_of(decay, rows, real, H, head)
-        weights = (dot_of(queries, tl.trans(keys), D, WIDE) * decays_between(g, C)).to(D)
+        weights = (dot_of(keys, tl.trans(queries), D, WIDE) * decays_between_transposed(g, C, D)).to(D)
         for first in range(0, F, FP):
             columns = first + tl.arange(0, FP)
-            outer = tile_of(dy + head * F, rows, real, H * F, columns, F)
-            write_tile(dvalues + head * F, dot_of(tl.trans(weights), outer, D, WIDE), rows, real, H * F, columns, F)
+            outer = tile_of(dy + head * F, begin, real, H * F, columns, F)
+            write_tile(dvalues + head * F, dot_of(weights, outer, D, WIDE), begin, real, H * F, columns, F)
 
 
 @triton.jit
@@ -106,30 +110,34 @@ def scan_state_gradients(
     end = tl.load(borders + run + 1)
     place = tl.load(before + run)
     chunks = (end - begin + C - 1) // C
-    edge, within = state_of(run * H + head, features, columns, E, F)
     state = tl.zeros([EP, FP], tl.float32)
     if dfinals is not None:
-        state += tl.load(dfinals + edge, mask=within, other=0.0).to(tl.float32)
+        state += read_state(dfinals, run * H + head, features, columns, E, F).to(tl.float32)
+    rows = begin + (chunks - 1) * C + tl.arange(0, C)
+    g, behind = logarithms_of(decay, rows, begin, end, H, head, C)
     for done in range(chunks):
         number = chunks - 1 - done
-        where, within = state_of((place + number) * H + head, features, columns, E, F)
-        tl.store(dstates + where, state.to(D), mask=within)
-        rows = begin + number * C + tl.arange(0, C)
+        places, within = state_of(dstates, (place + number) * H + head, features, columns, E, F)
+        tl.store(places, state.to(D), mask=within)
+        start = begin + number * C
+        rows = start + tl.arange(0, C)
         real = rows < end
-        queries = tile_of(q + head // SHARED * q_head, rows, real, q_row, features, E)
-        outer = tile_of(dy + head * F, rows, real, H * F, columns, F)
-        _g, since, to_end, through = decays_of(decay, rows, end, H, head, C)
+        queries = tile_of(q + head // SHARED * q_head, start, real, q_row, features, E)
+        outer = tile_of(dy + head * F, start, real, H * F, columns, F)
+        since, to_end, through = decays_of(g, behind)
+        g, behind = logarithms_of(decay, rows - C, begin, end, H, head, C)
         read = dot_of(tl.trans(queries), since[:, None] * outer, D, WIDE)
         if DELTA:
-            keys = tile_of(k + head // SHARED * k_head, rows, real, k_row, features, E)
-            new = tile_of(dvalues + head * F, rows, real, H * F, columns, F).to(tl.float32)
+            keys = tile_of(k + head // SHARED * k_head, start, real, k_row, features, E)
+            new = tile_of(dvalues + head * F, start, real, H * F, columns, F).to(tl.float32)
             new += to_end[:, None] * dot_of(keys, state, D, WIDE)
-            write_tile(dvalues + head * F, new, rows, real, H * F, columns, F)
-            taken = tile_of(corrections + head * E, rows, real, H * E, features, E)
+            write_tile(dvalues + head * F, new, start, real, H * F, columns, F)
+            taken = tile_of(corrections + head * E, start, real, H * E, features, E)
             read -= dot_of(tl.trans(taken), new, D, WIDE)
         state = read + through * state
     if dinitial is not None:
-        tl.store(dinitial + edge, state.to(dinitial.dtype.element_ty), mask=within)
+        places, within = state_of(dinitial, run * H + head, features, columns, E, F)
+        tl.store(places, state.to(dinitial.dtype.element_ty), mask=within)
 
 
 @triton.jit
@@ -145,7 +153,6 @@ def scan_value_gradients(
     dvalues,
     table,
     places,
-    states,
     dstates,
     dscores,
     dlikeness,
@@ -168,11 +175,12 @@ def scan_value_gradients(
     DELTA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The gradients of the values, decays and rates of a chunk and a head, and for `scan_key_gradients` dscores
-    [P, H, C, C], those of q kᵀ. Of the delta rule also dlikeness [P, H, C, C], those of k kᵀ, symmetric, and dvalues
-    [N, H, F]: from the gradients of the new values to those of k S.
+    """The gradients of the values of a chunk and a head; those of decays and rates as far as they come from products in
+    the chunk [N, H]; and for `scan_key_gradients` dscores [P, H, C, C], those of q kᵀ. Of the delta rule also dlikeness
+    [P, H, C, C], those of k kᵀ, symmetric, and dvalues [N, H, F]: from the gradients of the new values to those of the
+    system's right side.
     """
-    D: tl.constexpr = states.dtype.element_ty
+    D: tl.constexpr = dscores.dtype.element_ty
     place = tl.program_id(0) // H
     head = tl.program_id(0) % H
     begin = tl.load(table + place)
@@ -182,69 +190,67 @@ def scan_value_gradients(
         real = rows < end
         i = tl.arange(0, C)[:, None]
         j = tl.arange(0, C)[None, :]
-        square = tl.program_id(0).to(tl.int64) * (C * C) + i * C + j
         features = tl.arange(0, EP)
-        queries = tile_of(q + head // SHARED * q_head, rows, real, q_row, features, E)
-        keys = tile_of(k + head // SHARED * k_head, rows, real, k_row, features, E)
-        g, since, to_end, through = decays_of(decay, rows, end, H, head, C)
+        g = column_of(decay, rows, real, H, head)
         rate = column_of(beta, rows, real, H, head)
-        between = decays_between(g, C)
-        scores = dot_of(queries, tl.trans(keys), D, WIDE)
         dweights = tl.zeros([C, C], tl.float32)
         dsystem = tl.zeros([C, C], tl.float32)
-        # Gradients of decays, times the decays: since the beginning, up to the end and through the chunk.
-        dsince = tl.zeros([C], tl.float32)
-        dto_end = tl.zeros([C], tl.float32)
-        dthrough = 0.0
         drate = tl.zeros([C], tl.float32)
-        for first in range(0, F, FP):
-            columns = first + tl.arange(0, FP)
-            where, within = state_of(tl.program_id(0), features, columns, E, F)
-            state = tl.load(states + where, mask=within, other=0.0)
-            dstate = tl.load(dstates + where, mask=within, other=0.0)
-            value = tile_of(v + head * v_head, rows, real, v_row, columns, F).to(tl.float32)
-            outer = tile_of(dy + head * F, rows, real, H * F, columns, F)
-            kept = to_end[:, None] * dot_of(keys, dstate, D, WIDE)
-            if DELTA:
-                new = tile_of(values + head * F, rows, real, H * F, columns, F).to(tl.float32)
-                dnew = tile_of(dvalues + head * F, rows, real, H * F, columns, F).to(tl.float32)
-            else:
-                new = rate[:, None] * value
-                dnew = kept + dot_of(tl.trans(scores * between), outer, D, WIDE)
-            # y = since · (q S) + (q kᵀ · between) new
-            dweights += dot_of(outer, tl.trans(new.to(D)), D, WIDE)
-            dsince += since * tl.sum(outer * dot_of(queries, state, D, WIDE), 1)
-            # state = through · state + (to_end · k)ᵀ new
-            dto_end += tl.sum(new * kept, 1)
-            dthrough += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
-            # new = inverse · β (v − since · (k S))
-            if DELTA:
-                dnew = dot_of(tl.trans(tl.load(inverses + square)), dnew, D, WIDE)
-                dsystem -= dot_of(dnew, tl.trans(new.to(D)), D, WIDE)
-                seen = since[:, None] * dot_of(keys, state, D, WIDE)
-                value -= seen
-                dseen = -rate[:, None] * dnew
-                dsince += tl.sum(dseen * seen, 1)
-                write_tile(dvalues + head * F, since[:, None] * dseen, rows, real, H * F, columns, F)
-            drate += tl.sum(dnew * value, 1)
-            write_tile(dv + head * F, rate[:, None] * dnew, rows, real, H * F, columns, F)
+        if DELTA:
+            inverse = tl.trans(tl.load(square_of(inverses, tl.program_id(0), C)))
+            for first in range(0, F, FP):
+                columns = first + tl.arange(0, FP)
+                outer = tile_of(dy + head * F, begin, real, H * F, columns, F)
+                new = tl.trans(tile_of(values + head * F, begin, real, H * F, columns, F))
+                dnew = tile_of(dvalues + head * F, begin, real, H * F, columns, F)
+                value = tile_of(v + head * v_head, begin, real, v_row, columns, F).to(tl.float32)
+                # y = since · (q S) + (q kᵀ · between) new;  new = inverse · β (v − since · (k S))
+                dweights += dot_of(outer, new, D, WIDE)
+                dsystem += dot_of(dnew, new, D, WIDE)
+                dnew = dot_of(inverse, dnew, D, WIDE)
+                drate += tl.sum(dnew * value, 1)
+                write_tile(dvalues + head * F, dnew, begin, real, H * F, columns, F)
+                write_tile(dv + head * F, rate[:, None] * dnew, begin, real, H * F, columns, F)
+            queries = tile_of(q + head // SHARED * q_head, begin, real, q_row, features, E)
+            keys = tile_of(k + head // SHARED * k_head, begin, real, k_row, features, E)
+        else:
+            queries = tile_of(q + head // SHARED * q_head, begin, real, q_row, features, E)
+            keys = tile_of(k + head // SHARED * k_head, begin, real, k_row, features, E)
+            _g, behind = logarithms_of(decay, rows, begin, end, H, head, C)
+            _since, to_end, _through = decays_of(g, behind)
+            weights = dot_of(keys, tl.trans(queries), D, WIDE) * decays_between_transposed(g, C, D)
+            weights = weights.to(D)
+            for first in range(0, F, FP):
+                columns = first + tl.arange(0, FP)
+                dstate = read_state(dstates, tl.program_id(0), features, columns, E, F)
+                outer = tile_of(dy + head * F, begin, real, H * F, columns, F)
+                value = tile_of(v + head * v_head, begin, real, v_row, columns, F)
+                # y = since · (q S) + (q kᵀ · between) (β v);  the state takes (to_end · k)ᵀ (β v)
+                dweights += dot_of(outer, tl.trans(value), D, WIDE)
+                dnew = to_end[:, None] * dot_of(keys, dstate, D, WIDE) + dot_of(weights, outer, D, WIDE)
+                drate += tl.sum(dnew * value.to(tl.float32), 1)
+                write_tile(dv + head * F, rate[:, None] * dnew, begin, real, H * F, columns, F)
+            dweights *= rate[None, :]
+        between = decays_between(g, C, D)
         dweights *= between
-        tl.store(dscores + square, dweights.to(D))
-        sums = dweights * scores
+        tl.store(square_of(dscores, tl.program_id(0), C), dweights.to(D))
+        sums = tl.where(i > j, dweights * dot_of(queries, tl.trans(keys), D, WIDE), 0.0)
         if DELTA:
             likeness = dot_of(keys, tl.trans(keys), D, WIDE)
-            dsystem = tl.where(i > j, dsystem * between, 0.0)
+            dsystem = tl.where(i > j, -dot_of(inverse, dsystem, D, WIDE) * between, 0.0)
             drate += tl.sum(dsystem * likeness, 1)
             dsystem *= rate[:, None]
             sums += dsystem * likeness
-            tl.store(dlikeness + square, (dsystem + tl.trans(dsystem)).to(D))
+            tl.store(square_of(dlikeness, tl.program_id(0), C), (dsystem + tl.trans(dsystem)).to(D))
         # Each decay counts the positions behind j up to i.
-        sums = tl.cumsum(tl.where(i > j, sums, 0.0), 0, reverse=True)
-        dg = tl.sum(tl.where(i > j, sums + dto_end[None, :], 0.0), 1)
-        dg += tl.cumsum(dsince, 0, reverse=True) + dthrough * through
+        if tl.float32 == D:
+            dg = tl.sum(tl.where(i > j, tl.cumsum(sums, 0, reverse=True), 0.0), 1)
+        else:
+            # All pairs with i at this position or behind it, less those with j there too.
+            dg = tl.cumsum(tl.sum(sums, 1) - tl.sum(sums, 0), 0, reverse=True)
         at = rows.to(tl.int64) * H + head
-        tl.store(ddecay + at, dg.to(ddecay.dtype.element_ty), mask=real)
-        tl.store(dbeta + at, drate.to(dbeta.dtype.element_ty), mask=real)
+        tl.store(ddecay + at, dg, mask=real)
+        tl.store(dbeta + at, drate, mask=real)
 
 
 @triton.jit
@@ -265,6 +271,9 @@ def scan_key_gradients(
     dlikeness,
     dq,
     dk,
+    ddecay,
+    dbeta,
+    total,
     q_row,
     q_head,
     k_row,
@@ -281,46 +290,93 @@ def scan_key_gradients(
     DELTA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The gradients of the queries and keys of a chunk and a head of keys, added over its heads of values in order."""
+    """The gradients of the queries and keys of a chunk and a head of keys, EP features of them, added over its heads of
+    values in order. Also those features' part of the gradients of decays and rates as far as they come from states
+    [parts, N, H], of `total` elements a part, behind those of `scan_value_gradients`: each product with a state is a
+    product with q or k as well.
+    """
     D: tl.constexpr = states.dtype.element_ty
     groups: tl.constexpr = H // SHARED
-    place = tl.program_id(0) // groups
-    group = tl.program_id(0) % groups
+    parts: tl.constexpr = (E + EP - 1) // EP
+    place = tl.program_id(0) // (groups * parts)
+    group = tl.program_id(0) // parts % groups
+    part = tl.program_id(0) % parts
     begin = tl.load(table + place)
     end = tl.load(table + places + place)
     if begin < end:
         rows = begin + tl.arange(0, C)
         real = rows < end
-        i = tl.arange(0, C)[:, None]
-        j = tl.arange(0, C)[None, :]
-        features = tl.arange(0, EP)
-        queries = tile_of(q + group * q_head, rows, real, q_row, features, E)
-        keys = tile_of(k + group * k_head, rows, real, k_row, features, E)
+        features = part * EP + tl.arange(0, EP)
         dqueries = tl.zeros([C, EP], tl.float32)
         dkeys = tl.zeros([C, EP], tl.float32)
         for head in range(group * SHARED, (group + 1) * SHARED):
             number = place * H + head
-            square = number.to(tl.int64) * (C * C) + i * C + j
-            weights = tl.load(dscores + square)
+            g, behind = logarithms_of(decay, rows, begin, end, H, head, C)
+            since, to_end, through = decays_of(g, behind)
+            rate = column_of(beta, rows, real, H, head)
+            at = rows.to(tl.int64) * H + head
+            # Rows of dy Sᵀ, and of the gradients of the system's right side times Sᵀ.
+            read = tl.zeros([C, EP], tl.float32)
+            taken = tl.zeros([C, EP], tl.float32)
+            for first in range(0, F, FP):
+                columns = first + tl.arange(0, FP)
+                state = tl.trans(read_state(states, number, features, columns, E, F))
+                outer = tile_of(dy + head * F, begin, real, H * F, columns, F)
+                read += dot_of(outer, state, D, WIDE)
+                if DELTA:
+                    dnew = tile_of(dvalues + head * F, begin, real, H * F, columns, F)
+                    taken += dot_of(dnew, state, D, WIDE)
+            queries = tile_of(q + group * q_head, begin, real, q_row, features, E)
+            keys = tile_of(k + group * k_head, begin, real, k_row, features, E)
+            dsince = since * tl.sum(queries.to(tl.float32) * read, 1)
+            dqueries += since[:, None] * read
+            if DELTA:
+                drate = -since * tl.sum(keys.to(tl.float32) * taken, 1)
+                dsince += rate * drate
+                dkeys -= (rate * since)[:, None] * taken
+                tl.store(dbeta + (part + 1) * total + at, drate, mask=real)
+            # Rows of new dSᵀ.
+            kept = tl.zeros([C, EP], tl.float32)
+            dthrough = tl.zeros([EP], tl.float32)
+            for first in range(0, F, FP):
+                columns = first + tl.arange(0, FP)
+                state = read_state(states, number, features, columns, E, F)
+                dstate = read_state(dstates, number, features, columns, E, F)
+                dthrough += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+                if DELTA:
+                    new = tile_of(values + head * F, begin, real, H * F, columns, F)
+                else:
+                    new = tile_of(v + head * v_head, begin, real, v_row, columns, F)
+                kept += dot_of(new, tl.trans(dstate), D, WIDE)
+            if not DELTA:
+                to_end *= rate
+            dto_end = to_end * tl.sum(keys.to(tl.float32) * kept, 1)
+            dkeys += to_end[:, None] * kept
+            # Positions since the beginning count all up to them, those up to the end all behind them.
+            dg = tl.cumsum(dsince, 0, reverse=True) + tl.cumsum(dto_end, 0) - dto_end
+            dg += tl.sum(dthrough, 0) * through
+            tl.store(ddecay + (part + 1) * total + at, dg, mask=real)
+            weights = tl.load(square_of(dscores, number, C))
             dqueries += dot_of(weights, keys, D, WIDE)
             dkeys += dot_of(tl.trans(weights), queries, D, WIDE)
             if DELTA:
-                dkeys += dot_of(tl.load(dlikeness + square), keys, D, WIDE)
-            _g, since, to_end, _through = decays_of(decay, rows, end, H, head, C)
-            for first in range(0, F, FP):
-                columns = first + tl.arange(0, FP)
-                where, within = state_of(number, features, columns, E, F)
-                state = tl.trans(tl.load(states + where, mask=within, other=0.0))
-                outer = tile_of(dy + head * F, rows, real, H * F, columns, F)
-                dqueries += dot_of(since[:, None] * outer, state, D, WIDE)
-                if DELTA:
-                    new = tile_of(values + head * F, rows, real, H * F, columns, F)
-                    dseen = tile_of(dvalues + head * F, rows, real, H * F, columns, F)
-                    dkeys += dot_of(dseen, state, D, WIDE)
-                else:
-                    rate = column_of(beta, rows, real, H, head)
-                    new = rate[:, None] * tile_of(v + head * v_head, rows, real, v_row, columns, F).to(tl.float32)
-                dstate = tl.trans(tl.load(dstates + where, mask=within, other=0.0))
-                dkeys += dot_of(to_end[:, None] * new, dstate, D, WIDE)
-        write_tile(dq + group * E, dqueries, rows, real, groups * E, features, E)
-        write_tile(dk + group * E, dkeys, rows, real, groups * E, features, E)
+                dkeys += dot_of(tl.load(square_of(dlikeness, number, C)), keys, D, WIDE)
+        write_tile(dq + group * E, dqueries, begin, real, groups * E, features, E)
+        write_tile(dk + group * E, dkeys, begin, real, groups * E, features, E)
+
+
+@triton.jit
+def add_parts(ddecays, dbetas, ddecay, dbeta, total, PARTS: tl.constexpr, DELTA: tl.constexpr, B: tl.constexpr):
+    """ddecay and dbeta [N, H], `total` elements: sums of their parts in order. Without the delta rule a rate has
+    one.
+    """
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    real = at < total
+    decays = tl.load(ddecays + at, mask=real)
+    betas = tl.load(dbetas + at, mask=real)
+    for part in tl.static_range(1, PARTS):
+        decays += tl.load(ddecays + part * total + at, mask=real)
+        if DELTA:
+            betas += tl.load(dbetas + part * total + at, mask=real)
+    tl.store(ddecay + at, decays.to(ddecay.dtype.element_ty), mask=real)
+    tl.store(dbeta + at, betas.to(dbeta.dtype.element_ty), mask=real)

@@ -8,8 +8,10 @@ and a head compute what needs no other chunk; a program of a run and a head carr
 grid depends on the numbers of rows and runs alone: `scan_places` finds the chunks. Positions behind the end of a run
 are zeros with no decay. Nothing is added atomically: each output element has one program and one order of summation.
 
-Each decay between two positions is a sum of its own, as in the reference: the difference of two sums from the beginning
-would lose a small one behind a large one. No exponential is of a positive number.
+In fp32 each decay between two positions is a sum of its own, as in the reference: the difference of two sums from the
+beginning would lose a small one behind a large one. Where operands are rounded to 8 or 11 bits, it is that difference,
+of decays that are at least RESET: such sums of 128 are above -5120 and have an error of 2⁻¹² at most in one rounding.
+No exponential is of a positive number.
 
 Products multiply operands rounded to D, the dtype of the workspaces, and add in fp32; with WIDE, for Triton's
 interpreter, the rounded operands are multiplied in fp32. States are fp32 while they are carried.
@@ -28,6 +30,10 @@ import triton.language as tl
 
 RUNS = tl.constexpr(64)
 """Runs compared at a time."""
+BLOCK = tl.constexpr(16)
+"""Rows of a block that a single warp inverts."""
+RESET = tl.constexpr(-40.0)
+"""A decay to less than 2⁻⁵⁷: between positions of a chunk, smaller ones count as this one."""
 
 
 @triton.jit
@@ -68,24 +74,41 @@ def dot_of(a, b, D: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def tile_of(x, rows, real, stride, columns, width):
-    """Rows of columns; zeros where there is no row or column."""
+def tile_of(x, begin, real, stride, columns, width):
+    """The rows from `begin` on, of columns; zeros where there is no row or column."""
     inside = real[:, None] & (columns < width)[None, :]
-    return tl.load(x + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+    rows = begin + tl.arange(0, real.shape[0])
+    places = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(x + places, mask=inside, other=0.0)
 
 
 @triton.jit
-def write_tile(x, value, rows, real, stride, columns, width):
+def write_tile(x, value, begin, real, stride, columns, width):
     """Write rows of columns."""
     inside = real[:, None] & (columns < width)[None, :]
-    tl.store(x + rows.to(tl.int64)[:, None] * stride + columns[None, :], value.to(x.dtype.element_ty), mask=inside)
+    rows = begin + tl.arange(0, real.shape[0])
+    places = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(x + places, value.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def state_of(number, lines, columns, E, F):
+def state_of(x, number, lines, columns, E, F):
     """(places, mask) of the state of a chunk and a head in [P · H, E, F]."""
-    places = number.to(tl.int64) * (E * F) + lines.to(tl.int64)[:, None] * F + columns[None, :]
+    places = x + (number.to(tl.int64) * (E * F) + lines.to(tl.int64)[:, None] * F + columns[None, :])
     return places, (lines < E)[:, None] & (columns < F)[None, :]
+
+
+@triton.jit
+def read_state(x, number, lines, columns, E, F):
+    """The state of a chunk and a head; zeros where it has no line or column."""
+    places, within = state_of(x, number, lines, columns, E, F)
+    return tl.load(places, mask=within, other=0.0)
+
+
+@triton.jit
+def square_of(x, number, C: tl.constexpr):
+    """The places of a matrix of a chunk and a head in [P · H, C, C]."""
+    return x + number.to(tl.int64) * (C * C) + (tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :])
 
 
 @triton.jit
@@ -95,24 +118,47 @@ def column_of(x, rows, real, heads, head):
 
 
 @triton.jit
-def decays_of(decay, rows, end, heads, head, C: tl.constexpr):
-    """(logarithms g [C], decay since the beginning of the chunk [C], decay up to its end [C], through it)."""
-    g = column_of(decay, rows, rows < end, heads, head)
-    behind = column_of(decay, rows + 1, rows + 1 < end, heads, head)
+def logarithms_of(decay, rows, begin, end, heads, head, C: tl.constexpr):
+    """Logarithms of the decays (of the rows of a chunk [C], of the rows behind them in the chunk [C]); zeros for rows
+    before `begin` and from `end` on.
+    """
+    g = column_of(decay, rows, (rows >= begin) & (rows < end), heads, head)
+    behind = column_of(decay, rows + 1, (rows >= begin) & (rows + 1 < end), heads, head)
     # The row behind the chunk is of the next one.
-    behind = tl.where(tl.arange(0, C) < C - 1, behind, 0.0)
-    since = tl.exp(tl.cumsum(g, 0))
-    to_end = tl.exp(tl.cumsum(behind, 0, reverse=True))
-    return g, since, to_end, tl.exp(tl.sum(g, 0))
+    return g, tl.where(tl.arange(0, C) < C - 1, behind, 0.0)
 
 
 @triton.jit
-def decays_between(g, C: tl.constexpr):
-    """[C, C]: the decay from the position j to the position i; 0 where j is behind i."""
+def decays_of(g, behind):
+    """(decay since the beginning of the chunk [C], up to its end [C], through it)."""
+    to_end = tl.exp(tl.cumsum(behind, 0, reverse=True))
+    return tl.exp(tl.cumsum(g, 0)), to_end, tl.exp(tl.sum(g, 0))
+
+
+@triton.jit
+def decays_between(g, C: tl.constexpr, D: tl.constexpr):
+    """[C, C]: the decay from the position j to the position i; 0 where j is behind i. See the top of the file."""
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    sums = tl.cumsum(tl.where(i > j, g[:, None], 0.0), 0)
+    if tl.float32 == D:
+        sums = tl.cumsum(tl.where(i > j, g[:, None], 0.0), 0)
+    else:
+        since = tl.cumsum(tl.maximum(g, RESET), 0)
+        sums = tl.where(i > j, since[:, None] - since[None, :], 0.0)
     return tl.where(i >= j, tl.exp(sums), 0.0)
+
+
+@triton.jit
+def decays_between_transposed(g, C: tl.constexpr, D: tl.constexpr):
+    """[C, C]: the decay from the position i to the position j; 0 where i is behind j."""
+    if tl.float32 == D:
+        between = tl.trans(decays_between(g, C, D))
+    else:
+        i = tl.arange(0, C)[:, None]
+        j = tl.arange(0, C)[None, :]
+        since = tl.cumsum(tl.maximum(g, RESET), 0)
+        between = tl.where(i <= j, tl.exp(tl.where(i < j, since[None, :] - since[:, None], 0.0)), 0.0)
+    return between
 
 
 @triton.jit
@@ -126,34 +172,101 @@ def doubled(found, a, SIZE: tl.constexpr, SOLVE: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(a, C: tl.constexpr, DOUBLINGS: tl.constexpr, SOLVE: tl.constexpr):
-    """(1 + a)⁻¹ of a strictly lower triangular matrix [C, C]: inverses of blocks on the diagonal are joined to inverses
-    of blocks twice as large, up to 16 rows in products of that size alone.
-    """
-    B: tl.constexpr = 16
-    P: tl.constexpr = C // B
-    same = (tl.arange(0, P)[:, None] == tl.arange(0, P)[None, :])[:, None, :, None]
-    blocks = tl.sum(tl.where(same, tl.reshape(a, [P, B, P, B]), 0.0), 2)
-    i = tl.arange(0, B)[:, None]
-    j = tl.arange(0, B)[None, :]
-    small = tl.where(i == j, 1.0, 0.0)[None, :, :] - tl.where((i == j + 1) & (i % 2 == 1), blocks, 0.0)
-    for doubling in tl.static_range(1, 4):
-        small = doubled(small, blocks, 1 << doubling, SOLVE, B)
-    found = tl.reshape(tl.where(same, small[:, :, None, :], 0.0), [C, C])
-    for doubling in tl.static_range(4, DOUBLINGS):
-        found = doubled(found, a, 1 << doubling, SOLVE, C)
-    return found
-
-
-@triton.jit
-def delta_system(
+def delta_systems(
     k,
-    v,
     decay,
     beta,
     table,
     places,
+    systems,
+    corrections,
+    k_row,
+    k_head,
+    H: tl.constexpr,
+    SHARED: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    EP: tl.constexpr,
+    FP: tl.constexpr,
+    C: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The delta rule's systems 1 + a of the chunks and heads: a [P, H, C, C], strictly lower triangular, in fp32."""
+    D: tl.constexpr = corrections.dtype.element_ty
+    place = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    begin = tl.load(table + place)
+    end = tl.load(table + places + place)
+    if begin < end:
+        rows = begin + tl.arange(0, C)
+        real = rows < end
+        i = tl.arange(0, C)[:, None]
+        j = tl.arange(0, C)[None, :]
+        keys = tile_of(k + head // SHARED * k_head, begin, real, k_row, tl.arange(0, EP), E)
+        rate = column_of(beta, rows, real, H, head)
+        between = decays_between(column_of(decay, rows, real, H, head), C, D)
+        likeness = dot_of(keys, tl.trans(keys), D, WIDE)
+        tl.store(square_of(systems, tl.program_id(0), C), tl.where(i > j, rate[:, None] * likeness * between, 0.0))
+
+
+@triton.jit
+def delta_blocks(systems, table, places, H: tl.constexpr, C: tl.constexpr, SOLVE: tl.constexpr):
+    """Replaces a block on the diagonal of a by its inverse in 1 + a, joined from those of blocks of half the size.
+
+    This and `delta_inverses` are products of small blocks one after the other, so a program is a single warp: many of
+    them share a multiprocessor.
+    """
+    B: tl.constexpr = BLOCK
+    blocks: tl.constexpr = C // B
+    chunk = tl.program_id(0) // blocks
+    number = tl.program_id(0) % blocks
+    place = chunk // H
+    if tl.load(table + place) < tl.load(table + places + place):
+        i = tl.arange(0, B)[:, None]
+        j = tl.arange(0, B)[None, :]
+        own = systems + chunk.to(tl.int64) * (C * C) + number * (B * C + B) + i * C + j
+        block = tl.load(own)
+        found = tl.where(i == j, 1.0, 0.0) - tl.where((i == j + 1) & (i % 2 == 1), block, 0.0)
+        for doubling in tl.static_range(1, 4):
+            found = doubled(found, block, 1 << doubling, SOLVE, B)
+        tl.store(own, found)
+
+
+@triton.jit
+def delta_inverses(systems, table, places, inverses, H: tl.constexpr, C: tl.constexpr, SOLVE: tl.constexpr):
+    """(1 + a)⁻¹ [P, H, C, C] of every chunk and head, after `delta_blocks`: B columns, B rows of them at a time."""
+    B: tl.constexpr = BLOCK
+    blocks: tl.constexpr = C // B
+    chunk = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks
+    place = chunk // H
+    if tl.load(table + place) < tl.load(table + places + place):
+        whole = tl.arange(0, C)[:, None]
+        i = tl.arange(0, B)[:, None]
+        j = tl.arange(0, B)[None, :]
+        start = systems + chunk.to(tl.int64) * (C * C)
+        own = whole // B == first
+        found = tl.load(start + whole * C + first * B + j, mask=own, other=0.0)
+        for number in range(first + 1, blocks):
+            lines = start + (number * B + i) * C
+            # The columns from this block on meet zeros.
+            right = tl.dot(tl.load(lines + tl.arange(0, C)[None, :]), found, input_precision=SOLVE)
+            part = tl.dot(tl.load(lines + number * B + j), right, input_precision=SOLVE)
+            part = tl.reshape(tl.broadcast_to(part[None, :, :], [blocks, B, B]), [C, B])
+            found = tl.where(whole // B == number, -part, found)
+        columns = inverses + chunk.to(tl.int64) * (C * C) + whole * C + first * B + j
+        tl.store(columns, found.to(inverses.dtype.element_ty))
+
+
+@triton.jit
+def delta_values(
+    k,
+    v,
+    decay,
+    beta,
     inverses,
+    table,
+    places,
     corrections,
     values,
     k_row,
@@ -167,12 +280,10 @@ def delta_system(
     EP: tl.constexpr,
     FP: tl.constexpr,
     C: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    SOLVE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Solves the delta rule's system of a chunk and a head: inverses [P, H, C, C], if wanted; corrections [N, H, E],
-    what the rule takes of the state that enters the chunk; and values [N, H, F], the new ones of a state of zeros.
+    """Solutions of the delta rule's systems: corrections [N, H, E], what the rule takes of the state that enters the
+    chunk; and values [N, H, F], the new ones of a state of zeros.
     """
     D: tl.constexpr = values.dtype.element_ty
     place = tl.program_id(0) // H
@@ -182,25 +293,19 @@ def delta_system(
     if begin < end:
         rows = begin + tl.arange(0, C)
         real = rows < end
-        i = tl.arange(0, C)[:, None]
-        j = tl.arange(0, C)[None, :]
-        features = tl.arange(0, EP)
-        keys = tile_of(k + head // SHARED * k_head, rows, real, k_row, features, E)
-        g, since, _to_end, _through = decays_of(decay, rows, end, H, head, C)
+        inverse = tl.load(square_of(inverses, tl.program_id(0), C))
         rate = column_of(beta, rows, real, H, head)
-        likeness = dot_of(keys, tl.trans(keys), D, WIDE)
-        system = tl.where(i > j, rate[:, None] * likeness * decays_between(g, C), 0.0)
-        inverse = inverse_of(system, C, DOUBLINGS, SOLVE)
-        if inverses is not None:
-            square = tl.program_id(0).to(tl.int64) * (C * C) + i * C + j
-            tl.store(inverses + square, inverse.to(D))
-        seen = dot_of(inverse, (rate * since)[:, None] * keys, D, WIDE)
-        write_tile(corrections + head * E, seen, rows, real, H * E, features, E)
+        since = tl.exp(tl.cumsum(column_of(decay, rows, real, H, head), 0))
+        for first in range(0, E, FP):
+            features = first + tl.arange(0, FP)
+            keys = tile_of(k + head // SHARED * k_head, begin, real, k_row, features, E).to(tl.float32)
+            seen = dot_of(inverse, (rate * since)[:, None] * keys, D, WIDE)
+            write_tile(corrections + head * E, seen, begin, real, H * E, features, E)
         for first in range(0, F, FP):
             columns = first + tl.arange(0, FP)
-            value = tile_of(v + head * v_head, rows, real, v_row, columns, F)
+            value = tile_of(v + head * v_head, begin, real, v_row, columns, F).to(tl.float32)
             new = dot_of(inverse, rate[:, None] * value, D, WIDE)
-            write_tile(values + head * F, new, rows, real, H * F, columns, F)
+            write_tile(values + head * F, new, begin, real, H * F, columns, F)
 
 
 @triton.jit
@@ -242,30 +347,33 @@ def scan_states(
     begin = tl.load(borders + run)
     end = tl.load(borders + run + 1)
     place = tl.load(before + run)
-    edge, within = state_of(run * H + head, features, columns, E, F)
     state = tl.zeros([EP, FP], tl.float32)
     if initial is not None:
-        state += tl.load(initial + edge, mask=within, other=0.0).to(tl.float32)
+        state += read_state(initial, run * H + head, features, columns, E, F).to(tl.float32)
+    # Read a chunk ahead: all else waits for them.
+    g, behind = logarithms_of(decay, begin + tl.arange(0, C), begin, end, H, head, C)
     for first in range(begin, end, C):
-        where, within = state_of(place * H + head, features, columns, E, F)
-        tl.store(states + where, state.to(D), mask=within)
+        places, within = state_of(states, place * H + head, features, columns, E, F)
+        tl.store(places, state.to(D), mask=within)
         rows = first + tl.arange(0, C)
         real = rows < end
-        keys = tile_of(k + head // SHARED * k_head, rows, real, k_row, features, E)
-        _g, _since, to_end, through = decays_of(decay, rows, end, H, head, C)
+        keys = tile_of(k + head // SHARED * k_head, first, real, k_row, features, E)
+        _since, to_end, through = decays_of(g, behind)
+        g, behind = logarithms_of(decay, rows + C, begin, end, H, head, C)
         if DELTA:
-            taken = tile_of(corrections + head * E, rows, real, H * E, features, E)
-            new = tile_of(values + head * F, rows, real, H * F, columns, F).to(tl.float32) - dot_of(
+            taken = tile_of(corrections + head * E, first, real, H * E, features, E)
+            new = tile_of(values + head * F, first, real, H * F, columns, F).to(tl.float32) - dot_of(
                 taken, state, D, WIDE
             )
-            write_tile(values + head * F, new, rows, real, H * F, columns, F)
+            write_tile(values + head * F, new, first, real, H * F, columns, F)
         else:
             rate = column_of(beta, rows, real, H, head)
-            new = rate[:, None] * tile_of(v + head * v_head, rows, real, v_row, columns, F).to(tl.float32)
+            new = rate[:, None] * tile_of(v + head * v_head, first, real, v_row, columns, F).to(tl.float32)
         state = through * state + dot_of(tl.trans(keys), to_end[:, None] * new, D, WIDE)
         place += 1
     if finals is not None:
-        tl.store(finals + edge, state, mask=within)
+        places, within = state_of(finals, run * H + head, features, columns, E, F)
+        tl.store(places, state, mask=within)
 
 
 @triton.jit
@@ -306,18 +414,18 @@ def scan_outputs(
         rows = begin + tl.arange(0, C)
         real = rows < end
         features = tl.arange(0, EP)
-        queries = tile_of(q + head // SHARED * q_head, rows, real, q_row, features, E)
-        keys = tile_of(k + head // SHARED * k_head, rows, real, k_row, features, E)
-        g, since, _to_end, _through = decays_of(decay, rows, end, H, head, C)
+        queries = tile_of(q + head // SHARED * q_head, begin, real, q_row, features, E)
+        keys = tile_of(k + head // SHARED * k_head, begin, real, k_row, features, E)
+        g, behind = logarithms_of(decay, rows, begin, end, H, head, C)
+        since, _to_end, _through = decays_of(g, behind)
         rate = column_of(beta, rows, real, H, head)
-        weights = (dot_of(queries, tl.trans(keys), D, WIDE) * decays_between(g, C)).to(D)
+        weights = (dot_of(queries, tl.trans(keys), D, WIDE) * decays_between(g, C, D)).to(D)
         for first in range(0, F, FP):
             columns = first + tl.arange(0, FP)
-            where, within = state_of(tl.program_id(0), features, columns, E, F)
-            state = tl.load(states + where, mask=within, other=0.0)
+            state = read_state(states, tl.program_id(0), features, columns, E, F)
             if DELTA:
-                new = tile_of(values + head * F, rows, real, H * F, columns, F)
+                new = tile_of(values + head * F, begin, real, H * F, columns, F)
             else:
-                new = (rate[:, None] * tile_of(v + head * v_head, rows, real, v_row, columns, F).to(tl.float32)).to(D)
+                new = (rate[:, None] * tile_of(v + head * v_head, begin, real, v_row, columns, F).to(tl.float32)).to(D)
             found = since[:, None] * dot_of(queries, state, D, WIDE) + dot_of(weights, new, D, WIDE)
-            write_tile(y + head * F, found, rows, real, H * F, columns, F)
+            write_tile(y + head * F, found, begin, real, H * F, columns, F)
