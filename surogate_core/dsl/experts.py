@@ -19,7 +19,7 @@ from surogate_core.kernels.balancing.moved import Parts
 from surogate_core.kernels.expert_ranks import (
     ExpertExchange,
     ExpertRanks,
-    Received,
+    ReceivedRows,
     SumsExchange,
     biased,
     exchange_of,
@@ -297,7 +297,7 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
     """
     with region(slots[0].slot.region):
         if routes.exchange is not None:
-            received = Received(x) if gathered else routes.exchange.sent(x)
+            received = ReceivedRows(x) if gathered else routes.exchange.sent(x)
             return _multiplied(received, routes.exchange, slots)
         return ops.grouped_linears(
             x,
@@ -311,7 +311,7 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
         )
 
 
-def _multiplied(received: Received, way: ExpertExchange, slots: Sequence[BoundExperts]) -> list[Tensor]:
+def _multiplied(received: ReceivedRows, way: ExpertExchange, slots: Sequence[BoundExperts]) -> list[Tensor]:
     """[S, O] of each slot: the products of rows that all ranks sent."""
     seed, ends = slots[0].seed, way.ends
     given = _Operands.of(slots, way, received.x.dtype)
@@ -386,7 +386,7 @@ def project_combined(x_RI: Tensor, routes: Routes, slot: BoundExperts) -> Tensor
         if isinstance(way, SumsExchange) and not _sees_all(slot):
             return _summed(x_RI, way, routes.weights_NK, slot)
         if way is not None:
-            (y_SO,) = _multiplied(Received(x_RI), way, [slot])
+            (y_SO,) = _multiplied(ReceivedRows(x_RI), way, [slot])
             return way.combined(y_SO, routes.weights_NK)
         return ops.combined_linear(
             x_RI,

@@ -61,7 +61,7 @@ class ExpertExchange(Protocol):
     def moved(self) -> Moved | None:
         """The experts of which several ranks compute rows."""
 
-    def sent(self, x_NI: Tensor) -> Received:
+    def sent(self, x_NI: Tensor) -> ReceivedRows:
         """What this rank gets of all ranks' tokens for its experts."""
 
     def combined(self, y_SO: Tensor, weights_NK: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class ExpertExchange(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedRows:
     """Rows for the experts of a rank, as `kernels.experts.grouped_linears` takes them."""
 
     x: Tensor
@@ -77,11 +77,11 @@ class Received:
     order_S: Tensor | None = None
     place_MK: Tensor | None = None
 
-    def rows(self) -> Received:
+    def rows(self) -> ReceivedRows:
         """The rows themselves."""
         if self.order_S is None or self.place_MK is None:
             return self
-        return Received(experts.gather_rows(self.x, self.order_S, self.place_MK, parts=True))
+        return ReceivedRows(experts.gather_rows(self.x, self.order_S, self.place_MK, parts=True))
 
 
 def exchange_of(
@@ -153,9 +153,9 @@ class RowsExchange:
     def _exchanged(self, x_SI: Tensor) -> Tensor:
         return exchange_rows(x_SI.unflatten(0, (self.ranks.size, -1)).contiguous(), self.ranks).flatten(0, 1)
 
-    def sent(self, x_NI: Tensor) -> Received:
+    def sent(self, x_NI: Tensor) -> ReceivedRows:
         """As `ExpertExchange.sent`: rows."""
-        return Received(self._exchanged(experts.gather_rows(x_NI, self.order_S, self.place_NK)))
+        return ReceivedRows(self._exchanged(experts.gather_rows(x_NI, self.order_S, self.place_NK)))
 
     def combined(self, y_SO: Tensor, weights_NK: Tensor) -> Tensor:
         """As `ExpertExchange.combined`, in the order of a token's choices."""
@@ -199,9 +199,9 @@ class SumsExchange:
         """As `ExpertExchange.ends`: all rows are multiplied together."""
         return [self.ends_G]
 
-    def sent(self, x_NI: Tensor) -> Received:
+    def sent(self, x_NI: Tensor) -> ReceivedRows:
         """As `ExpertExchange.sent`: tokens."""
-        return Received(_Gathered.apply(x_NI, self.ranks), self.order_S, self.place_MK)
+        return ReceivedRows(_Gathered.apply(x_NI, self.ranks), self.order_S, self.place_MK)
 
     def combined(self, y_SO: Tensor, weights_NK: Tensor) -> Tensor:
         """As `ExpertExchange.combined`, in the order of the ranks."""

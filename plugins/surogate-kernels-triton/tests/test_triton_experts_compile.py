@@ -45,6 +45,16 @@ def codes(rank: int, order: Tensor, ends: Tensor) -> None:
         experts_launches.grouped_codes(x, w, empty(rows, rank * count), b, where, ends, rows, **named)
 
 
+def plain(rows: int, inputs: int, outputs: int, ends: Tensor) -> None:
+    """Products of trained weights and their gradients."""
+    from surogate_kernels_triton import experts_plain
+
+    x, dy, w = empty(rows, inputs), empty(rows, outputs), empty(EXPERTS, outputs, inputs)
+    experts_plain._product._init_fn(x, w, ends)
+    experts_plain._product._init_fn(dy, w.transpose(1, 2), ends)
+    experts_plain._factors._init_fn(dy, x, ends)
+
+
 def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """All launches of a layer with experts, forward and backward."""
     from surogate_kernels_triton import (
@@ -52,7 +62,6 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         experts_combined,
         experts_frozen,
         experts_launches,
-        experts_plain,
         experts_routing,
     )
 
@@ -84,14 +93,8 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         backward = experts_combined._backward._init_fn
         backward(empty(TOKENS, WIDTH), x, order, slot, ends, weights, w, [], a, b, u, 2.0, *masks, False)
 
-    def plain(inputs: int, outputs: int) -> None:
-        x, dy, w = empty(rows, inputs), empty(rows, outputs), empty(EXPERTS, outputs, inputs)
-        experts_plain._product._init_fn(x, w, ends)
-        experts_plain._product._init_fn(dy, w.transpose(1, 2), ends)
-        experts_plain._factors._init_fn(dy, x, ends)
-
     with recorded(monkeypatch) as launches:
-        plain(WIDTH, INNER)
+        plain(rows, WIDTH, INNER, ends)
         logits = empty(TOKENS, EXPERTS)
         experts_routing._route._init_fn(logits, CHOICES, True, False, None, 1.0)
         experts_routing._route._init_fn(logits, CHOICES, True, True, empty(EXPERTS, dtype=torch.float32), 2.5)
