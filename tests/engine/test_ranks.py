@@ -508,7 +508,7 @@ def test_the_largest_figures_of_recipes_keep_their_signs_and_nan() -> None:
 VARYING = ("lora", "level 0", "level 1", "level 2", "experts, level 1", "experts, a counted step, level 3")
 
 
-@pytest.mark.slow_cases("level 0", "experts, level 1")
+@pytest.mark.slow_cases("level 0", "experts, level 1", "experts, a counted step, level 3")
 @pytest.mark.parametrize("case", VARYING)
 def test_steps_of_any_length_have_the_same_bits(case: str) -> None:
     """Also where a rank has no micro-batch."""

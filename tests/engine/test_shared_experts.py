@@ -214,7 +214,7 @@ def saved(engine: Engine) -> Checkpoint:
     return found
 
 
-@pytest.mark.slow_cases("all weights", "adapters")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
