@@ -18,6 +18,7 @@ pytestmark = [
 ]
 PROGRAMS = {
     "scan_places",
+    "scan_decays",
     "delta_systems",
     "delta_blocks",
     "delta_inverses",

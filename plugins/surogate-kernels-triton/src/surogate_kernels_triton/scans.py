@@ -30,6 +30,8 @@ WIDEST_VALUE = 256
 """Most features of a value."""
 ADDED = 1024
 """Numbers of a program that adds parts."""
+HEADS = 16
+"""Heads of a program of `scan_decays`."""
 PLACES = 32
 """Places of chunks that a program finds."""
 
@@ -106,6 +108,20 @@ class _Scan:
         )
         return table, before
 
+    @cached_property
+    def decays(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(since the beginning of a chunk [N, H], up to its end [N, H], through it [P, H]), in fp32."""
+        since, to_end = (torch.empty_like(self.decay, dtype=torch.float32) for _ in range(2))
+        through = since.new_empty((self.places, self.heads))
+        programs.scan_decays[self.places * triton.cdiv(self.heads, HEADS),](
+            *(self.decay, self.table[0], self.places, since, to_end, through),
+            H=self.heads,
+            C=self.tiles.chunk,
+            B=HEADS,
+            num_warps=4,
+        )
+        return since, to_end, through
+
     def strides(self, *rows: Tensor) -> list[int]:
         """The strides of a row and of a head of each."""
         return [stride for x in rows for stride in x.stride()[:2]]
@@ -175,7 +191,7 @@ class _Scan:
         programs.delta_values[self.places * self.heads,](
             self.k,
             self.v,
-            self.decay,
+            self.decays[0],
             self.beta,
             inverses,
             table,
@@ -193,7 +209,7 @@ class _Scan:
         programs.scan_states[self.carrying(self.tiles.carried)](
             self.k,
             self.v,
-            self.decay,
+            *self.decays[1:],
             self.beta,
             corrections,
             values,
@@ -214,6 +230,7 @@ class _Scan:
             self.k,
             self.v,
             self.decay,
+            self.decays[0],
             self.beta,
             values,
             self.table[0],
@@ -247,7 +264,7 @@ class _Scan:
             self.q,
             self.k,
             dy,
-            self.decay,
+            *self.decays,
             corrections,
             dvalues,
             self.borders,
@@ -268,21 +285,20 @@ class _Scan:
         states = self.forward(corrections, values, None)
         dstates, dvalues = self.backward_states(dy, corrections, dfinals, dinitial)
         dq, dk, dv, ddecay, dbeta = gradients
-        tile, strides, table = self.tiles.keys, self.strides(self.q, self.k, self.v), self.table[0]
-        features = min(tile.e, padded(self.k.shape[2]))
+        features = min(self.tiles.keys.e, padded(self.k.shape[2]))
         of_keys = triton.cdiv(self.k.shape[2], features)
         ddecays = ddecay.new_empty((1 + of_keys, *ddecay.shape), dtype=torch.float32)
         dbetas = dbeta.new_empty((1 + of_keys if self.delta else 1, *dbeta.shape), dtype=torch.float32)
-        rows = (self.q, self.k, self.v, dy, self.decay, self.beta)
+        rows, strides = (self.q, self.k, self.v, dy), self.strides(self.q, self.k, self.v)
+        given = (self.beta, inverses, values, dvalues, self.table[0], self.places, states, dstates)
         squares, parts = (self.squares(), self.squares() if self.delta else None), (ddecays, dbetas)
         gradients_programs.scan_value_gradients[self.places * self.heads,](
-            *(*rows, inverses, values, dvalues, table, self.places, dstates, *squares, dv, *parts, *strides),
+            *(*rows, self.decay, self.decays[1], *given, *squares, dv, *parts, *strides),
             **self.options(self.tiles.values),
         )
         gradients_programs.scan_key_gradients[self.places * self.k.shape[1] * of_keys,](
-            *(*rows, values, dvalues, table, self.places, states, dstates, *squares, dq, dk, *parts, ddecay.numel()),
-            *strides,
-            **self.options(tile, features=features),
+            *(*rows, *self.decays, *given, *squares, dq, dk, *parts, ddecay.numel(), *strides),
+            **self.options(self.tiles.keys, features=features),
         )
         gradients_programs.add_parts[triton.cdiv(ddecay.numel(), ADDED),](
             *(*parts, ddecay, dbeta, ddecay.numel()), PARTS=1 + of_keys, DELTA=self.delta, B=ADDED, num_warps=4
@@ -501,7 +517,7 @@ def _backward_flops(dy: Any, dfinals: Any, q_shape: Any, k_shape: Any, v_shape: 
 
 def _bytes(tensors: Sequence[Tensor], delta: bool, states: int, squares: int, values: int) -> int:
     """Bytes of workspaces for q, k, v, decays, rates and borders: these numbers of [P, H, E, F], of [P, H, C, C] and of
-    [N, H, F], and corrections. Systems are gone before there are states.
+    [N, H, F], corrections and decays. Systems are gone before there are states.
     """
     _, k_NGE, v_NHF, *_, borders = tensors
     rows, heads, width = v_NHF.shape
@@ -511,7 +527,7 @@ def _bytes(tensors: Sequence[Tensor], delta: bool, states: int, squares: int, va
     found *= places * heads
     if delta:
         found += rows * heads * (features + values * width) * size
-    return found + 4 * (2 * places + len(borders))
+    return found + 4 * (2 * places + len(borders) + (2 * rows + places) * heads)
 
 
 def _bytes_of_parts(k_NGE: Tensor, v_NHF: Tensor, delta: bool) -> int:

@@ -16,9 +16,7 @@ from surogate_kernels_triton.scans_programs import (
     column_of,
     decays_between,
     decays_between_transposed,
-    decays_of,
     dot_of,
-    logarithms_of,
     read_state,
     square_of,
     state_of,
@@ -74,7 +72,9 @@ def scan_state_gradients(
     q,
     k,
     dy,
-    decay,
+    since,
+    to_end,
+    through,
     corrections,
     dvalues,
     borders,
@@ -113,8 +113,12 @@ def scan_state_gradients(
     state = tl.zeros([EP, FP], tl.float32)
     if dfinals is not None:
         state += read_state(dfinals, run * H + head, features, columns, E, F).to(tl.float32)
+    # Decays are read a chunk ahead: all else waits for them.
     rows = begin + (chunks - 1) * C + tl.arange(0, C)
-    g, behind = logarithms_of(decay, rows, begin, end, H, head, C)
+    real = (rows >= begin) & (rows < end)
+    read = column_of(since, rows, real, H, head)
+    rest = column_of(to_end, rows, real, H, head)
+    whole = tl.load(through + (place + chunks - 1) * H + head, mask=begin < end, other=0.0)
     for done in range(chunks):
         number = chunks - 1 - done
         places, within = state_of(dstates, (place + number) * H + head, features, columns, E, F)
@@ -124,17 +128,22 @@ def scan_state_gradients(
         real = rows < end
         queries = tile_of(q + head // SHARED * q_head, start, real, q_row, features, E)
         outer = tile_of(dy + head * F, start, real, H * F, columns, F)
-        since, to_end, through = decays_of(g, behind)
-        g, behind = logarithms_of(decay, rows - C, begin, end, H, head, C)
-        read = dot_of(tl.trans(queries), since[:, None] * outer, D, WIDE)
+        earlier = rows - C
+        next_read = column_of(since, earlier, earlier >= begin, H, head)
+        next_rest = column_of(to_end, earlier, earlier >= begin, H, head)
+        next_whole = tl.load(through + (place + number - 1) * H + head, mask=number > 0, other=0.0)
+        found = dot_of(tl.trans(queries), read[:, None] * outer, D, WIDE)
         if DELTA:
             keys = tile_of(k + head // SHARED * k_head, start, real, k_row, features, E)
             new = tile_of(dvalues + head * F, start, real, H * F, columns, F).to(tl.float32)
-            new += to_end[:, None] * dot_of(keys, state, D, WIDE)
+            new += rest[:, None] * dot_of(keys, state, D, WIDE)
             write_tile(dvalues + head * F, new, start, real, H * F, columns, F)
             taken = tile_of(corrections + head * E, start, real, H * E, features, E)
-            read -= dot_of(tl.trans(taken), new, D, WIDE)
-        state = read + through * state
+            found -= dot_of(tl.trans(taken), new, D, WIDE)
+        state = found + whole * state
+        read = next_read
+        rest = next_rest
+        whole = next_whole
     if dinitial is not None:
         places, within = state_of(dinitial, run * H + head, features, columns, E, F)
         tl.store(places, state.to(dinitial.dtype.element_ty), mask=within)
@@ -147,12 +156,14 @@ def scan_value_gradients(
     v,
     dy,
     decay,
+    to_end,
     beta,
     inverses,
     values,
     dvalues,
     table,
     places,
+    states,
     dstates,
     dscores,
     dlikeness,
@@ -216,8 +227,7 @@ def scan_value_gradients(
         else:
             queries = tile_of(q + head // SHARED * q_head, begin, real, q_row, features, E)
             keys = tile_of(k + head // SHARED * k_head, begin, real, k_row, features, E)
-            _g, behind = logarithms_of(decay, rows, begin, end, H, head, C)
-            _since, to_end, _through = decays_of(g, behind)
+            rest = column_of(to_end, rows, real, H, head)
             weights = dot_of(keys, tl.trans(queries), D, WIDE) * decays_between_transposed(g, C, D)
             weights = weights.to(D)
             for first in range(0, F, FP):
@@ -227,7 +237,7 @@ def scan_value_gradients(
                 value = tile_of(v + head * v_head, begin, real, v_row, columns, F)
                 # y = since · (q S) + (q kᵀ · between) (β v);  the state takes (to_end · k)ᵀ (β v)
                 dweights += dot_of(outer, tl.trans(value), D, WIDE)
-                dnew = to_end[:, None] * dot_of(keys, dstate, D, WIDE) + dot_of(weights, outer, D, WIDE)
+                dnew = rest[:, None] * dot_of(keys, dstate, D, WIDE) + dot_of(weights, outer, D, WIDE)
                 drate += tl.sum(dnew * value.to(tl.float32), 1)
                 write_tile(dv + head * F, rate[:, None] * dnew, begin, real, H * F, columns, F)
             dweights *= rate[None, :]
@@ -259,8 +269,11 @@ def scan_key_gradients(
     k,
     v,
     dy,
-    decay,
+    since,
+    to_end,
+    through,
     beta,
+    inverses,
     values,
     dvalues,
     table,
@@ -311,8 +324,8 @@ def scan_key_gradients(
         dkeys = tl.zeros([C, EP], tl.float32)
         for head in range(group * SHARED, (group + 1) * SHARED):
             number = place * H + head
-            g, behind = logarithms_of(decay, rows, begin, end, H, head, C)
-            since, to_end, through = decays_of(g, behind)
+            begun = column_of(since, rows, real, H, head)
+            rest = column_of(to_end, rows, real, H, head)
             rate = column_of(beta, rows, real, H, head)
             at = rows.to(tl.int64) * H + head
             # Rows of dy Sᵀ, and of the gradients of the system's right side times Sᵀ.
@@ -328,12 +341,12 @@ def scan_key_gradients(
                     taken += dot_of(dnew, state, D, WIDE)
             queries = tile_of(q + group * q_head, begin, real, q_row, features, E)
             keys = tile_of(k + group * k_head, begin, real, k_row, features, E)
-            dsince = since * tl.sum(queries.to(tl.float32) * read, 1)
-            dqueries += since[:, None] * read
+            dsince = begun * tl.sum(queries.to(tl.float32) * read, 1)
+            dqueries += begun[:, None] * read
             if DELTA:
-                drate = -since * tl.sum(keys.to(tl.float32) * taken, 1)
+                drate = -begun * tl.sum(keys.to(tl.float32) * taken, 1)
                 dsince += rate * drate
-                dkeys -= (rate * since)[:, None] * taken
+                dkeys -= (rate * begun)[:, None] * taken
                 tl.store(dbeta + (part + 1) * total + at, drate, mask=real)
             # Rows of new dSᵀ.
             kept = tl.zeros([C, EP], tl.float32)
@@ -349,12 +362,12 @@ def scan_key_gradients(
                     new = tile_of(v + head * v_head, begin, real, v_row, columns, F)
                 kept += dot_of(new, tl.trans(dstate), D, WIDE)
             if not DELTA:
-                to_end *= rate
-            dto_end = to_end * tl.sum(keys.to(tl.float32) * kept, 1)
-            dkeys += to_end[:, None] * kept
+                rest *= rate
+            dto_end = rest * tl.sum(keys.to(tl.float32) * kept, 1)
+            dkeys += rest[:, None] * kept
             # Positions since the beginning count all up to them, those up to the end all behind them.
             dg = tl.cumsum(dsince, 0, reverse=True) + tl.cumsum(dto_end, 0) - dto_end
-            dg += tl.sum(dthrough, 0) * through
+            dg += tl.sum(dthrough, 0) * tl.load(through + number)
             tl.store(ddecay + (part + 1) * total + at, dg, mask=real)
             weights = tl.load(square_of(dscores, number, C))
             dqueries += dot_of(weights, keys, D, WIDE)

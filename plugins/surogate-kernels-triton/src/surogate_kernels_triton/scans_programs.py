@@ -11,7 +11,7 @@ are zeros with no decay. Nothing is added atomically: each output element has on
 In fp32 each decay between two positions is a sum of its own, as in the reference: the difference of two sums from the
 beginning would lose a small one behind a large one. Where operands are rounded to 8 or 11 bits, it is that difference,
 of decays that are at least RESET: such sums of 128 are above -5120 and have an error of 2⁻¹² at most in one rounding.
-No exponential is of a positive number.
+Up to rounding no exponential is of a positive number.
 
 Products multiply operands rounded to D, the dtype of the workspaces, and add in fp32; with WIDE, for Triton's
 interpreter, the rounded operands are multiplied in fp32. States are fp32 while they are carried.
@@ -61,6 +61,27 @@ def scan_places(borders, runs, table, before, places, C: tl.constexpr, B: tl.con
         total += tl.sum(count, 0)
     tl.store(table + number, begin, mask=number < places)
     tl.store(table + places + number, end, mask=number < places)
+
+
+@triton.jit
+def scan_decays(decay, table, places, since, to_end, through, H: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
+    """The decays of B heads of a chunk: since its beginning [N, H], up to its end [N, H] and through it [P, H]."""
+    blocks: tl.constexpr = (H + B - 1) // B
+    place = tl.program_id(0) // blocks
+    heads = tl.program_id(0) % blocks * B + tl.arange(0, B)
+    begin = tl.load(table + place)
+    end = tl.load(table + places + place)
+    if begin < end:
+        rows = begin + tl.arange(0, C)
+        at = rows.to(tl.int64)[:, None] * H + heads[None, :]
+        real = (rows < end)[:, None] & (heads < H)[None, :]
+        g = tl.load(decay + at, mask=real, other=0.0).to(tl.float32)
+        # `end` is that of the chunk: the row behind it is of the next one.
+        inside = (rows + 1 < end)[:, None] & real
+        behind = tl.load(decay + at + H, mask=inside, other=0.0).to(tl.float32)
+        tl.store(since + at, tl.exp(tl.cumsum(g, 0)), mask=real)
+        tl.store(to_end + at, tl.exp(tl.cumsum(behind, 0, reverse=True)), mask=real)
+        tl.store(through + place.to(tl.int64) * H + heads, tl.exp(tl.sum(g, 0)), mask=heads < H)
 
 
 @triton.jit
@@ -115,24 +136,6 @@ def square_of(x, number, C: tl.constexpr):
 def column_of(x, rows, real, heads, head):
     """A head's numbers of the rows in [N, H], in fp32."""
     return tl.load(x + rows.to(tl.int64) * heads + head, mask=real, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def logarithms_of(decay, rows, begin, end, heads, head, C: tl.constexpr):
-    """Logarithms of the decays (of the rows of a chunk [C], of the rows behind them in the chunk [C]); zeros for rows
-    before `begin` and from `end` on.
-    """
-    g = column_of(decay, rows, (rows >= begin) & (rows < end), heads, head)
-    behind = column_of(decay, rows + 1, (rows >= begin) & (rows + 1 < end), heads, head)
-    # The row behind the chunk is of the next one.
-    return g, tl.where(tl.arange(0, C) < C - 1, behind, 0.0)
-
-
-@triton.jit
-def decays_of(g, behind):
-    """(decay since the beginning of the chunk [C], up to its end [C], through it)."""
-    to_end = tl.exp(tl.cumsum(behind, 0, reverse=True))
-    return tl.exp(tl.cumsum(g, 0)), to_end, tl.exp(tl.sum(g, 0))
 
 
 @triton.jit
@@ -262,7 +265,7 @@ def delta_inverses(systems, table, places, inverses, H: tl.constexpr, C: tl.cons
 def delta_values(
     k,
     v,
-    decay,
+    since,
     beta,
     inverses,
     table,
@@ -295,11 +298,11 @@ def delta_values(
         real = rows < end
         inverse = tl.load(square_of(inverses, tl.program_id(0), C))
         rate = column_of(beta, rows, real, H, head)
-        since = tl.exp(tl.cumsum(column_of(decay, rows, real, H, head), 0))
+        read = rate * column_of(since, rows, real, H, head)
         for first in range(0, E, FP):
             features = first + tl.arange(0, FP)
             keys = tile_of(k + head // SHARED * k_head, begin, real, k_row, features, E).to(tl.float32)
-            seen = dot_of(inverse, (rate * since)[:, None] * keys, D, WIDE)
+            seen = dot_of(inverse, read[:, None] * keys, D, WIDE)
             write_tile(corrections + head * E, seen, begin, real, H * E, features, E)
         for first in range(0, F, FP):
             columns = first + tl.arange(0, FP)
@@ -312,7 +315,8 @@ def delta_values(
 def scan_states(
     k,
     v,
-    decay,
+    to_end,
+    through,
     beta,
     corrections,
     values,
@@ -350,16 +354,18 @@ def scan_states(
     state = tl.zeros([EP, FP], tl.float32)
     if initial is not None:
         state += read_state(initial, run * H + head, features, columns, E, F).to(tl.float32)
-    # Read a chunk ahead: all else waits for them.
-    g, behind = logarithms_of(decay, begin + tl.arange(0, C), begin, end, H, head, C)
+    # Decays are read a chunk ahead: all else waits for them.
+    rows = begin + tl.arange(0, C)
+    rest = column_of(to_end, rows, rows < end, H, head)
+    whole = tl.load(through + place * H + head, mask=begin < end, other=0.0)
     for first in range(begin, end, C):
         places, within = state_of(states, place * H + head, features, columns, E, F)
         tl.store(places, state.to(D), mask=within)
         rows = first + tl.arange(0, C)
         real = rows < end
         keys = tile_of(k + head // SHARED * k_head, first, real, k_row, features, E)
-        _since, to_end, through = decays_of(g, behind)
-        g, behind = logarithms_of(decay, rows + C, begin, end, H, head, C)
+        next_rest = column_of(to_end, rows + C, rows + C < end, H, head)
+        next_whole = tl.load(through + (place + 1) * H + head, mask=first + C < end, other=0.0)
         if DELTA:
             taken = tile_of(corrections + head * E, first, real, H * E, features, E)
             new = tile_of(values + head * F, first, real, H * F, columns, F).to(tl.float32) - dot_of(
@@ -369,8 +375,10 @@ def scan_states(
         else:
             rate = column_of(beta, rows, real, H, head)
             new = rate[:, None] * tile_of(v + head * v_head, first, real, v_row, columns, F).to(tl.float32)
-        state = through * state + dot_of(tl.trans(keys), to_end[:, None] * new, D, WIDE)
+        state = whole * state + dot_of(tl.trans(keys), rest[:, None] * new, D, WIDE)
         place += 1
+        rest = next_rest
+        whole = next_whole
     if finals is not None:
         places, within = state_of(finals, run * H + head, features, columns, E, F)
         tl.store(places, state, mask=within)
@@ -382,6 +390,7 @@ def scan_outputs(
     k,
     v,
     decay,
+    since,
     beta,
     values,
     table,
@@ -416,8 +425,8 @@ def scan_outputs(
         features = tl.arange(0, EP)
         queries = tile_of(q + head // SHARED * q_head, begin, real, q_row, features, E)
         keys = tile_of(k + head // SHARED * k_head, begin, real, k_row, features, E)
-        g, behind = logarithms_of(decay, rows, begin, end, H, head, C)
-        since, _to_end, _through = decays_of(g, behind)
+        g = column_of(decay, rows, real, H, head)
+        read = column_of(since, rows, real, H, head)
         rate = column_of(beta, rows, real, H, head)
         weights = (dot_of(queries, tl.trans(keys), D, WIDE) * decays_between(g, C, D)).to(D)
         for first in range(0, F, FP):
@@ -427,5 +436,5 @@ def scan_outputs(
                 new = tile_of(values + head * F, begin, real, H * F, columns, F)
             else:
                 new = (rate[:, None] * tile_of(v + head * v_head, begin, real, v_row, columns, F).to(tl.float32)).to(D)
-            found = since[:, None] * dot_of(queries, state, D, WIDE) + dot_of(weights, new, D, WIDE)
+            found = read[:, None] * dot_of(queries, state, D, WIDE) + dot_of(weights, new, D, WIDE)
             write_tile(y + head * F, found, begin, real, H * F, columns, F)

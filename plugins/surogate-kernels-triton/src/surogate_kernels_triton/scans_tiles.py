@@ -50,7 +50,7 @@ SMALL = ScanTiles(
     system=ScanTile(f=64, warps=4, stages=1),
     local=ScanTile(f=64, warps=4, stages=1),
     carried=ScanTile(f=32, warps=4, stages=2),
-    values=ScanTile(f=32, warps=8, stages=1),
+    values=ScanTile(f=32, warps=4, stages=1),
     keys=ScanTile(f=32, warps=4, stages=1, e=32),
 )
 """For GPUs with 99 KiB of shared memory a block and more; chosen by what fits, not measured."""
