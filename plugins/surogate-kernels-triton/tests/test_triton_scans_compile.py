@@ -72,7 +72,7 @@ def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch
 
 def test_hopper_multiplies_from_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs with many `wgmma` whose left operand is in registers ended in illegal memory accesses with some
-    numbers of warps. ptxas 12.8, which Triton 3.6 has, makes wrong code of such (triton-lang/triton 9433, 11366, 11781).
+    numbers of warps. ptxas 12.8, which Triton 3.6 has, makes wrong code of such (triton-lang/triton 9433, 11366).
     One product may be such, of decayed scores.
     """
     from surogate_kernels_triton import scans_tiles
