@@ -340,9 +340,9 @@ def scan_key_gradients(
                     dnew = tile_of(dvalues + head * F, begin, real, H * F, columns, F)
                     taken += dot_of(dnew, state, D, WIDE)
             queries = tile_of(q + group * q_head, begin, real, q_row, features, E)
-            keys = tile_of(k + group * k_head, begin, real, k_row, features, E)
             dsince = begun * tl.sum(queries.to(tl.float32) * read, 1)
             dqueries += begun[:, None] * read
+            keys = tile_of(k + group * k_head, begin, real, k_row, features, E)
             if DELTA:
                 drate = -begun * tl.sum(keys.to(tl.float32) * taken, 1)
                 dsince += rate * drate
