@@ -55,9 +55,9 @@ def scan_step(
     columns = tl.program_id(0) % parts * FP + tl.arange(0, FP)
     features = tl.arange(0, EP)
     slot = tl.load(slots + row)
-    where, within = state_of(slot * H + head, features, columns, E, F)
+    where, within = state_of(states, slot * H + head, features, columns, E, F)
     within = within & (slot < last)
-    state = tl.load(states + where, mask=within, other=0.0)
+    state = tl.load(where, mask=within, other=0.0)
     group = head // SHARED
     key = tl.load(k + row * k_row + group * k_head + features, mask=features < E, other=0.0).to(tl.float32)
     query = tl.load(q + row * q_row + group * q_head + features, mask=features < E, other=0.0).to(tl.float32)
@@ -67,7 +67,7 @@ def scan_step(
     if DELTA:
         new -= tl.sum(state * key[:, None], 0)
     state += key[:, None] * (rate * new)[None, :]
-    tl.store(states + where, state, mask=within)
+    tl.store(where, state, mask=within)
     read = tl.sum(state * query[:, None], 0)
     tl.store(y + (row * H + head) * F + columns, read.to(y.dtype.element_ty), mask=columns < F)
 
