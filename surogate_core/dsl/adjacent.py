@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_view
 
 WIDE = 2048
-"""Columns from which on a matrix is joined by a kernel of its own."""
+"""Numbers of a row from which on rows are joined by a kernel of their own."""
 
 
 @torch.library.custom_op("surogate::joined", mutates_args=())
@@ -26,14 +26,17 @@ def _(parts: Sequence[Tensor]) -> Tensor:
 
 
 def join_columns_apart(graph: fx.Graph) -> None:
-    """Join the columns of wide matrices by kernels of their own. A kernel that is fused with what computes the parts
+    """Join several results in wide rows by kernels of their own. A kernel that is fused with what computes the parts
     evaluates each of them for every column, and reads and writes single elements, since a part may begin anywhere.
+
+    One result with room behind it is left alone: the kernel that computes it writes it there.
     """
     for node in graph.nodes:
-        if node.target != torch.ops.aten.cat.default or len(node.args) < 2 or len(node.args[0]) < 2:
+        if node.target != torch.ops.aten.cat.default or len(node.args) < 2:
             continue
-        value = node.meta["val"]
-        if value.ndim == 2 and node.args[1] in (1, -1) and value.shape[1] >= WIDE:
+        value, dim = node.meta["val"], node.args[1]
+        parts = [part for part in node.args[0] if base_op(part) not in EMPTY]
+        if dim % value.ndim == 1 and len(parts) > 1 and value[:1].numel() >= WIDE:
             node.target, node.args = torch.ops.surogate.joined.default, (node.args[0],)
 
 

@@ -208,14 +208,16 @@ def test_compile_processes_write_to_the_private_caches(monkeypatch: pytest.Monke
     assert len(found) == 1
 
 
-def test_columns_of_wide_matrices_are_joined_by_kernels_of_their_own() -> None:
+def test_results_in_wide_rows_are_joined_by_kernels_of_their_own() -> None:
     """A kernel of the whole would take the exponentials of a few columns for every column. No number changes."""
     wide = adjacent.WIDE
 
     def joined(x_ND: Tensor, h_NF: Tensor) -> Tensor:
-        small = torch.sigmoid(h_NF.exp())
+        small, rows = torch.sigmoid(h_NF.exp()), (x_ND * 2).unflatten(1, (-1, 4))
         whole = torch.cat((x_ND * 2, small, x_ND, x_ND.neg()), 1)
-        return torch.cat((whole[:, :2], whole[:, -2:]), 1)
+        room = torch.cat((x_ND * 3, x_ND.new_empty(6, wide)), 1)
+        again = torch.cat((rows, rows.neg()), 1).flatten(1)
+        return torch.cat((whole[:, :2], room[:, :2], again[:, -2:]), 1)
 
     inputs = [Signature(shape, torch.float32, torch.device("cpu")) for shape in ((6, wide // 2), (6, 3))]
     x, h = (torch.randn(*s.shape, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(inputs))
@@ -223,7 +225,7 @@ def test_columns_of_wide_matrices_are_joined_by_kernels_of_their_own() -> None:
     adjacent.join_columns_apart(module.graph)
     module.recompile()
     shapes = [tuple(n.meta["val"].shape) for n in module.graph.nodes if n.target is torch.ops.surogate.joined.default]
-    assert shapes == [(6, 3 * (wide // 2) + 3)], "the narrow one may be fused"
+    assert shapes == [(6, 3 * (wide // 2) + 3), (6, wide // 4, 4)], "neither narrow rows nor one result with room"
     assert torch.equal(module(x, h)[0], joined(x, h))
     call = without_gradients(joined, inputs, compiler="inductor")
     torch.testing.assert_close(call([x, h])[0], joined(x, h))
