@@ -55,6 +55,7 @@ def test_a_load_that_is_none(text: str) -> None:
         busiest_of(text)
 
 
+@pytest.mark.slow
 def test_experts_that_are_shared_out_have_a_time_and_so_has_the_run_without_it() -> None:
     found, whole = plan(*SHARED), plan(*SHARED, "ep_size=1")
     without = found["without_ep_size"]
@@ -66,7 +67,7 @@ def test_experts_that_are_shared_out_have_a_time_and_so_has_the_run_without_it()
     assert whole["without_ep_size"] is None
     text = printed(*SHARED)
     assert "ep_size=1 would be faster and fits: about " in text
-    assert "ep_size=2: the time is of even loads; no GPU has been measured with it" in text
+    assert "ep_size=2: the time is of even loads (--busiest)" in text
     busy = plan(*SHARED, "--busiest", "2")
     assert busy["seconds_per_step"] > found["seconds_per_step"]
     assert busy["recomputed_flops"] > found["recomputed_flops"]
@@ -114,6 +115,21 @@ MEASURED = [
     ([*FULL, *KEPT], 95.9),
 ]
 """Thousands of tokens per second of one H200 (benchmarks/evidence/experts.md)."""
+
+
+TWO = ["recompute=true", "per_device_train_batch_size=8", "lmhead_chunks=8", "gpus=2"]
+MEASURED_ON_TWO = [
+    ([*LORA, *TWO], 41.9),
+    ([*LORA, *TWO, "ep_size=2", "--busiest", "1.113"], 35.1),
+    ([*LORA, *TWO, "ep_size=2", "--busiest", "1.276"], 33.0),
+]
+"""Likewise of two H200s (benchmarks/evidence/several-gpus.md)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "rate"), MEASURED_ON_TWO, ids=str)
+def test_the_estimate_is_near_what_two_gpus_reach(keys: list[str], rate: float) -> None:
+    assert plan(*SHAPE, *keys)["tokens_per_second"] == pytest.approx(rate * 1e3, rel=0.03)
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def notes(plan: RunPlan) -> list[str]:
     config, whole, found = plan.config, plan.whole_experts, []
     if config.ep_size > 1 and plan.speed is not None:
         load = "even loads" if plan.load == 1 else f"{plan.load:g} times the mean on the busiest GPU"
-        found.append(f"ep_size={config.ep_size}: the time is of {load}; no GPU has been measured with it")
+        found.append(f"ep_size={config.ep_size}: the time is of {load} (--busiest)")
     if whole is None:
         return found
     sends = sum(sent.nbytes for sent in plan.prediction.sent)

@@ -169,8 +169,8 @@ class ExpertWork:
     gradients: float
     """Those of them that are of the gradients of trained weights."""
     places: int
-    """Features that the projections read and write in all places of rows: whatever the load, a rank has as many as it
-    may ever need, and everything but the products computes all of them."""
+    """Features that everything but the products reads and writes for a token's rows. A rank has as many places as it may
+    ever need; between the projections, whose kernels skip them, those that no row takes are computed too."""
 
     @classmethod
     def of(cls, config: RunConfig, model: dsl.Model) -> ExpertWork:
@@ -182,7 +182,10 @@ class ExpertWork:
         return cls(
             products=float(weights * (4 if config.lora else 6)),
             gradients=0.0 if config.lora else 2.0 * weights,
-            places=sum(n * (slot.inputs + slot.outputs) for n, slot in zip(rows, slots, strict=True)),
+            places=sum(
+                slot.choices * (slot.inputs + slot.outputs) + (n - slot.choices) * min(slot.inputs, slot.outputs)
+                for n, slot in zip(rows, slots, strict=True)
+            ),
         )
 
     def seconds(self, gpu: Gpu, products: str, *, busiest: float = 1.0) -> float:
