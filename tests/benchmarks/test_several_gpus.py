@@ -120,6 +120,7 @@ def test_ranks_share_out_experts() -> None:
     assert (plan.expert, plan.expert_rows, plan.micro_batches) == (2, True, 2)
 
 
+@pytest.mark.slow
 def test_ranks_even_out_hot_experts() -> None:
     training = several_gpus.CASES["30B-A3B LoRA bf16, experts shared out, 30 % on four experts, evened out"].tiny()
     work = {"training": asdict(training), "device": "cpu", "steps": 1, "warm_up": 1, "profile": False}

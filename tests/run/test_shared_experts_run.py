@@ -67,7 +67,7 @@ def losses(records: Records, run: Path) -> list[float]:
         pytest.param(LORA, id="lora", marks=pytest.mark.slow),
         pytest.param(FULL, id="full", marks=pytest.mark.slow),
         pytest.param((*LORA, "qlora_bnb=true"), id="NF4", marks=pytest.mark.slow),
-        pytest.param((*LORA, *EVEN), id="even loads"),
+        pytest.param((*LORA, *EVEN), id="even loads", marks=pytest.mark.slow),
         pytest.param((*FULL, *EVEN), id="full, even loads", marks=pytest.mark.slow),
         pytest.param((*LORA, *EVEN, "qlora_bnb=true", "recompute=true"), id="NF4, even", marks=pytest.mark.slow),
         pytest.param(
