@@ -7,7 +7,8 @@
 A case is `full`, `lora` (rank 16, every projection) or `nf4` (the same on a base in NF4), with `-fp8` under the recipe
 fp8-hybrid. `sft-` before it is supervised fine-tuning of rows with the same lengths in as many micro-batches, with
 which the training phase is compared. `trl-` is TRL with the generation of transformers, bf16, SDPA and gradient
-checkpointing. Each case runs in a process of its own; one that fails costs only itself. TRL must be importable.
+checkpointing, `trl-vllm-` the same with vLLM's generation on the same GPU. Each case runs in a process of its own; one
+that fails costs only itself. TRL, and vLLM for its cases, must be importable.
 
 Completions have the largest length: random weights hardly ever choose a stop token (`truncated` is the measured
 share), and TRL gets `min_new_tokens`. The reward is a hash of the completion, so every group has a signal.
@@ -43,7 +44,7 @@ KINDS: Mapping[str, Sequence[str]] = {
     "lora": ["lora=true", "lora_rank=16", "lora_alpha=32"],
     "nf4": ["lora=true", "lora_rank=16", "lora_alpha=32", "qlora_bnb=true"],
 }
-PEERS = ("trl-full", "trl-lora")
+PEERS = ("trl-full", "trl-lora", "trl-vllm-full", "trl-vllm-lora")
 FIRST = 2
 """Steps that compile and capture, which do not count."""
 REWARDS = """import zlib

@@ -1,4 +1,4 @@
-"""TRL's side of benchmarks/grpo.py: GRPOTrainer with the generation of transformers, on random weights."""
+"""TRL's side of benchmarks/grpo.py: GRPOTrainer with the generation of transformers or vLLM, on random weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def synchronize() -> None:
 def train(
     kind: str, words: argparse.Namespace, prompts: Sequence[str], tokenizer: Any, directory: Path, rewards: str
 ) -> Times:
-    """Train for `words.steps` and two more."""
+    """Train for `words.steps` and two more. `kind`: ``full``, ``lora``, or one of them behind ``vllm-``."""
     family, _, preset = words.model.partition("-")
     values = dict(registry().get("model", family).presets[preset])
     shape = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -55,6 +55,8 @@ def train(
     with torch.device("cuda" if on_gpu else "cpu"):
         dtype = torch.bfloat16 if on_gpu else torch.float32
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
+    if kind.startswith("vllm-"):
+        written(model, tokenizer, directory / "model")
     scope: dict[str, Any] = {}
     exec(rewards, scope)  # the same source that the other side loads
     times = Times()
@@ -68,11 +70,11 @@ def train(
     rows = datasets.table.InMemoryTable.from_pydict({"prompt": list(prompts)})
     trainer = trl.GRPOTrainer(
         model=model,
-        args=settings(words, directory, on_gpu=on_gpu),
+        args=settings(words, directory, on_gpu=on_gpu, **(VLLM if kind.startswith("vllm-") else {})),
         reward_funcs=digest,
         train_dataset=datasets.Dataset(rows, fingerprint="prompts"),
         processing_class=tokenizer,
-        peft_config=adapters() if kind == "lora" else None,
+        peft_config=adapters() if kind.endswith("lora") else None,
         callbacks=[Watch(times)],
     )
     generate = trainer._generate_single_turn
@@ -90,6 +92,13 @@ def train(
     return times
 
 
+def written(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write the model where vLLM finds it, which takes weights from a directory first and from the trainer later."""
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    model.name_or_path = model.config._name_or_path = str(directory)
+
+
 def adapters() -> Any:
     """Those of the other side: rank 16 on every projection."""
     import peft
@@ -97,15 +106,22 @@ def adapters() -> Any:
     return peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def settings(words: argparse.Namespace, directory: Path, *, on_gpu: bool) -> Any:
+VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
+"""Its other settings are TRL's defaults: 30 % of the memory, no sleep between generations."""
+
+
+def settings(words: argparse.Namespace, directory: Path, *, on_gpu: bool, **engine: Any) -> Any:
     """TRL's defaults, with the sizes of the benchmark."""
+    least = {"min_tokens": words.new, "ignore_eos": True} if engine else {"min_new_tokens": words.new}
+    if engine:
+        engine = {**engine, "vllm_max_model_length": words.prompt + words.new}
     return trl.GRPOConfig(
         output_dir=str(directory / "trl"),
         per_device_train_batch_size=words.rows,
         gradient_accumulation_steps=words.samples // words.rows,
         num_generations=words.group,
         max_completion_length=words.new,
-        generation_kwargs={"min_new_tokens": words.new},
+        generation_kwargs=least,
         max_steps=words.steps + 2,
         learning_rate=1e-6,
         bf16=on_gpu,
@@ -115,4 +131,5 @@ def settings(words: argparse.Namespace, directory: Path, *, on_gpu: bool) -> Any
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        **engine,
     )
