@@ -23,7 +23,7 @@ from run_fixtures import (  # noqa: F401
 )
 
 from surogate_core import API_VERSION
-from surogate_testing.fixtures import hf_dir, model_copy, one_thread  # noqa: F401
+from surogate_testing.fixtures import hf_dir, model_copy, nothing_kept, one_thread  # noqa: F401
 
 InstallPlugin = Callable[..., Path]
 

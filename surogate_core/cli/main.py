@@ -47,6 +47,9 @@ TRAINING = (
 """(what is typed after ``surogate``, what it does)."""
 
 PREFIXES = ("+", "~", "-")
+TRAINING_FIRST = "Reading the configuration. Loading torch and the plugins."
+DEMO_FIRST = "The demo trains a tiny model on data that ships with Surogate. Loading torch and the plugins."
+"""What is said before the seconds that this takes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,10 +119,7 @@ def _dispatch(arguments: list[str]) -> int:
     if first.startswith(PREFIXES) or "=" in first:
         return _train(arguments, None)
     if first == DEMO:
-        from surogate_core.app.announce import announce
-
-        announce("The demo trains a tiny model on data that ships with Surogate. Loading torch and the plugins.")
-        return _train(arguments[1:], None)
+        return _train(arguments[1:], None, DEMO_FIRST)
     if first in CORE_TASKS:
         return _train(arguments[1:], first)
     command = find_command(arguments)
@@ -161,10 +161,10 @@ def _check_directory() -> None:
         ) from None
 
 
-def _train(arguments: list[str], task: str | None) -> int:
+def _train(arguments: list[str], task: str | None, first: str = TRAINING_FIRST) -> int:
     from surogate_core.cli import train
 
-    return train.main(arguments, task)
+    return train.main(arguments, task, first)
 
 
 def _unknown_command(arguments: Sequence[str]) -> UserError:

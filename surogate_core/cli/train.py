@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from surogate_core.app.announce import announce
 from surogate_core.app.arguments import Arguments, load, parse, registry_for, with_places
 from surogate_core.app.starting import require_own_data, start
 from surogate_core.cli.sweep import STOPPED, Sweep
@@ -32,8 +33,8 @@ usage: surogate {form} [--config FILE.yaml] [KEY=VALUE …]
 """
 
 
-def main(argv: Sequence[str], task: str | None) -> int:
-    """Run the command; the exit code."""
+def main(argv: Sequence[str], task: str | None, first: str) -> int:
+    """Run the command; the exit code. `first`: the line for a terminal before anything is loaded."""
     arguments = parse(argv, command=f"surogate {task}" if task else "surogate")
     if arguments.help:
         print(_help(task), end="")
@@ -47,6 +48,7 @@ def main(argv: Sequence[str], task: str | None) -> int:
         return _show(arguments, task)
     if arguments.multirun:
         return _multirun(arguments, task)
+    announce(first)
     config, registry = load(arguments, task)
     with with_places(arguments, task, registry):
         require_own_data(arguments, task, [config], registry)

@@ -17,9 +17,6 @@ from typing import Any, Literal
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
-from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -158,6 +155,8 @@ def _placeholders(joint: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _export(function: Function, inputs: Sequence[Signature], *, joint: bool) -> fx.GraphModule:
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+
     with FakeTensorMode():
         fakes = [
             torch.empty(s.shape, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad and joint)
@@ -367,6 +366,9 @@ def _split(
             spared = _within_budget(joint, spared, recompute.budget)
         forward, backward = _cut_at(joint, spared)
     else:
+        from torch._functorch import config as functorch_config
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
         # Fused elementwise work is cheaper to repeat than to store; min-cut weighs it.
         _mark(joint, recompute)
         with functorch_config.patch(recompute_views=True):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from surogate_core.setup.build import MemorySettings as MemorySettings
     from surogate_core.setup.build import build_engine as build_engine
     from surogate_core.setup.build import free_memory as free_memory
+    from surogate_core.setup.counted import counted as counted
     from surogate_core.setup.experts import adapted_note as adapted_note
     from surogate_core.setup.experts import product_notes as product_notes
     from surogate_core.setup.fitting import assembly_of as assembly_of
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from surogate_core.setup.fitting import placed as placed
     from surogate_core.setup.fitting import settled_for as settled_for
     from surogate_core.setup.heads import read_head_of as read_head_of
+    from surogate_core.setup.kept import NotKeptError as NotKeptError
+    from surogate_core.setup.kept import file_facts as file_facts
+    from surogate_core.setup.kept import kept as kept
     from surogate_core.setup.links import check_planned as check_planned
     from surogate_core.setup.ranks import on_one_gpu as on_one_gpu
     from surogate_core.setup.ranks import reduction_notes as reduction_notes

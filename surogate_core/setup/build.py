@@ -32,6 +32,7 @@ from surogate_core.setup.assemble import (
     resolve_dtype,
     resolve_lora,
 )
+from surogate_core.setup.counted import counted
 from surogate_core.setup.initial_weights import weights_source
 
 if TYPE_CHECKING:
@@ -193,14 +194,14 @@ def _fitting(
     if room is None or upper_bound(fastest(config), resolved) < EASY * room:
         yield from all_choices
         return
-    counted: dict[tuple[bool, float], TensorBytes] = {}
+    counts: dict[tuple[bool, float], TensorBytes] = {}
     for choice in all_choices[:-1]:
         changed = choice.applied(config)
         assembly = assemble(changed, registry, resolved, borders=borders, columns=columns)
         key = (choice.recompute, choice.recompute_budget)
-        if key not in counted:
-            counted = {key: TensorBytes.of(assembly)}
-        if needed(counted[key].placed(assembly), assembly.settings.device) * MARGIN <= room:
+        if key not in counts:
+            counts = {key: counted(changed, registry, assembly)}
+        if needed(counts[key].placed(assembly), assembly.settings.device) * MARGIN <= room:
             yield choice
     yield all_choices[-1]
 

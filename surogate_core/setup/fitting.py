@@ -16,7 +16,7 @@ from surogate_core.config.checks import RULES
 from surogate_core.config.schema import RunConfig
 from surogate_core.engine.host_memory import memory_of_machine
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.engine.planning.prediction import Prediction, TensorBytes, predict
+from surogate_core.engine.planning.prediction import Prediction, TensorBytes
 from surogate_core.errors import ConfigError, MachineError, SurogateError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.setup.assemble import (
@@ -28,6 +28,7 @@ from surogate_core.setup.assemble import (
     resolve_offloader,
 )
 from surogate_core.setup.build import settled, smallest
+from surogate_core.setup.counted import counted
 
 if TYPE_CHECKING:
     from surogate_core.plugins.registry import Registry
@@ -85,7 +86,8 @@ class _Search:
             self.room //= max(config.gpus, 1)
 
     def predicted(self, config: RunConfig) -> Prediction:
-        return predict(assembly_of(config, self.registry, self.resolved))
+        assembly = assembly_of(config, self.registry, self.resolved)
+        return counted(config, self.registry, assembly).placed(assembly)
 
     def total(self, prediction: Prediction) -> int:
         return sum(prediction.total(place) for place in self.places)

@@ -6,7 +6,7 @@ import pytest
 
 from surogate_core.plugin import load_plugins
 from surogate_core.service.plugins import Registry
-from surogate_testing.fixtures import one_thread, own_log_directory  # noqa: F401
+from surogate_testing.fixtures import nothing_kept, one_thread, own_log_directory  # noqa: F401
 
 
 @pytest.fixture(scope="session")

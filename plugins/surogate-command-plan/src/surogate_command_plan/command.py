@@ -92,10 +92,11 @@ def main(argv: Sequence[str]) -> int:
     if arguments.help:
         print(USAGE, end="")
         return 0
+    from surogate_command_plan.answers import answered
     from surogate_command_plan.experts import busiest_of
     from surogate_command_plan.gpus import Gpu, find
 
-    announce("Planning: the layers are traced to count memory and work, which takes some seconds.")
+    announce("Planning: the layers are traced to count memory and work, once for a configuration.")
     busiest = busiest_of(values.get("--busiest"))
     asked = None if "--gpu" not in values else find(values["--gpu"])
     logs.configure()
@@ -110,7 +111,12 @@ def main(argv: Sequence[str]) -> int:
         gpu = asked if isinstance(asked, Gpu) else None
         stack.enter_context(with_places(arguments, task, registry))
         size = values.get("--fit")
-        return _plan(config, registry, size=size, switches=switches, gpu=gpu, cluster=cluster, busiest=busiest)
+
+        def plan() -> int:
+            return _plan(config, registry, size=size, switches=switches, gpu=gpu, cluster=cluster, busiest=busiest)
+
+        # What --fit proposes depends on the space that is free on a disk now.
+        return plan() if size is not None else answered(config, registry, [switches, asked, cluster, busiest], plan)
 
 
 def _plan(
@@ -128,8 +134,7 @@ def _plan(
     from surogate_command_plan.experts import load_of, on_average, whole_experts
     from surogate_command_plan.gpus import Room
     from surogate_command_plan.length import length_of
-    from surogate_core.service.engine import TensorBytes
-    from surogate_core.service.setup import assembly_of, placed, resolve_device, resolve_model, settled_for
+    from surogate_core.service.setup import assembly_of, counted, placed, resolve_device, resolve_model, settled_for
 
     budget = None if size is None else fit.parse_size(size)
     device = resolve_device(config)
@@ -141,7 +146,7 @@ def _plan(
     config = settled_for(config, registry, resolved, room=None if budget is not None else room.device)
 
     predicted = fit.Predictor(
-        lambda config: TensorBytes.of(assembly_of(config, registry, resolved)),
+        lambda config: counted(config, registry, assembly_of(config, registry, resolved)),
         lambda config, counts: placed(config, registry, counts),
     )
     prediction = on_average(config, predicted, busiest)
@@ -299,12 +304,14 @@ def _samples(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> 
 
 def _rollouts(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> tuple[int, str]:
     """What a task needs that samples its steps from the model."""
-    from surogate_core.service.engine import programs_on_meta
-    from surogate_core.service.setup import assembly_of, task_spec, without_values
+    from surogate_core.service.setup import task_spec
 
     spec = task_spec(config, registry)
     if spec.planned is None or not registry.get("rollout", config.rollout.name).caches:
         return 0, ""
+    from surogate_core.service.engine import programs_on_meta
+    from surogate_core.service.setup import assembly_of, without_values
+
     weights = without_values(programs_on_meta(assembly_of(config, registry, resolved)))
     return spec.planned(config, spec.options_of(config), weights)
 

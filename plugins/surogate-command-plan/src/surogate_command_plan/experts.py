@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.plugin import ConfigError, UserError, atomic
 from surogate_core.service.config import numbers, sharing
-from surogate_core.service.setup import MARGIN
 
 if TYPE_CHECKING:
     from surogate_command_plan.fit import Predictor
@@ -83,6 +82,8 @@ def whole_experts(
     plan: RunPlan, registry: Registry, predicted: Predictor, estimate: Callable[[RunConfig], Speed] | None
 ) -> WholeExperts | None:
     """The first way to fit without `ep_size`, from the one that sends least; None if nothing does, or none is asked."""
+    from surogate_core.service.setup import MARGIN
+
     memory, config = plan.room.device, plan.config
     if config.ep_size == 1 or memory is None:
         return None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surogate_core.plugin import SurogateError
 from surogate_core.service.config import expanded
 from surogate_core.service.data import FileKind, kind_of, list_directory
-from surogate_core.service.files import PACKAGE_SCHEME
+from surogate_core.service.files import PACKAGE_SCHEME, resolve_package_path
 
 if TYPE_CHECKING:
     from surogate_core.service.config import RunConfig
@@ -91,6 +92,43 @@ def _estimated(config: RunConfig, nbytes: float) -> Length:
 
 
 def _counted(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> Length:
+    from surogate_core.service.setup import kept
+
+    return kept(
+        "lengths",
+        config,
+        registry,
+        lambda: _depends(config, resolved),
+        find=lambda: _tokenised(config, registry, resolved),
+        write=asdict,
+        read=lambda facts: Length(**facts),
+    )
+
+
+def _depends(config: RunConfig, resolved: ResolvedModel) -> list[Any]:
+    own = config.tokenizer in (None, config.model.path) and resolved.commit is not None
+    return [resolved.commit, resolved.model.vocab_size, *local_data(config, but_tokenizer=own)]
+
+
+def local_data(config: RunConfig, *, but_tokenizer: bool = False) -> list[Any]:
+    """What the tokens of a run depend on besides its keys: the files of data, template and tokenizer, and the date,
+    which a chat template may write. Raises `NotKeptError` if data or a tokenizer is not on this machine.
+    """
+    from surogate_core.service.setup import NotKeptError, file_facts
+
+    entries = [*config.datasets, *config.validation_datasets]
+    needed = [str(entry.get("path", "")) for entry in entries]
+    if not but_tokenizer:
+        needed.append(config.tokenizer or config.model.path or "")
+    named = [value for entry in entries for value in entry.values() if isinstance(value, str)]
+    files = {word: Path(expanded(resolve_package_path(word))) for word in [*needed, *named, config.template] if word}
+    if any(word not in files or not files[word].exists() for word in needed):
+        raise NotKeptError("data or tokenizer elsewhere")
+    facts = [file_facts(path) for _, path in sorted(files.items()) if path.exists()]
+    return [date.today().isoformat(), str(Path.cwd()), facts]
+
+
+def _tokenised(config: RunConfig, registry: Registry, resolved: ResolvedModel) -> Length:
     from surogate_core.plugin import total_steps
     from surogate_core.service.data import prepare
     from surogate_core.service.setup import on_one_gpu, tokenizer_of_run

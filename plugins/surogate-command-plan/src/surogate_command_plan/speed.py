@@ -169,8 +169,8 @@ class ExpertWork:
     gradients: float
     """Those of them that are of the gradients of trained weights."""
     places: int
-    """Features that everything but the products reads and writes for a token's rows. A rank has as many places as it may
-    ever need; between the projections, whose kernels skip them, those that no row takes are computed too."""
+    """Features that everything but the products reads and writes for a token's rows. A rank has as many places as it
+    may ever need; between the projections, whose kernels skip them, those that no row takes are computed too."""
 
     @classmethod
     def of(cls, config: RunConfig, model: dsl.Model) -> ExpertWork:
