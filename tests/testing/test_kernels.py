@@ -56,6 +56,24 @@ def test_a_kernel_that_ignores_what_it_knows_is_found(ignored: str, inputs: str)
         kernels.equals_references(pack(bad))
 
 
+@pytest.mark.parametrize(
+    ("op", "ignored"),
+    [
+        *(("grouped_linears", name) for name in ("parts", "others")),
+        *(("combined_linear", name) for name in ("parts", "others")),
+        ("combine", "parts"),
+    ],
+)
+def test_a_kernel_of_experts_that_ignores_what_it_knows_is_found(op: str, ignored: str) -> None:
+    """Of experts that ranks share out."""
+    right = in_float32(replace(references[op], name="mine", priority=0))
+    assert right.knows == {"combine": {"parts"}}.get(op, {"parts", "others"})
+    kernels.computes_what_it_knows(pack(right))
+    kernels.equals_references(pack(right))
+    with pytest.raises(AssertionError, match=f"{op} mine on cpu in torch.float32, .*(apart|choices without a row)"):
+        kernels.equals_references(pack(replace(right, function=without(right.function, ignored))))
+
+
 def test_a_kernel_that_fails_with_what_it_knows_is_found() -> None:
     bad = in_float32(replace(ATTENTION, knows=frozenset({"window", "sinks", "softcap"})))
     with pytest.raises(AssertionError, match=r"in torch\.float32, a soft cap: .*unexpected keyword argument 'softcap'"):
