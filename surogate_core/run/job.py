@@ -97,6 +97,7 @@ class RunJob:
         if fresh or rank:
             open_run_log(config, rank)
         quick_import("surogate_core.run.run")
+        quick_import("torch._functorch.aot_autograd")  # the layers are traced soon
         from surogate_core.run.run import train
 
         code = train(config, known, watch=self.watch, mesh=met)

@@ -135,3 +135,20 @@ def test_a_rank_of_torchrun_takes_the_directory_of_rank_0(
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
         "runs/of-rank-0/surogate.rank-1.log"
     ]
+
+
+def test_what_traces_is_imported_without_the_collector(
+    run_here: Callable[..., int], base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imported by the first op that happens to need it, it took half a second longer."""
+
+    class ImportedError(Exception):
+        pass
+
+    def note(name: str) -> None:
+        if name == "torch._functorch.aot_autograd":
+            raise ImportedError
+
+    monkeypatch.setattr("surogate_core.run.job.quick_import", note)
+    with pytest.raises(ImportedError):
+        run_here(tmp_path / "out", *base)
