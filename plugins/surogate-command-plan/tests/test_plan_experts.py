@@ -32,6 +32,21 @@ def printed(*arguments: str) -> str:
     return out.getvalue()
 
 
+def test_places_without_a_row_cost_the_features_between_the_projections() -> None:
+    """Whether these are fewer than those of the stream or more."""
+
+    def of(width: int, between: int, size: int) -> int:
+        up, down = (
+            SimpleNamespace(inputs=i, outputs=o, choices=2, count=8) for i, o in ((width, between), (between, width))
+        )
+        model = SimpleNamespace(width=width, expert_slots=lambda: {"layers.0.": (up, down)})
+        return ExpertWork.of(SimpleNamespace(ep_size=size, lora=None), model).places  # type: ignore[arg-type]
+
+    for width, between in ((64, 24), (24, 64), (64, 64)):
+        assert of(width, between, 1) == 4 * (width + between)
+        assert of(width, between, 4) - of(width, between, 1) == (4 * 2 - 2) * 2 * between
+
+
 def plan(*arguments: str) -> dict[str, Any]:
     value = json.loads(printed(*arguments, "--json"))
     assert isinstance(value, dict)

@@ -183,7 +183,7 @@ class ExpertWork:
             products=float(weights * (4 if config.lora else 6)),
             gradients=0.0 if config.lora else 2.0 * weights,
             places=sum(
-                slot.choices * (slot.inputs + slot.outputs) + (n - slot.choices) * min(slot.inputs, slot.outputs)
+                slot.choices * (slot.inputs + slot.outputs) + (n - slot.choices) * _between(slot, model.width)
                 for n, slot in zip(rows, slots, strict=True)
             ),
         )
@@ -193,6 +193,13 @@ class ExpertWork:
         of_rows = (self.products - self.gradients) / (PRODUCTS[products] * gpu.rate(products))
         of_rows += self.gradients / (WEIGHT_GRADIENTS * gpu.bf16)
         return busiest * of_rows + FEATURE_BYTES * self.places / gpu.bandwidth
+
+
+def _between(slot: dsl.ExpertSlot, width: int) -> int:
+    """The features of a projection of experts on the side that is not the stream's."""
+    if width in (slot.inputs, slot.outputs):
+        return slot.outputs if slot.inputs == width else slot.inputs
+    return min(slot.inputs, slot.outputs)
 
 
 def again_rate(gpu: Gpu) -> float:
