@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import ModelFamily
-from surogate_core.dsl import Attention, Dim, Model, Setting, Stack
+from surogate_core.dsl import Attention, Dim, Model, Recurrence, Setting, Stack
 from surogate_core.errors import PluginError
 from surogate_core.kernels import ops
+from surogate_core.kernels.scans import gated_delta_step
 from surogate_testing import tiny
 from surogate_testing.check import NotApplicable
 from surogate_testing.model_blocks import (
@@ -111,6 +113,34 @@ def test_a_block_that_reads_the_borders_trains_and_is_not_asked_for_more() -> No
     keeps_documents_apart(family(AttendsItself))
     with pytest.raises(NotApplicable, match=r"no generation, and no rows that GPUs share: .*reads cu_seqlens itself"):
         sees_other_rows_by_mixers_alone(family(AttendsItself))
+
+
+def test_a_step_that_is_not_its_scan_is_found() -> None:
+    """No training calls a step, and generation on a GPU nothing else."""
+    faults: dict[str, Callable[..., Tensor]] = {
+        "gives other rows than its scan": lambda y, states, slots: y + 1,
+        "leaves other states than its scan": lambda y, states, slots: (states[slots[0]].mul_(2), y)[1],
+        "changes slots that no row has": lambda y, states, slots: (states[0].zero_(), y)[1],
+        "leaves no zeros in the last slot": lambda y, states, slots: (states[-1].add_(1), y)[1],
+    }
+    for message, change in {**faults, "": lambda y, states, slots: y}.items():
+
+        def step(*given: Tensor, change: Callable[..., Tensor] = change) -> Tensor:
+            return change(gated_delta_step(*given), *given[-2:])
+
+        sizes = (hybrid_family.H, hybrid_family.E, hybrid_family.E)
+        scan = Recurrence(hybrid_family.Delta.scan.scan, sizes, step=step)
+        kind = type("Odd", (hybrid_family.Delta,), {"scan": scan})
+
+        def blocks(self: Any, longest: int, kind: type = kind) -> Any:
+            return iter([("layers.0.", kind(self.layer_config(0), longest))])
+
+        model = type("M", (hybrid_family.Hybrid,), {"blocks": blocks})
+        of = replace(hybrid_family.FAMILY, build=model)
+        if message:
+            assert f"Odd.scan: its step {message}" in found(sees_other_rows_by_mixers_alone, of)
+        else:
+            sees_other_rows_by_mixers_alone(of)
 
 
 def test_a_mixer_that_is_called_twice_is_found() -> None:

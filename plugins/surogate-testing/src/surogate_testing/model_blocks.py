@@ -129,8 +129,43 @@ class _EachAlone:
         for place, shape in enumerate(spec.shapes):
             generator = torch.Generator().manual_seed(100 * number + place)
             initial.append(torch.randn(count, *shape, generator=generator)[self.numbers_N])
-        y, _ = spec.scan(*rows, borders=None, initial=initial, finals=False, **parameters)
+        y, finals = spec.run(rows, None, initial, parameters)
+        if spec.step is not None:
+            _ensure_steps(spec, rows, parameters, (initial, finals), y)
         return y
+
+
+def _ensure_steps(
+    spec: States,
+    rows: Sequence[Tensor],
+    parameters: Mapping[str, Tensor],
+    around: tuple[Sequence[Tensor], Sequence[Tensor]],
+    y: Tensor,
+) -> None:
+    """The `step` gives and leaves what the scan does, in the slots of its rows. `around`: the states before and after.
+    The last row does not count.
+    """
+    assert spec.step is not None
+    count, states = len(y) - 1, []
+    slots = torch.arange(len(y)).flip(0) + 1
+    slots[-1] = len(y) + 2
+    for first in around[0]:
+        state = torch.ones(len(y) + 3, *first.shape[1:])
+        state[slots], state[-1] = first, 0
+        states.append(state)
+    before = [state.clone() for state in states]
+    found = spec.step(*rows, *states, slots, **parameters)
+    what = f"{spec.name}: its step"
+    ensure(found.shape == y.shape, f"{what} gives {tuple(found.shape)}, and its scan {tuple(y.shape)}")
+    error = _difference(found[:count], y[:count])
+    ensure(error <= TOLERANCE, f"{what} gives other rows than its scan, by {error:.1e}")
+    for state, old, after in zip(states, before, around[1], strict=True):
+        error = _difference(state[slots[:count]], after[:count])
+        ensure(error <= TOLERANCE, f"{what} leaves other states than its scan, by {error:.1e}")
+        others = torch.ones(len(state), dtype=torch.bool)
+        others[slots] = False
+        ensure(torch.equal(state[others], old[others]), f"{what} changes slots that no row has")
+        ensure(not bool(state[-1].any()), f"{what} leaves no zeros in the last slot, of rows that do not count")
 
 
 def sees_other_rows_by_mixers_alone(family: bundles.ModelFamily) -> None:
