@@ -5,7 +5,9 @@ This module imports nothing heavy, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import os
 import stat
 import sys
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. Installed as ``surogate``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.update(NO_EXTENSIONS)
+    # At its end Python would look for garbage in all that was imported, and then end.
+    atexit.register(gc.freeze)
     code = 0
     try:
         code = _dispatch(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -74,6 +75,14 @@ def test_imports_nothing_heavy(args: list[str]) -> None:
 def test_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 0
     assert "surogate" in capsys.readouterr().out
+
+
+def test_the_end_of_a_command_looks_for_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all that torch has made it would take half a second."""
+    last: list[Any] = []
+    monkeypatch.setattr("surogate_core.cli.main.atexit.register", last.append)
+    assert main(["--version"]) == 0
+    assert last == [gc.freeze]
 
 
 def test_without_words_it_prints_help_with_the_next_commands(
