@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 SUROGATE = [sys.executable, "-m", "surogate_core.cli.main"]
@@ -68,16 +69,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         caches = Path(name)
         for command in AT_ONCE:
-            print(f"surogate {' '.join(command)}: {medians(runs, lambda command=command: whole(command, caches))}")
+            print(f"surogate {' '.join(command)}: {medians(runs, partial(whole, command, caches))}")
         words = " ".join(PLAN)
-        print(f"surogate {words}, empty caches: {medians(1, lambda: whole(PLAN, caches))}")
-        print(f"surogate {words}, again: {medians(runs, lambda: whole(PLAN, caches))}")
+        print(f"surogate {words}, empty caches: {medians(1, partial(whole, PLAN, caches))}")
+        print(f"surogate {words}, again: {medians(runs, partial(whole, PLAN, caches))}")
         # Another length of the rows is another plan.
         longer = [*PLAN, "sequence_len=4096"]
-        print(f"surogate {words} sequence_len=4096, not planned before: {medians(1, lambda: whole(longer, caches))}")
+        print(f"surogate {words} sequence_len=4096, not planned before: {medians(1, partial(whole, longer, caches))}")
         here = ["plan", "model=qwen3", "model.preset=tiny", "device=cpu"]
         whole(here, caches)
-        print(f"surogate {' '.join(here)}, counted before: {medians(runs, lambda: whole(here, caches))}")
+        print(f"surogate {' '.join(here)}, counted before: {medians(runs, partial(whole, here, caches))}")
         for command in FIRST_LINES:
             found = [first_line(command, caches) for _ in range(runs)]
             seconds, line = statistics.median(seconds for seconds, _ in found), found[0][1]
