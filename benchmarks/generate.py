@@ -224,17 +224,17 @@ def vllm(config: Mapping[str, Any], words: argparse.Namespace) -> Case:
     """The same by vLLM, which draws weights of its own."""
     from vllm import LLM, SamplingParams
 
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}), encoding="utf-8")
-    engine = LLM(
-        model=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=words.prompt + words.new,
-        max_num_seqs=min(words.sequences, words.slots),
-        enable_prefix_caching=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}), encoding="utf-8")
+        engine = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=words.prompt + words.new,
+            max_num_seqs=min(words.sequences, words.slots),
+            enable_prefix_caching=False,
+        )
     ids = prompts(words.sequences, words.prompt, config["vocab_size"]).tolist()
     # Its word for all tokens is -1 where ours is 0.
     kept = {"top_k": words.top_k or -1, "top_p": words.top_p}

@@ -235,7 +235,7 @@ def _behind(x_NC: Tensor, initial: Tensor | None, borders: Tensor, kept: int) ->
     if not x_NC.shape[0]:
         return before_RMC.clone()
     row_RM = borders[1:, None].long() + torch.arange(-kept, 0, device=x_NC.device)
-    # Of the inputs before the run if it is negative: the place of one in the state.
+    # Negative numbers name inputs before the run, which the state has.
     inside_RM1 = (row_RM - borders[:-1, None])[..., None]
     older_RMC = before_RMC.gather(1, (inside_RM1 + kept).clamp(0, kept - 1).expand_as(before_RMC))
     return torch.where(inside_RM1 >= 0, x_NC[row_RM.clamp(min=0)].to(before_RMC.dtype), older_RMC)

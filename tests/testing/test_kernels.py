@@ -65,7 +65,7 @@ def test_a_kernel_that_ignores_what_it_knows_is_found(ignored: str, inputs: str)
     ],
 )
 def test_a_kernel_of_experts_that_ignores_what_it_knows_is_found(op: str, ignored: str) -> None:
-    """Of experts that ranks share out."""
+    """A kernel must obey the extensions of experts that ranks share out."""
     right = in_float32(replace(references[op], name="mine", priority=0))
     assert right.knows == {"combine": {"parts"}}.get(op, {"parts", "others"})
     kernels.computes_what_it_knows(pack(right))

@@ -308,13 +308,19 @@ def test_what_no_kernel_takes(case: dict[str, Any]) -> None:
     offered = [k for k in kernels() if k.op == "grouped_linears"]
     adapters = case["adapters"]
     x, ends = torch.empty(20, 48, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int32)
-    tensors = [
-        t
-        for each in adapters
-        for t in (torch.empty(5, 32, 48), torch.empty(5, each.rank, 48), torch.empty(5, 32, each.rank))
-    ]
-    tensors = [t.bfloat16() for t in tensors]
+    shapes = [s for each in adapters for s in ((5, 32, 48), (5, each.rank, 48), (5, 32, each.rank))]
+    tensors = [torch.empty(*shape, dtype=torch.bfloat16) for shape in shapes]
     assert not [k.name for k in offered if k.takes(x, None, None, ends, None, adapters, None, *tensors)]
+
+
+@pytest.mark.parametrize(("apart", "fits"), [(0, True), (1, False), (2, True)])
+def test_weights_apart_are_of_all_projections_or_none(apart: int, fits: bool) -> None:
+    pytest.importorskip("triton")
+    from surogate_kernels_triton import experts_frozen
+
+    x, w, ends = torch.empty(20, 48), torch.empty(4, 32, 48), torch.empty(5)
+    found = experts_frozen.takes(x, None, None, ends, None, [None] * 2, None, w, w, others=[w] * apart)
+    assert found == fits
 
 
 @devices

@@ -27,7 +27,7 @@ STATE_BOUND = 5e-6
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 """The interpreter cuts numbers off where it makes bf16 of them."""
 SLOTS = (4, 0, 6, 2, 6, 6)
-"""Of six rows, of which three do not count: theirs is the last of seven slots."""
+"""The slots of six rows. Three rows do not count: they have the last of seven slots."""
 COUNT = 7
 NAMES = ("ssd", "gated_delta")
 SHAPES = {"ssd": (8, 128, 128, 80), "gated_delta": (16, 32, 128, 128)}

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import convolutions_programs as programs
+from surogate_kernels_triton.scans import with_adjacent_features
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 8
@@ -31,10 +32,6 @@ def _options(weight_CW: Tensor) -> dict[str, Any]:
     return {"W": weight_CW.shape[1], "R": ROWS, "C": CHANNELS, "num_warps": 4, "enable_fp_fusion": False}
 
 
-def _rows(x_NC: Tensor) -> Tensor:
-    return x_NC if x_NC.stride(1) == 1 else x_NC.contiguous()
-
-
 def _dense(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -42,7 +39,7 @@ def _dense(x: Tensor) -> Tensor:
 @compute.compiled_ahead
 @torch.library.custom_op("surogate_triton::causal_convolution", mutates_args=())
 def _forward(x_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, borders: Tensor) -> Tensor:
-    x, y = _rows(x_NC), _dense(x_NC)
+    x, y = with_adjacent_features(x_NC), _dense(x_NC)
     rows, channels = x.shape
     if rows:
         programs.convolve[_grid(rows, channels)](
@@ -69,7 +66,7 @@ def _(x_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, borders: Tensor) -
 @torch.library.custom_op("surogate_triton::causal_convolution_backward", mutates_args=())
 def _backward(dy_NC: Tensor, x_NC: Tensor, weight_CW: Tensor, borders: Tensor, trained: bool) -> tuple[Tensor, Tensor]:
     """(dx, sums [W + 1, C] of the gradients of the weights and of the bias if they are trained, in fp32)."""
-    dy, x, dx = _rows(dy_NC), _rows(x_NC), _dense(x_NC)
+    dy, x, dx = with_adjacent_features(dy_NC), with_adjacent_features(x_NC), _dense(x_NC)
     rows, channels = x.shape
     grid = _grid(rows, channels)
     width = weight_CW.shape[1] + 1 if trained else 0

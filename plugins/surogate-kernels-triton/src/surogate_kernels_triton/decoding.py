@@ -17,6 +17,7 @@ from torch import Tensor
 
 from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import decoding_programs as programs
+from surogate_kernels_triton.attention import padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 2048
@@ -41,11 +42,7 @@ class Tile:
 
 def width_of(q_NHE: Tensor, v_NKE: Tensor) -> int:
     """Bytes of a position's key and value of one head, with padding."""
-    return sum(_padded(t.shape[2]) for t in (q_NHE, v_NKE)) * q_NHE.element_size()
-
-
-def _padded(count: int) -> int:
-    return max(16, triton.next_power_of_2(count))
+    return sum(padded(t.shape[2]) for t in (q_NHE, v_NKE)) * q_NHE.element_size()
 
 
 def tile_for(device: torch.device, width: int) -> Tile:
@@ -109,11 +106,11 @@ def _slot_attention(
         window,
         K=kv_heads,
         M=group,
-        MP=_padded(group),
+        MP=padded(group),
         E=features,
-        EP=_padded(features),
+        EP=padded(features),
         F=value_features,
-        FP=_padded(value_features),
+        FP=padded(value_features),
         WINDOWED=window > 0,
         CAP=float(softcap),
         C=chunk,
@@ -130,7 +127,7 @@ def _slot_attention(
             K=kv_heads,
             M=group,
             F=value_features,
-            FP=_padded(value_features),
+            FP=padded(value_features),
             WINDOWED=window > 0,
             C=chunk,
             STAGES=4,

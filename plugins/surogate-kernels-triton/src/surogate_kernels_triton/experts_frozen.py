@@ -321,7 +321,10 @@ def takes(
     kinds = {(each.rank, each.scale, each.dropout) for each in adapters if each is not None}
     if len(kinds) > 1 or any(rank > launches.MOST_RANK for rank, *_ in kinds):
         return False
-    weights = (*(tensors if first is None else tensors[::3]), *others)
+    own = tensors if first is None else tensors[::3]
+    if others and len(others) != len(own):
+        return False
+    weights = (*own, *others)
     if product is not None:
         return not others and _takes_codes(product, weights, x, dropout=first is not None and first.dropout > 0)
     if len({w.shape[1:] for w in weights}) > 1 or any(side % MULTIPLE for side in weights[0].shape[1:]):

@@ -21,6 +21,7 @@ from triton import knobs
 from surogate_core.plugin import bundles, compute
 from surogate_kernels_triton import scans_gradients_programs as gradients_programs
 from surogate_kernels_triton import scans_programs as programs
+from surogate_kernels_triton.attention import padded
 from surogate_kernels_triton.scans_tiles import LARGE, ScanTile, ScanTiles, tiles_for
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -41,12 +42,8 @@ def places_of(rows: int, runs: int, chunk: int) -> int:
     return min(rows, (rows + runs * (chunk - 1)) // chunk)
 
 
-def padded(features: int) -> int:
-    """Columns of a block that holds a head's features."""
-    return max(16, triton.next_power_of_2(features))
-
-
-def _rows(x: Tensor) -> Tensor:
+def with_adjacent_features(x: Tensor) -> Tensor:
+    """The rows, copied if the features of one are not adjacent."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -68,9 +65,9 @@ class _Scan:
         """Make it from the arguments of the ops; rows are made adjacent where they are not."""
         borders, initial, delta = rest
         return cls(
-            q=_rows(q),
-            k=_rows(k),
-            v=_rows(v),
+            q=with_adjacent_features(q),
+            k=with_adjacent_features(k),
+            v=with_adjacent_features(v),
             decay=decay.contiguous(),
             beta=beta.contiguous(),
             borders=borders.contiguous(),

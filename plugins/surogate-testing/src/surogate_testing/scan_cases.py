@@ -69,7 +69,7 @@ SCAN_CASES = {op.__name__: cases for op, cases in _CASES.items()}
 """Op → its inputs; the first ones are ordinary."""
 
 _SLOTS = (3, 0, 5, 2, 5)
-"""Of the rows of a step. The last of six slots takes the rows that do not count, and is zeros."""
+"""The slots of a step's rows. The last of six is zeros and takes the rows that do not count."""
 _STEPS: Mapping[Callable[..., Any], tuple[Callable[[], Mapping[str, Tensor]], tuple[int, ...]]] = {
     scans.gated_delta_step: (lambda: _scan_leaves("qkv", len(_SLOTS)), (4, 64, 32)),
     scans.ssd_step: (lambda: _scan_leaves("vkq", len(_SLOTS)), (4, 64, 32)),
