@@ -38,7 +38,7 @@ class StepTile:
 
 
 TILE = StepTile(f=32, warps=4)
-"""16 KiB of a state with 128 features of a key, 32 numbers a thread: 3.2 to 3.9 TB/s on an H200, the only tile tried."""
+"""16 KiB of a state with 128 features of a key, 32 numbers a thread: 3.2 to 3.9 TB/s on an H200, the only one tried."""
 
 
 @torch.library.custom_op("surogate_triton::scan_step", mutates_args=("states_SHEF",))
