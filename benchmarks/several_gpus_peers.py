@@ -9,6 +9,9 @@ product attention, layers compiled by torch.compile, clipping to norm 1, fused A
 - FSDP2, bf16: weights, gradients and optimizer state in bf16, one `fully_shard` a layer.
 - FSDP2, fp32: sharded fp32 weights and state, bf16 computation and fp32 reduction, as torchtitan does by default.
 - FSDP2, 8-bit: bf16 weights with torchao's 8-bit AdamW, if it is installed.
+- FSDP2, float8: as bf16, and the layers' products by torchao's float8 training, if it is installed. One scale a tensor:
+  weights are gathered in float8, and their scales are computed together after the optimizer's step. One scale a row:
+  weights are gathered in bf16.
 Level 2 keeps gathered weights from the forward to the backward, level 3 gathers them again. With accumulation the
 gradients are reduced after the last micro-step, and are kept whole until then; "each" reduces them after every one.
 """
@@ -28,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +54,9 @@ class Peer:
 
     preset: str
     side: str
-    """ddp, or fsdp-bf16, fsdp-fp32, fsdp-8bit."""
+    """ddp, or fsdp-bf16, fsdp-fp32, fsdp-8bit, fsdp-float8."""
+    scales: str = "tensorwise"
+    """torchao's recipe of fsdp-float8: tensorwise or rowwise."""
     accumulation: int = 4
     level: int = 3
     reduce_each: bool = False
@@ -77,10 +83,17 @@ CASES: dict[str, Peer] = {
     "8B full, FSDP2 fp32, accumulation 1": replace(FP32, accumulation=1, recompute=True),
     "8B full, FSDP2 8-bit, accumulation 4": replace(EIGHT, side="fsdp-8bit"),
     "8B full, FSDP2 8-bit, accumulation 1": replace(EIGHT, side="fsdp-8bit", accumulation=1),
+    "8B full, FSDP2 float8, accumulation 4": replace(EIGHT, side="fsdp-float8"),
+    "8B full, FSDP2 float8 rowwise, accumulation 4": replace(EIGHT, side="fsdp-float8", scales="rowwise"),
+    "4B full, FSDP2 float8, accumulation 4": replace(EIGHT, preset="4b", side="fsdp-float8"),
     "4B full, FSDP2 bf16, accumulation 4": replace(EIGHT, preset="4b"),
     "4B full, FSDP2 bf16, accumulation 1": replace(EIGHT, preset="4b", accumulation=1),
     "4B full, FSDP2 fp32, accumulation 1": replace(FP32, preset="4b", accumulation=1, least_world=1),
 }
+
+
+NEED_TORCHAO = ("fsdp-8bit", "fsdp-float8")
+"""Sides that are left out without torchao."""
 
 
 # ------------------------------------------------------------------------------------- a rank
@@ -128,6 +141,31 @@ def ddp_model(work: peers.Work, *, compiled: bool) -> Any:
     )
 
 
+def is_float8(module: nn.Module, name: str) -> bool:
+    """Whether a product is computed in float8: those of the layers, of sizes that the hardware can multiply."""
+    sized = isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+    return sized and "lm_head" not in name
+
+
+def to_float8(model: Any, scales: str, *, emulate: bool) -> None:
+    """The layers' products by torchao. `emulate`: rounded to float8, multiplied in the wider type."""
+    import torch._inductor.config
+    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
+
+    config = replace(
+        Float8LinearConfig.from_recipe_name(scales),
+        enable_fsdp_float8_all_gather=scales == "tensorwise",
+        emulate=emulate,
+    )
+    if scales == "rowwise":
+        # As torchtitan does: https://github.com/pytorch/pytorch/issues/150859
+        torch._inductor.config.emulate_precision_casts = True
+    convert_to_float8_training(model, config=config, module_filter_fn=is_float8)
+
+
 def fsdp_model(work: peers.Work, peer: Peer, *, compiled: bool) -> Any:
     """A model made on `meta`, cut by layers, and given memory for this rank's shards alone."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -137,6 +175,8 @@ def fsdp_model(work: peers.Work, peer: Peer, *, compiled: bool) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if peer.side == "fsdp-fp32":
         model.to(torch.float32)
+    if peer.side == "fsdp-float8":
+        to_float8(model, peer.scales, emulate=work.device.type == "cpu")
     model.train()
     # None: the layers' weights are freed after the forward, those of the root are kept.
     again = None if peer.level == 3 else False
@@ -169,12 +209,24 @@ def optimizer_of(peer: Peer, parameters: list[nn.Parameter]) -> torch.optim.Opti
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1, fused=True)
 
 
+def weight_scales(peer: Peer, model: Any) -> Callable[[], None]:
+    """What follows the optimizer's step: the scales of all weights that are gathered in float8, by one all-reduce."""
+    if peer.side != "fsdp-float8" or peer.scales != "tensorwise":
+        return lambda: None
+    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    return partial(precompute_float8_dynamic_scale_for_fsdp, model)
+
+
 def step_of(peer: Peer, work: peers.Work, *, compiled: bool) -> Callable[[], Callable[[], float]]:
     """One optimizer step of this rank; the answer reads its loss."""
     sharded = work.full
     model = fsdp_model(work, peer, compiled=compiled) if sharded else ddp_model(work, compiled=compiled)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer_of(peer, trained)
+    after_step = weight_scales(peer, model)
     inputs = [peers.arguments(batch, work) for batch in work.batches]
 
     @contextlib.contextmanager
@@ -196,6 +248,7 @@ def step_of(peer: Peer, work: peers.Work, *, compiled: bool) -> Callable[[], Cal
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
+        after_step()
         optimizer.zero_grad(set_to_none=True)
         return total.item
 
@@ -307,7 +360,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.only or CASES:
         peer = replace(CASES[name], preset="tiny", length=32) if options.tiny else CASES[name]
-        if peer.side == "fsdp-8bit" and importlib.util.find_spec("torchao") is None:
+        if peer.side in NEED_TORCHAO and importlib.util.find_spec("torchao") is None:
             print(f"{name}: torchao is not installed", file=sys.stderr)
             continue
         for world in options.worlds:

@@ -7,9 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import pytest
 import several_gpus
 import several_gpus_peers
 import torch
+import torch._inductor.config
 
 from surogate_core.batch import MicroBatch
 from surogate_core.mesh import driver
@@ -233,3 +235,39 @@ def test_a_peer_s_row() -> None:
     row = several_gpus_peers.row_of("p", peer, 2, {"ranks": [rank(100), rank(200)]})
     assert row["tokens_per_second"] == pytest.approx(2 * 4 * 2 * 2048 / 0.2)
     assert "failed: no" in several_gpus.markdown([several_gpus_peers.row_of("p", peer, 2, {"error": "no"})])
+
+
+@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
+def test_float8_of_a_peer_is_in_the_layers_alone(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Config:
+        enable_fsdp_float8_all_gather: bool = False
+        emulate: bool = False
+
+        @staticmethod
+        def from_recipe_name(name: str) -> Config:
+            assert name == scales
+            return Config()
+
+    converted: list[str] = []
+
+    def convert(model: torch.nn.Module, *, config: Config, module_filter_fn: Callable[..., bool]) -> None:
+        assert config == Config(enable_fsdp_float8_all_gather=scales == "tensorwise", emulate=True)
+        converted.extend(name for name, module in model.named_modules() if module_filter_fn(module, name))
+
+    torchao = types.ModuleType("torchao.float8")
+    monkeypatch.setattr(torchao, "Float8LinearConfig", Config, raising=False)
+    monkeypatch.setattr(torchao, "convert_to_float8_training", convert, raising=False)
+    monkeypatch.setattr(torchao, "precompute_float8_dynamic_scale_for_fsdp", lambda model: model.clear(), raising=False)
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
+    linear = torch.nn.Linear
+    model = torch.nn.ModuleDict({"q": linear(32, 48), "odd": linear(32, 40), "norm": torch.nn.LayerNorm(32)})
+    model["lm_head"] = linear(32, 64)
+    with torch._inductor.config.patch(emulate_precision_casts=False):
+        several_gpus_peers.to_float8(model, scales, emulate=True)
+        assert torch._inductor.config.emulate_precision_casts is (scales == "rowwise")
+    assert converted == ["q"]
+    peer = several_gpus_peers.Peer(preset="tiny", side="fsdp-float8", scales=scales)
+    several_gpus_peers.weight_scales(peer, model)()
+    assert len(model) == (0 if scales == "tensorwise" else 4)
