@@ -7,7 +7,9 @@ The shape of Qwen3-0.6B or Qwen3-30B-A3B with four layers, random weights and ra
 micro-batches. Loss and gradient norm of every step are compared, and the digests of all tensors that a checkpoint has:
 masters, the optimizer's and the recipe's state. A case that is not exact promises only that two equal runs are equal.
 An exact case trains in every world, twice in the largest, and in every world from the tensors that the largest had
-after half of the steps. A world is one group of processes that trains case after case.
+after half of the steps. A case with experts that are shared out does so from the half on alone: in the largest world
+all bits are compared, in the others those of the tensors as they resume; how far losses are apart is shown. A world is
+one group of processes that trains case after case.
 """
 
 from __future__ import annotations
@@ -84,12 +86,13 @@ class Run:
         return f"{self.world} GPU{'s' if self.world > 1 else ''}" + (" from half" if self.resumes else "")
 
 
-def runs(case: str, world: int, *, exact: bool, largest: bool) -> list[Run]:
+def runs(case: str, world: int, training: Training, *, largest: bool) -> list[Run]:
     """The trainings of a case in one world."""
+    exact = training.is_exact
     found = [Run(case=case, world=world, saves=True)] if largest else []
     if largest or exact:
         found.append(Run(case=case, world=world))
-    if exact:
+    if exact or training.shared_experts:
         found.append(Run(case=case, world=world, resumes=True))
     return found
 
@@ -134,17 +137,18 @@ def train(training: Training, run: Run, work: dict[str, Any], mesh: Mesh) -> dic
     half, saved = work["steps"] // 2, Path(work["place"], run.case)
     if run.resumes:
         engine.load_state({file.stem: TensorFile(file) for file in sorted(saved.glob("*.safetensors"))})
-    figures = {}
+    figures, at_half = {}, {}
     for step in range(half if run.resumes else 0, work["steps"]):
-        if step == half and run.saves:
-            write_state(engine, mesh, saved)
+        if step == half and (run.saves or run.resumes):
+            with tempfile.TemporaryDirectory() as other:
+                at_half = write_state(engine, mesh, saved if run.saves else Path(other))
         batches = bench_world.step_batches(training, mesh, step=step)
         result = engine.train_step(batches, step=step, lr=1e-3)
         figures[str(step)] = [value.hex() for value in result.read()]
     with tempfile.TemporaryDirectory() as end:
         digests = write_state(engine, mesh, Path(end))
     engine.close()
-    return {"figures": figures, "digests": digests}
+    return {"figures": figures, "at_half": at_half, "digests": digests}
 
 
 def write_state(engine: Engine, mesh: Mesh, place: Path) -> dict[str, str]:
@@ -164,17 +168,35 @@ def write_state(engine: Engine, mesh: Mesh, place: Path) -> dict[str, str]:
 # -------------------------------------------------------------------------------- comparisons
 
 
-def differences(first: Mapping[str, Any] | None, other: Mapping[str, Any]) -> str:
-    """In words, where two runs differ first; empty if their bits are equal."""
+def differences(first: Mapping[str, Any] | None, other: Mapping[str, Any], *, state_alone: bool = False) -> str:
+    """In words, where two runs differ first; empty if their bits are equal.
+
+    `state_alone`: compare the tensors with which a run resumes, not what it computes then.
+    """
     if "error" in other:
         return f"failed: {other['error']}"
     if first is None or "error" in first:
         return "nothing to compare with"
+    if other.get("at_half") and (files := _unequal(first["at_half"], other["at_half"])):
+        return f"tensors at the resume of {', '.join(files)}"
+    if state_alone:
+        return ""
     for step, figures in other["figures"].items():
         if first["figures"][step] != figures:
             return f"step {step}: {_shown(first['figures'][step])} against {_shown(figures)}"
-    files = [file for file, digest in other["digests"].items() if first["digests"].get(file) != digest]
+    files = _unequal(first["digests"], other["digests"])
     return f"tensors of {', '.join(files)}" if files else ""
+
+
+def _unequal(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Files whose digests differ, or that one of two lacks."""
+    return sorted(file for file in first.keys() | other.keys() if first.get(file) != other.get(file))
+
+
+def apart(first: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Largest relative difference of two runs' losses."""
+    pairs = [(first["figures"][step][0], figures[0]) for step, figures in other["figures"].items()]
+    return max(abs(float.fromhex(b) / float.fromhex(a) - 1) for a, b in pairs)
 
 
 def _shown(figures: Sequence[str]) -> str:
@@ -221,15 +243,19 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                 run
                 for case in options.only
                 if largest or "error" not in first[case]
-                for run in runs(case, world, exact=training_of(case, options).is_exact, largest=largest)
+                for run in runs(case, world, training_of(case, options), largest=largest)
             ]
             for run, result in in_world(world, wanted, place, options):
                 first.setdefault(run.case, result)
-                why = differences(first[run.case], result)
                 exact = training_of(run.case, options).is_exact
+                state_alone = not (exact or largest)
+                why = differences(first[run.case], result, state_alone=state_alone)
+                said = why or "equal"
+                if state_alone and not why:
+                    said += f" as it resumes; losses then within {apart(first[run.case], result):.1e}"
                 row = {"case": run.case, "exact": exact, "fabric": fabric_of(options), "run": str(run), "why": why}
-                rows.append({**row, **result})
-                print(f"{run.case}: {run}: {why or 'equal'}", file=sys.stderr, flush=True)
+                rows.append({**row, "said": said, **result})
+                print(f"{run.case}: {run}: {said}", file=sys.stderr, flush=True)
                 (options.out / "equal_bits.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return rows
 
@@ -242,7 +268,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     for name in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == name]
-        cells = "; ".join(f"{row['run']}: {row['why'] or 'equal'}" for row in mine)
+        cells = "; ".join(f"{row['run']}: {row['said']}" for row in mine)
         text.append(f"| {name} | {'yes' if mine[0]['exact'] else 'no'} | {mine[0]['fabric']} | {cells} |")
     return "\n".join(text) + "\n"
 

@@ -1,6 +1,7 @@
 """How a run on several GPUs ends if one of its ranks is killed or stopped: seconds, message, what is left behind.
 
     python benchmarks/kill_rank.py [--gpus 2] [--rank 1] [--signal KILL STOP] [--json FILE]
+    python benchmarks/kill_rank.py --gpus 4 --keys model=qwen3-moe-30b-a3b ep_size=4 recompute=true
     python benchmarks/kill_rank.py --device cpu --tiny       # without a GPU
 
 It starts `surogate sft gpus=N`, waits until a few steps are recorded, sends the signal to one rank's process, and
@@ -98,7 +99,10 @@ def one(number: signal.Signals, options: argparse.Namespace) -> dict[str, Any]:
         given = bench_command.overrides(
             directory, gpus=options.gpus, device=options.device, steps=100_000, tiny=options.tiny
         )
-        keys = ["lora=true", "num_epochs=100000", *([] if options.tiny else [f"model.preset={options.preset}"])]
+        if any(key.startswith("model=") for key in options.keys):
+            given.remove("model=qwen3")
+        chosen = [key for key in options.keys if not (options.tiny and key.startswith("model.preset"))]
+        keys = ["lora=true", "num_epochs=100000", *chosen]
         with Path(place, "stderr").open("w+") as said:
             process = subprocess.Popen(bench_command.command(*given, *keys), stdout=said, stderr=said)
             family: list[int] = []
@@ -158,7 +162,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--signal", nargs="+", choices=["KILL", "STOP", "SEGV"], default=["KILL", "STOP"])
-    parser.add_argument("--preset", default="0.6b")
+    parser.add_argument("--keys", nargs="*", default=["model.preset=0.6b"], help="keys of the run's configuration")
     parser.add_argument("--limit", type=float, default=120, help="seconds to the first steps, and to the end")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script itself")

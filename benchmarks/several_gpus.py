@@ -75,6 +75,13 @@ CASES: dict[str, Training] = {
     "4B full, level 3, accumulation 1": replace(FULL, preset="4b", zero_level=3),
     "4B full, level 2, accumulation 4": replace(FULL, preset="4b", zero_level=2, accumulation=4),
     "4B full, level 3, accumulation 4": replace(FULL, preset="4b", zero_level=3, accumulation=4),
+    **{
+        f"{size.upper()} full fp8, level {level}, accumulation 4": replace(
+            FULL, preset=size, recipe="fp8-hybrid", zero_level=level, accumulation=4
+        )
+        for size in ("4b", "8b")
+        for level in (1, 3)
+    },
     "4B full, level 3, accumulation 4, no graphs": replace(
         FULL, preset="4b", zero_level=3, accumulation=4, graphs=False
     ),
@@ -121,10 +128,20 @@ CASES: dict[str, Training] = {
         HOT_FULL, expert_balance=BALANCE
     ),
     "30B-A3B full, 6 layers, level 3": replace(SPARSE_FULL, zero_level=3),
+    "30B-A3B full, level 1, experts shared out": replace(SPARSE_FULL, layers=0, rows=8, shared_experts=True),
+    "30B-A3B full, level 3": replace(SPARSE_FULL, layers=0, rows=8, zero_level=3),
+    "235B-A22B QLoRA nf4, experts shared out": replace(
+        SPARSE, preset="moe-235b-a22b", base="nf4", rows=4, shared_experts=True
+    ),
     "8B LoRA bf16, shared rows of 288k, no graphs": replace(LONG, length=9 * 2**15, graphs=False),
 }
-SEVERAL_ONLY = ("8B full, level 3, fp32 AdamW and masters",)
-"""Cases that do not fit one GPU."""
+LEAST_WORLD = {
+    "8B full, level 3, fp32 AdamW and masters": 2,
+    "30B-A3B full, level 1, experts shared out": 4,
+    "30B-A3B full, level 3": 4,
+    "235B-A22B QLoRA nf4, experts shared out": 2,
+}
+"""Case → fewest GPUs whose memory it fits; the others fit one."""
 
 
 # ------------------------------------------------------------------------------------- a rank
@@ -254,7 +271,7 @@ def lines(options: argparse.Namespace) -> list[tuple[str, Training, int]]:
     for name in options.only or CASES:
         training = CASES[name].tiny() if options.tiny else CASES[name]
         for _ in range(options.repeats):
-            worlds = [n for n in options.worlds if n > 1 or name not in SEVERAL_ONLY]
+            worlds = [n for n in options.worlds if n >= LEAST_WORLD.get(name, 1)]
             found += [(name, training, world) for world in worlds]
     return found
 

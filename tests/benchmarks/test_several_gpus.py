@@ -72,8 +72,10 @@ def test_efficiency_is_relative_to_the_mean_of_repeats() -> None:
 
 
 def test_worlds_of_a_case_follow_each_other() -> None:
-    options = several_gpus.make_parser().parse_args(["--worlds", "1", "2", "--only", *several_gpus.SEVERAL_ONLY])
-    assert [world for _, _, world in several_gpus.lines(options)] == [2]
+    options = several_gpus.make_parser().parse_args(["--worlds", "1", "2", "--only", *several_gpus.LEAST_WORLD])
+    assert {name: world for name, _, world in several_gpus.lines(options)} == {
+        name: least for name, least in several_gpus.LEAST_WORLD.items() if least <= 2
+    }
     options = several_gpus.make_parser().parse_args(["--repeats", "2", "--only", "8B LoRA fp8"])
     assert [world for _, _, world in several_gpus.lines(options)] == [1, 2, 1, 2]
 
@@ -143,16 +145,25 @@ def test_where_two_runs_differ_first() -> None:
     assert equal_bits.differences(same, run(2.0, trainable="a", optimizer="c")) == "tensors of optimizer"
     assert equal_bits.differences(same, {"error": "no"}) == "failed: no"
     assert equal_bits.differences({"error": "no"}, same) == "nothing to compare with"
+    resumed = {**run(2.5, trainable="a", optimizer="c"), "at_half": {"trainable": "h"}}
+    saved = {**same, "at_half": {"trainable": "h"}}
+    assert equal_bits.differences(saved, resumed, state_alone=True) == ""
+    assert equal_bits.apart(saved, resumed) == 0.25
+    saved = {**same, "at_half": {"trainable": "h", "optimizer": "i"}}
+    assert equal_bits.differences(saved, resumed, state_alone=True) == "tensors at the resume of optimizer"
 
 
 def test_every_world_trains_and_resumes_if_a_case_is_exact() -> None:
-    def runs(world: int, *, exact: bool) -> list[str]:
-        return [str(run) for run in equal_bits.runs("a", world, exact=exact, largest=world == 2)]
+    def runs(world: int, **training: bool) -> list[str]:
+        given = dataclasses.replace(equal_bits.FULL, **training)
+        return [str(run) for run in equal_bits.runs("a", world, given, largest=world == 2)]
 
     assert runs(2, exact=True) == ["2 GPUs", "2 GPUs", "2 GPUs from half"]
     assert runs(1, exact=True) == ["1 GPU", "1 GPU from half"]
     assert runs(2, exact=False) == ["2 GPUs", "2 GPUs"]
     assert runs(1, exact=False) == []
+    assert runs(2, exact=False, shared_experts=True) == ["2 GPUs", "2 GPUs", "2 GPUs from half"]
+    assert runs(1, exact=False, shared_experts=True) == ["1 GPU from half"]
 
 
 @pytest.mark.parametrize(
