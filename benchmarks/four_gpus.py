@@ -84,7 +84,7 @@ def lanes_of(part: Command | Sequence[Sequence[Command]]) -> list[tuple[list[int
     """(its GPUs, its commands) of every lane of a part."""
     if isinstance(part[0], str):
         return [(list(range(GPUS)), [part])]  # type: ignore[list-item]
-    return [([gpu], list(commands)) for gpu, commands in enumerate(part)]  # type: ignore[arg-type]
+    return [([gpu], list(commands)) for gpu, commands in enumerate(part)]
 
 
 def words_of(command: Command, place: Path, options: argparse.Namespace) -> list[str]:
