@@ -12,6 +12,7 @@ product attention, layers compiled by torch.compile, clipping to norm 1, fused A
 - FSDP2, float8: as bf16, and the layers' products by torchao's float8 training, if it is installed. One scale a tensor:
   weights are gathered in float8, and their scales are computed together after the optimizer's step. One scale a row:
   weights are gathered in bf16.
+- torchtitan: its own trainer (torchtitan_peer.py), if it is installed, with weights in bf16 or fp32, or float8.
 Level 2 keeps gathered weights from the forward to the backward, level 3 gathers them again. With accumulation the
 gradients are reduced after the last micro-step, and are kept whole until then; "each" reduces them after every one.
 """
@@ -44,6 +45,7 @@ import several_gpus
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
+import torchtitan_peer
 from surogate_model_qwen3.presets import PRESETS
 from torch import nn
 
@@ -54,9 +56,9 @@ class Peer:
 
     preset: str
     side: str
-    """ddp, or fsdp-bf16, fsdp-fp32, fsdp-8bit, fsdp-float8."""
+    """ddp, or fsdp-bf16, fsdp-fp32, fsdp-8bit, fsdp-float8, titan-bf16, titan-fp32, titan-float8."""
     scales: str = "tensorwise"
-    """torchao's recipe of fsdp-float8: tensorwise or rowwise."""
+    """torchao's recipe of float8: tensorwise or rowwise."""
     accumulation: int = 4
     level: int = 3
     reduce_each: bool = False
@@ -71,6 +73,7 @@ class Peer:
         return self.accumulation * world * gpu_lora.ROWS * self.length
 
 
+TITAN = Peer(preset="8b", side="titan-bf16", reduce_each=True)
 EIGHT, FP32 = Peer(preset="8b", side="fsdp-bf16"), Peer(preset="8b", side="fsdp-fp32", least_world=2)
 CASES: dict[str, Peer] = {
     "0.6B LoRA, DDP": Peer(preset="0.6b", side="ddp"),
@@ -89,11 +92,23 @@ CASES: dict[str, Peer] = {
     "4B full, FSDP2 bf16, accumulation 4": replace(EIGHT, preset="4b"),
     "4B full, FSDP2 bf16, accumulation 1": replace(EIGHT, preset="4b", accumulation=1),
     "4B full, FSDP2 fp32, accumulation 1": replace(FP32, preset="4b", accumulation=1, least_world=1),
+    "8B full, torchtitan bf16, accumulation 4": TITAN,
+    "8B full, torchtitan float8, accumulation 4": replace(TITAN, side="titan-float8"),
+    "8B full, torchtitan float8 rowwise, accumulation 4": replace(TITAN, side="titan-float8", scales="rowwise"),
+    "8B full, torchtitan fp32, accumulation 4": replace(TITAN, side="titan-fp32", recompute=True, least_world=2),
+    "4B full, torchtitan bf16, accumulation 4": replace(TITAN, preset="4b"),
+    "4B full, torchtitan float8, accumulation 4": replace(TITAN, preset="4b", side="titan-float8"),
 }
 
 
-NEED_TORCHAO = ("fsdp-8bit", "fsdp-float8")
-"""Sides that are left out without torchao."""
+NEEDS = {
+    "fsdp-8bit": ("torchao",),
+    "fsdp-float8": ("torchao",),
+    "titan-bf16": ("torchtitan",),
+    "titan-fp32": ("torchtitan",),
+    "titan-float8": ("torchtitan", "torchao"),
+}
+"""What has to be installed for a side, which is left out otherwise."""
 
 
 # ------------------------------------------------------------------------------------- a rank
@@ -257,6 +272,23 @@ def step_of(peer: Peer, work: peers.Work, *, compiled: bool) -> Callable[[], Cal
 
 def measure(peer: Peer, options: argparse.Namespace) -> None:
     """In a rank that torchrun started: time the steps; rank 0 writes the figures."""
+    if peer.side.startswith("titan"):
+        world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        mine = torchtitan_peer.measure(
+            peer, world=world, rank=rank, warm_up=several_gpus.WARM_UP, steps=options.steps, compiled=options.compile
+        )
+    else:
+        mine = timed_steps(peer, options)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    if dist.get_rank() == 0:
+        options.result.write_text(json.dumps({"ranks": ranks}), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed_steps(peer: Peer, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of this rank of DDP or FSDP2. The process group stays."""
     started = time.perf_counter()
     cuda = options.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -276,22 +308,16 @@ def measure(peer: Peer, options: argparse.Namespace) -> None:
         losses.append(step())  # type: ignore[arg-type]
 
     times = gpu_lora.timed(timed, options.steps) if cuda else bench_world.cpu_times(timed, options.steps)
-    mine = {
+    counted = torch._dynamo.utils.counters
+    return {
         "milliseconds_all": times,
         "setup_seconds": setup,
         "losses": [losses[0], losses[-1]()],  # type: ignore[operator]
         "gpu": torch.cuda.get_device_name(device) if cuda else "cpu",
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "device_gib": gpu_lora.device_gib() if cuda else None,
+        "compiled": {"graphs": counted["stats"]["unique_graphs"], "breaks": sum(counted["graph_break"].values())},
     }
-    counted = torch._dynamo.utils.counters
-    mine["compiled"] = {"graphs": counted["stats"]["unique_graphs"], "breaks": sum(counted["graph_break"].values())}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    if dist.get_rank() == 0:
-        options.result.write_text(json.dumps({"ranks": ranks}), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 # -------------------------------------------------------------------------------------- a run
@@ -360,8 +386,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.only or CASES:
         peer = replace(CASES[name], preset="tiny", length=32) if options.tiny else CASES[name]
-        if peer.side in NEED_TORCHAO and importlib.util.find_spec("torchao") is None:
-            print(f"{name}: torchao is not installed", file=sys.stderr)
+        if lacks := [need for need in NEEDS.get(peer.side, ()) if importlib.util.find_spec(need) is None]:
+            print(f"{name}: {' and '.join(lacks)} is not installed", file=sys.stderr)
             continue
         for world in options.worlds:
             if world < peer.least_world or time.monotonic() > until:

@@ -24,6 +24,7 @@ import several_gpus
 import several_gpus_peers
 import torch
 import torch._inductor.config
+import torchtitan_peer
 
 from surogate_core.batch import MicroBatch
 from surogate_core.mesh import driver
@@ -282,3 +283,32 @@ def test_float8_of_a_peer_is_in_the_layers_alone(scales: str, monkeypatch: pytes
     peer = several_gpus_peers.Peer(preset="tiny", side="fsdp-float8", scales=scales)
     several_gpus_peers.weight_scales(peer, model)()
     assert len(model) == (0 if scales == "tensorwise" else 4)
+
+
+def test_torchtitan_is_told_what_the_other_peers_train() -> None:
+    cases = {
+        name: torchtitan_peer.arguments(peer, world=2, steps=11)
+        for name, peer in several_gpus_peers.CASES.items()
+        if peer.side.startswith("titan")
+    }
+    plain = cases["8B full, torchtitan bf16, accumulation 4"]
+    given = dict(zip(plain[::2], plain[1::2], strict=True))
+    assert (given["--model.flavor"], given["--training.dtype"]) == ("8B", "bfloat16")
+    assert (given["--training.local_batch_size"], given["--training.global_batch_size"]) == ("2", "16")
+    scaled = cases["8B full, torchtitan float8, accumulation 4"][len(plain) :]
+    assert "--quantize.linear.float8.enable_fsdp_float8_all_gather" in scaled
+    assert "rowwise" in cases["8B full, torchtitan float8 rowwise, accumulation 4"]
+    assert "float32" in cases["8B full, torchtitan fp32, accumulation 4"]
+
+
+def test_figures_of_torchtitan() -> None:
+    kept = torchtitan_peer.Kept(lambda: 5)
+    kept.log({"time_metrics/end_to_end(s)": 0.5, "loss_metrics/global_avg_loss": torch.tensor(4.0)}, 1)
+    assert (kept.milliseconds, kept.losses, kept.peaks) == ([500.0], [4.0], [5])
+    peer = several_gpus_peers.Peer(preset="tiny", side="titan-bf16", length=6, accumulation=2)
+    batches = iter(torchtitan_peer.RandomTokens(50, peer, 0))
+    (first, after), (second, _), (again, _) = (next(batches) for _ in range(3))
+    assert first["input"].shape == after.shape == (2, 6)
+    assert torch.equal(first["input"][:, 1:], after[:, :-1])
+    assert torch.equal(first["input"], again["input"])
+    assert not torch.equal(first["input"], second["input"])
