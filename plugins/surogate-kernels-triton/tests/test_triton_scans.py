@@ -22,8 +22,10 @@ BOUND = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-6}
 """Largest error over the largest value. fp16 is not offered: it shows errors that bf16 hides."""
 LENGTHS = (1, 17, 0, 64, 3, 63, 65, 0)
 NAMES = ("ssd", "gated_delta")
-TILES = [(16, 16, 4), (32, 16, 4), (32, 32, 8), (64, 32, 4), (64, 64, 8), (128, 32, 8)]
-"""(rows of a chunk, features of a value, warps)."""
+TILES = [(16, 16, 4), (32, 16, 4), (32, 32, 8), (64, 32, 4), (64, 64, 8)]
+"""(rows of a chunk, features of a value, warps). With 128 rows and eight warps the delta rule's gradients had errors of
+0.06 in bf16 on an H200, of 0.02 in the interpreter: there is no such tile.
+"""
 both = pytest.mark.parametrize("name", NAMES)
 dtypes = pytest.mark.parametrize("dtype", BOUND, ids=str)
 
@@ -150,8 +152,8 @@ def test_keys_in_parts_and_chunks_in_blocks(
     """Parts of a key with and without features behind its last, chunks of one block and of four."""
     from surogate_kernels_triton import scans
 
-    for chunk, features in ((16, 32), (64, 64)):
-        one = scans.ScanTile(f=32, warps=4, stages=1, e=features)
+    for chunk, columns, features in ((16, 32, 32), (64, 64, 64)):
+        one = scans.ScanTile(f=columns, warps=4, stages=1, e=features)
         whole = dict.fromkeys(("system", "local", "carried", "values", "keys"), one)
         monkeypatch.setattr(scans, "tiles_for", lambda *args, c=chunk, w=whole: scans.ScanTiles(chunk=c, **w))
         assert error(name, make(name, 66, torch.float16, device, heads=heads, sizes=sizes), (65, 0, 1)) < 2e-3

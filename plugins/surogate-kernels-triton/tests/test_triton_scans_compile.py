@@ -70,6 +70,20 @@ def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch
             assert needed <= SHARED[capability] * 1024, f"{found.program.__name__} {found.options} needs {needed} bytes"
 
 
+@pytest.mark.parametrize("delta", [False, True], ids=["ssd", "gated_delta"])
+def test_hopper_reads_registers_that_are_written(delta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With values of 16 and 32 features in as many columns ptxas 12.8 forgot to write some: outputs were wrong."""
+    from surogate_kernels_triton import scans_tiles
+
+    monkeypatch.setattr(scans_tiles, "large", lambda device: True)
+    with recorded(monkeypatch) as launches:
+        for keys in (16, 64, 128):
+            for values in (16, 32, 80, 128):
+                launch((2, 4, keys, values), torch.bfloat16, delta, states=True)
+    for found in launches:
+        found.compile(90)
+
+
 def test_hopper_multiplies_from_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs with many `wgmma` whose left operand is in registers ended in illegal memory accesses with some
     numbers of warps. ptxas 12.8, which Triton 3.6 has, makes wrong code of such (triton-lang/triton 9433, 11366).

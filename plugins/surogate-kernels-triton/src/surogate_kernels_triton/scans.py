@@ -127,14 +127,13 @@ class _Scan:
         """Constants and options of a launch. `delta`: whether the program also serves scans without the delta rule;
         `features`: how many of a key it reads at a time, without it all.
         """
-        values = self.v.shape[2]
         return {
             "H": self.heads,
             "SHARED": self.heads // self.k.shape[1],
             "E": self.k.shape[2],
-            "F": values,
+            "F": self.v.shape[2],
             "EP": features or padded(self.k.shape[2]),
-            "FP": min(tile.f, padded(values)),
+            "FP": tile.f,
             "C": self.tiles.chunk,
             **({"DELTA": self.delta} if delta else {}),
             "WIDE": knobs.runtime.interpret and self.v.dtype == torch.bfloat16,
@@ -144,8 +143,7 @@ class _Scan:
 
     def carrying(self, tile: ScanTile) -> tuple[int]:
         """The grid of the programs that carry states."""
-        columns = min(tile.f, padded(self.v.shape[2]))
-        return (self.runs * self.heads * triton.cdiv(self.v.shape[2], columns),)
+        return (self.runs * self.heads * triton.cdiv(self.v.shape[2], tile.f),)
 
     def states(self) -> Tensor:
         """Space for a state of each chunk [P, H, E, F], in the dtype of products."""
