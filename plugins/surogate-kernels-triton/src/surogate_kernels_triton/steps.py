@@ -38,8 +38,8 @@ class StepTile:
 
 
 TILE = StepTile(f=64, warps=4)
-"""32 KiB of a state with 128 features of a key, 64 numbers a thread: 3.3 and 3.8 TB/s with 128 sequences on an H200, 5 %
-more than with 32 columns; of six tiles the best (`benchmarks/recurrent_steps.py`).
+"""32 KiB of a state with 128 features of a key, 64 numbers a thread: 3.3 and 3.8 TB/s with 128 sequences on an H200,
+5 % more than with 32 columns, and the best of six tiles (`benchmarks/recurrent_steps.py`).
 """
 
 
