@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -167,20 +168,27 @@ def write_state(engine: Engine, mesh: Mesh, place: Path) -> dict[str, str]:
 
 # -------------------------------------------------------------------------------- comparisons
 
+FAR_APART = 1e-2
+"""Losses that are relatively this far apart are no other rounding of the same sums."""
+
 
 def differences(first: Mapping[str, Any] | None, other: Mapping[str, Any], *, state_alone: bool = False) -> str:
     """In words, where two runs differ first; empty if their bits are equal.
 
-    `state_alone`: compare the tensors with which a run resumes, not what it computes then.
+    `state_alone`: compare the tensors with which a run resumes; what it computes then may differ by `FAR_APART`.
     """
     if "error" in other:
         return f"failed: {other['error']}"
     if first is None or "error" in first:
         return "nothing to compare with"
-    if other.get("at_half") and (files := _unequal(first["at_half"], other["at_half"])):
+    saved, resumed = first.get("at_half", {}), other.get("at_half", {})
+    if state_alone and not saved:
+        return "nothing to compare with"
+    if (state_alone or resumed) and (files := _unequal(saved, resumed)):
         return f"tensors at the resume of {', '.join(files)}"
     if state_alone:
-        return ""
+        losses = apart(first, other)
+        return "" if losses < FAR_APART else f"losses {losses:.1e} apart"
     for step, figures in other["figures"].items():
         if first["figures"][step] != figures:
             return f"step {step}: {_shown(first['figures'][step])} against {_shown(figures)}"
@@ -196,7 +204,8 @@ def _unequal(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 def apart(first: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Largest relative difference of two runs' losses."""
     pairs = [(first["figures"][step][0], figures[0]) for step, figures in other["figures"].items()]
-    return max(abs(float.fromhex(b) / float.fromhex(a) - 1) for a, b in pairs)
+    found = [abs(float.fromhex(b) / float.fromhex(a) - 1) for a, b in pairs]
+    return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
 def _shown(figures: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ its own below `--out`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from kill_rank import descendants
 
 GPUS = 4
 LORA, HOT = "30B-A3B LoRA bf16", "30 % on four experts"
@@ -103,29 +106,34 @@ def words_of(command: Command, place: Path, options: argparse.Namespace) -> list
     return [sys.executable, str(Path(__file__).with_name(script)), *rest]
 
 
-def run_part(name: str, options: argparse.Namespace, until: float) -> list[str]:
-    """Run a part's lanes side by side; the words about each command that did not end well."""
+def run_part(name: str, options: argparse.Namespace, until: float) -> tuple[list[str], list[str]]:
+    """Run a part's lanes side by side; (labels of the commands that began, words about each that did not end well)."""
     lanes = [(gpus, list(enumerate(commands))) for gpus, commands in lanes_of(PARTS[name])]
     running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
+    begun: list[str] = []
     failed: list[str] = []
-    while running or any(commands for _, commands in lanes):
-        for lane, (gpus, commands) in enumerate(lanes):
-            if lane in running:
-                label, process = running[lane]
-                if process.poll() is None and time.monotonic() < until:
-                    continue
-                if code := end(process):
-                    failed.append(f"{label}: {'stopped' if code < 0 else f'exit status {code}'}")
-                del running[lane]
-            if commands and time.monotonic() < until:
-                number, command = commands.pop(0)
-                label = f"{name}.{lane}.{number}"
-                running[lane] = label, begin(command, options.out / label, gpus, options)
-            elif commands:
-                failed += [f"{name}.{lane}.{number}: no time" for number, _ in commands]
-                commands.clear()
-        time.sleep(0.1)
-    return failed
+    try:
+        while running or any(commands for _, commands in lanes):
+            for lane, (gpus, commands) in enumerate(lanes):
+                if lane in running:
+                    label, process = running[lane]
+                    if process.poll() is None and time.monotonic() < until:
+                        continue
+                    if why := end(process):
+                        failed.append(f"{label}: {why}")
+                    del running[lane]
+                if commands and time.monotonic() < until:
+                    number, command = commands.pop(0)
+                    begun.append(f"{name}.{lane}.{number}")
+                    running[lane] = begun[-1], begin(command, options.out / begun[-1], gpus, options)
+                elif commands:
+                    failed += [f"{name}.{lane}.{number}: no time" for number, _ in commands]
+                    commands.clear()
+            time.sleep(0.1)
+    finally:
+        for _, process in running.values():
+            end(process)
+    return begun, failed
 
 
 def begin(command: Command, place: Path, gpus: Sequence[int], options: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -145,11 +153,17 @@ def begin(command: Command, place: Path, gpus: Sequence[int], options: argparse.
         )
 
 
-def end(process: subprocess.Popen[bytes]) -> int:
-    """The exit status of a command; one that still runs is killed, with all that it started in its session."""
+def end(process: subprocess.Popen[bytes]) -> str:
+    """Why a command did not end well, or "". One that still runs is killed, and all that it started with it."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
+        # Ranks are in sessions of their own.
+        for each in [process.pid, *descendants(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        process.wait()
+        return "stopped"
+    code = process.returncode
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}" if code else ""
 
 
 def main() -> None:
@@ -163,12 +177,14 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU, to try the script itself")
     options = parser.parse_args()
     options.tiny = options.tiny or options.device == "cpu"
-    began, failed = time.monotonic(), []
+    began, failed = time.monotonic(), list[str]()
     for name in options.only:
-        failed += run_part(name, options, began + options.budget)
+        begun, why = run_part(name, options, began + options.budget)
+        failed += why
         print(f"== {name}, after {time.monotonic() - began:.0f} s", flush=True)
-        for log in sorted(options.out.glob(f"{name}.*/log")):
-            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        for label in begun:
+            text = (options.out / label / "log").read_text(errors="replace")
+            said = [line for line in text.splitlines() if line.strip()]
             print("\n".join(line[:240] for line in said[-16:]), flush=True)
     print("\n".join(failed))
     sys.exit(bool(failed))

@@ -261,8 +261,8 @@ def shown(found: Found) -> str:
     return f"{found.case:10} {found.model}: {', '.join(parts)}"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure the cases."""
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the cases; the exit status says whether one failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", help="family-preset")
@@ -294,7 +294,8 @@ def main(arguments: list[str] | None = None) -> None:
             words.out.write_text(json.dumps([asdict(one) for one in found], indent=1), encoding="utf-8")
     for case, share in compared(found).items():
         print(f"{case:10} {words.model}: the training phase has {share:.0%} of the speed of sft-{case}")
+    return int(any(one.error is not None for one in found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -178,6 +179,7 @@ def main() -> None:
         print("  " + result["message"].replace("\n", "\n  "))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    sys.exit(any("error" in result for result in found))
 
 
 if __name__ == "__main__":

@@ -354,7 +354,9 @@ def main() -> None:
     if options.list:
         print("\n".join([*CASES, *bench_command.CASES]))
         return
-    print(markdown(run(options) if options.commands is None else bench_command.run(options, save)))
+    rows = run(options) if options.commands is None else bench_command.run(options, save)
+    print(markdown(rows))
+    sys.exit(any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -418,7 +418,9 @@ def main() -> None:
     if options.line:
         measure(Peer(**json.loads(options.line)), options)
         return
-    print(several_gpus.markdown(run(options)))
+    rows = run(options)
+    print(several_gpus.markdown(rows))
+    sys.exit(any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -148,8 +148,11 @@ def test_where_two_runs_differ_first() -> None:
     assert equal_bits.differences({"error": "no"}, same) == "nothing to compare with"
     resumed = {**run(2.5, trainable="a", optimizer="c"), "at_half": {"trainable": "h"}}
     saved = {**same, "at_half": {"trainable": "h"}}
-    assert equal_bits.differences(saved, resumed, state_alone=True) == ""
     assert equal_bits.apart(saved, resumed) == 0.25
+    assert equal_bits.differences(saved, resumed, state_alone=True) == "losses 2.5e-01 apart"
+    assert equal_bits.differences(saved, {**run(2.001), "at_half": {"trainable": "h"}}, state_alone=True) == ""
+    assert equal_bits.differences(saved, {**run(float("nan")), "at_half": {"trainable": "h"}}, state_alone=True)
+    assert equal_bits.differences(saved, run(2.0), state_alone=True) == "tensors at the resume of trainable"
     saved = {**same, "at_half": {"trainable": "h", "optimizer": "i"}}
     assert equal_bits.differences(saved, resumed, state_alone=True) == "tensors at the resume of optimizer"
 
@@ -285,7 +288,7 @@ def test_float8_of_a_peer_is_in_the_layers_alone(scales: str, monkeypatch: pytes
     assert len(model) == (0 if scales == "tensorwise" else 4)
 
 
-def test_torchtitan_is_told_what_the_other_peers_train() -> None:
+def test_torchtitan_receives_what_the_other_peers_train() -> None:
     cases = {
         name: torchtitan_peer.arguments(peer, world=2, steps=11)
         for name, peer in several_gpus_peers.CASES.items()

@@ -27,7 +27,21 @@ WRITTEN = """
         ("UIADD3 UR15, UP0, UR15, 0x40, URZ ;", [15]),
         ("@!P3 STG.E.128 desc[UR6][R88.64], R8 ;", []),
         ("STG.E.128 desc[UR32][R88.64], R8 ;", [32, 33]),
+        ("UIADD3.64 UR28, UR9, 0x80, URZ ;", [10]),
+        ("UISETP.NE.AND UP0, UPT, UR20, URZ, UPT ;", [20]),
+        ("ULOP3.LUT UP0, UR20, UR4, 0x1, URZ, 0xc0, !UPT ;", []),
+        ("ULDC.64 UR20, c[0x0][UR8+0x220] ;", []),
+        ("ELECT P0, UR20, PT ;", []),
+        ("R2UR UR20, R5 ;", []),
+        ("LDG.E R2, desc[UR6][UR9.64] ;", [10]),
+        ("IMAD.WIDE R2, R3, 0x4, UR9 ;", [10]),
     ],
 )
 def test_uniform_registers_that_nothing_has_written(line: str, found: list[int]) -> None:
     assert unwritten_registers(f"{WRITTEN}        /*0060*/    {line}") == found
+
+
+def test_each_function_has_registers_of_its_own() -> None:
+    read = "        /*0010*/    UMOV UR20, UR5 ;"
+    assert unwritten_registers(WRITTEN + read) == []
+    assert unwritten_registers(f"Function : a{WRITTEN}\nFunction : b\n{read}") == [5]

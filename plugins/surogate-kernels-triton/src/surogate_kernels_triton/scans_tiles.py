@@ -13,8 +13,8 @@ class ScanTile:
     """How many features of a value a program reads at a time."""
 
     f: int
-    """Of values with fewer features the rest is zeros: with fewer columns ptxas 12.8, which Triton 3.6 has, makes code
-    of some programs for Hopper that reads registers which nothing has written.
+    """If a value has fewer features, the other columns are zeros: ptxas 12.8, which Triton 3.6 has, makes code of some
+    programs for Hopper that reads registers which nothing has written, mostly where columns are few.
     """
     warps: int
     stages: int

@@ -69,7 +69,9 @@ class Launch:
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
         if capability == 90:
             with NamedTemporaryFile() as file:
-                unwritten = unwritten_registers(dumped(compiled, "--dump-sass", Path(file.name)))
+                machine_code = dumped(compiled, "--dump-sass", Path(file.name))
+            assert INSTRUCTION.search(machine_code), machine_code
+            unwritten = unwritten_registers(machine_code)
             assert not unwritten, f"{self.program.__name__} {self.options} reads registers {unwritten} before any write"
         return compiled
 
@@ -113,35 +115,60 @@ def dumped(compiled: Any, option: str, file: Path) -> str:
 
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?);")
-WRITES_UNIFORM = ("R2UR", "S2UR", "VOTEU", "LDCU", "REDUX")
+WRITES_UNIFORM = ("R2UR", "S2UR", "VOTEU", "LDCU", "REDUX", "ELECT")
 """Instructions whose result is a uniform register, beside those that begin with a U."""
+AFTER_PREDICATE = ("ULOP3", "R2UR", "ELECT")
+"""Those whose result may stand behind a predicate."""
 
 
 def unwritten_registers(machine_code: str) -> list[int]:
-    """Uniform registers that an instruction of sm_90 reads and none before it has written: a mistake of the assembler.
+    """Uniform registers that an instruction reads and none before it writes, ascending: a mistake of the assembler.
 
     Descriptors of products are in such registers, so the product then reads wrong memory, or memory that is not there.
-    ptxas 12.8.93 made such code on 2026-11-29 of programs whose PTX is right; nothing says so before they run.
+    ptxas 12.8.93 made such code of programs whose PTX is right. Instructions are taken in the order of the code, each
+    as if its predicate held: a register that is written on another branch only is not found.
+
+    `machine_code`: what ``cuobjdump --dump-sass`` says of a binary for sm_90.
     """
-    written: set[int] = set()
     found: set[int] = set()
-    for name, rest in INSTRUCTION.findall(machine_code):
-        kind, operands = name.partition(".")[0], [each.strip() for each in rest.split(",")]
-        result: range = range(0)
-        if kind[0] == "U" or kind in WRITES_UNIFORM:
-            first = next((n for n, each in enumerate(operands) if not re.fullmatch(r"U?P(T|\d+)", each)), 0)
-            if own := re.fullmatch(r"UR(\d+)", operands[first]):
-                wide = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
-                result = range(int(own[1]), int(own[1]) + wide)
-                del operands[first]
-        for place, operand in enumerate(operands):
-            for descriptor, number in re.findall(r"(g?desc\[)?UR(\d+)", operand):
-                # The left operand's descriptor is in the first two, unless that operand is in registers.
-                left = 0 if place == 1 else 2
-                read = range(left, 4) if descriptor == "gdesc[" else range(2 if descriptor else 1)
-                found |= {int(number) + each for each in read} - written
-        written |= set(result)
+    for function in machine_code.split("Function :"):
+        written: set[int] = set()
+        for name, rest in INSTRUCTION.findall(function):
+            result, operands = _result_of(name, [each.strip() for each in rest.split(",")])
+            found |= {
+                each for n, operand in enumerate(operands) for each in _read_by(name, operand, n, operands)
+            } - written
+            written |= set(result)
     return sorted(found)
+
+
+def _result_of(name: str, operands: list[str]) -> tuple[Sequence[int], list[str]]:
+    """The uniform registers that an instruction writes, and its operands with another in that place."""
+    kind = name.partition(".")[0]
+    if kind[0] != "U" and kind not in WRITES_UNIFORM:
+        return (), operands
+    behind = kind in AFTER_PREDICATE and re.fullmatch(r"U?P(T|\d+)", operands[0])
+    place = 1 if behind else 0
+    own = re.fullmatch(r"UR(\d+)", operands[place])
+    if own is None:
+        return (), operands
+    count = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+    return range(int(own[1]), int(own[1]) + count), [*operands[:place], "", *operands[place + 1 :]]
+
+
+def _read_by(name: str, operand: str, place: int, operands: Sequence[str]) -> Iterator[int]:
+    """The uniform registers that an operand names."""
+    pair = bool(re.fullmatch(r"UR\d+", operand)) and (
+        (name[0] == "U" and ".64" in name) or (".WIDE" in name and place == len(operands) - 1)
+    )
+    for descriptor, number, wide in re.findall(r"(g?desc\[)?UR(\d+)(\.64)?", operand):
+        # The left operand's descriptor is in the first two, unless that operand is in registers.
+        span = (
+            range(0 if place == 1 else 2, 4)
+            if descriptor == "gdesc["
+            else range(2 if descriptor or wide or pair else 1)
+        )
+        yield from (int(number) + each for each in span)
 
 
 def check_compiled(launches: Sequence[Launch], capability: int, file: Path) -> None:
