@@ -36,7 +36,7 @@ DENSE = tuple(
 )
 ALONE = tuple(name for name in DENSE if "level 1" in name)
 """What one GPU is compared with: levels do not differ there."""
-PEERS = ("8B full, FSDP2 bf16, accumulation 4", "4B full, FSDP2 bf16, accumulation 4")
+PEERS = tuple(f"{size} full, FSDP2 {kind}, accumulation 4" for size in ("8B", "4B") for kind in ("bf16", "float8"))
 BITS = (
     "LoRA, experts shared out, evened out",
     "LoRA fp8, experts shared out, evened out",
