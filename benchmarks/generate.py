@@ -13,9 +13,10 @@ Prompts differ, tokens are sampled at temperature 1 (with `--top-k` and `--top-p
 nothing stops early. Each case runs in a process of its own; one that fails costs only itself.
 
 `tokens_per_second` is that of the fastest call after the first. `first_token` is the time of one request for one token,
-`first_call` the time of the first such call of the process after loading, which compiles and captures. `step`: the
-median time of a captured step by CUDA events, with all sequences at half of their length; `steps` without the host
-would give `roof` tokens a second. `memory`: GiB of the GPU at most.
+`first_call` the time of the first such call of the process after loading, which compiles and captures. `prefill`: the
+time of one token for every sequence, once passes of that shape are captured. `step`: the median time of a captured step
+by CUDA events, with all sequences at half of their length; steps without the host would give `roof` tokens a second.
+`memory`: GiB of the GPU at most.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Found:
     load: float | None = None
     first_call: float | None = None
     first_token: float | None = None
+    prefill: float | None = None
     step: float | None = None
     roof: float | None = None
     profile: dict[str, Any] | None = None
@@ -271,6 +273,8 @@ def measure(case: str, words: argparse.Namespace) -> Found:
     first_token = median(timed(lambda: made.generate(1, 1))[0] for _ in range(5))
     if case != "transformers":  # compiles and captures what the timed calls need
         made.generate(words.sequences, words.new)
+        made.generate(words.sequences, 1)
+    prefill = median(timed(lambda: made.generate(words.sequences, 1))[0] for _ in range(3))
     calls = [timed(lambda: made.generate(words.sequences, words.new)) for _ in range(words.calls)]
     seconds, tokens = min(calls)
     return Found(
@@ -284,6 +288,7 @@ def measure(case: str, words: argparse.Namespace) -> Found:
         load=load,
         first_call=first_call,
         first_token=first_token,
+        prefill=prefill,
         memory=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         **made.figures(),
     )
@@ -310,6 +315,8 @@ def shown(found: Found) -> str:
     parts = [f"{found.tokens_per_second:10,.0f} tok/s, {found.seconds:.2f} s"]
     if found.step is not None:
         parts.append(f"step {found.step * 1e3:.2f} ms ({found.roof:,.0f} tok/s)")
+    if found.prefill is not None:
+        parts.append(f"prefill {found.prefill * 1e3:.0f} ms")
     if found.first_token is not None:
         parts.append(f"first token {found.first_token * 1e3:.0f} ms ({found.first_call:.2f} s at first)")
     if found.memory is not None:

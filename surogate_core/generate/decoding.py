@@ -1,4 +1,4 @@
-"""How a GPU runs the layers: whole prompts packed as in training, then blocks of steps that need nothing of the host.
+"""How a GPU runs the layers: prompts by `prompts`, then blocks of steps that need nothing of the host.
 
 A step embeds the last token of each row, runs the layers, chooses the next token and feeds it back. All that it reads
 and writes is in buffers of fixed addresses, so a CUDA graph of it is replayed for every token. The host reads the
@@ -10,8 +10,8 @@ Shape suffixes: N rows, S slots, D features, V vocabulary, B steps of a block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,27 +20,31 @@ from torch import Tensor
 
 from surogate_core.dsl.mixers import KeyValues, Spec, States, mixing
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.generate.cache import (
-    Cache,
-    FromCache,
-    LastTokens,
-    Reader,
-    SlotPlaces,
-    WholePrompts,
-    features_of,
-    places_of,
-)
+from surogate_core.generate.cache import Cache, FromCache, LastTokens, places_of
 from surogate_core.generate.masks import packed_masks, unpacked, words_of
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
+from surogate_core.generate.prompts import (
+    BATCH_ROWS,
+    PREFILL_ROWS,
+    REFERENCE_ROWS,
+    SCORES,
+    SHORTEST_OF_KERNELS,
+    Prompts,
+    attentions,
+    captured_rows,
+    longest_of,
+    padded,
+    widest,
+)
 from surogate_core.generate.sampling import Rows, choose, filtered, tempered
-from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
+from surogate_core.generate.sequences import Chosen, Fill, Running
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import using
 
 if TYPE_CHECKING:
     from surogate_core.bundles import Sampling
-    from surogate_core.engine.planning.pieces import Piece, Relayed
+    from surogate_core.engine.planning.pieces import Piece
 
 BLOCK = 8
 """Steps between two looks at the tokens. While the host looks, the next block runs."""
@@ -54,24 +58,14 @@ COMPILED_ROWS = 32
 """Rows from which layers are compiled: fewer, such as those of a chat, should not wait for a compiler."""
 SHORTEST = 256
 """Positions of the shortest step if attention has no kernel. Lengths are powers of two, up to the slots' own."""
-SHORTEST_OF_KERNELS = 4096
-"""The same with a kernel, which reads a row's own positions only."""
 GATHER = 16
 """Slots are filled again when one in GATHER is free: a pass with few tokens costs nearly as much as one with many."""
-PREFILL_ROWS = 8192
-"""Tokens of prompts that go through the layers together, unless one prompt has more."""
-REFERENCE_ROWS = 1024
-"""The same where the reference of attention forms the scores of all pairs of them."""
 PAIR_BYTES = 20
 """Bytes that it takes for the score of a pair of tokens and a head: the score, hidden, with a sink, and its weight."""
-BATCH_ROWS = 65536
-"""Tokens of prompts for which each layer is fetched once."""
 LOGIT_BYTES = 40
 """Bytes that the choice of a token takes for each logit: sorted scores with their order, probabilities, noise."""
-SCORES = 2**27
-"""Elements of keys and values that are read at a time for the segments of prompts."""
 SCORE_BYTES = 8
-"""Bytes that each of them takes: a copy in the model's dtype, one in fp32, and scores."""
+"""Bytes that an element of the keys of segments takes: a copy in the model's dtype, one in fp32, and scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +83,7 @@ class StepKind:
 
 
 def why_eager(assembly: Assembly) -> str | None:
-    """Why steps are not captured in CUDA graphs; None if they are."""
+    """Why steps and passes of prompts are not captured in CUDA graphs; None if they are."""
     settings = assembly.settings
     if settings.device.type != "cuda":
         return "the device is no GPU"
@@ -113,12 +107,14 @@ def working_bytes(weights: Weights, mixers: Sequence[Sequence[Spec]], slots: int
         heads = max((s.heads for s in attentions(mixers) if not _offered(weights, s, "attention")), default=0)
     packed = REFERENCE_ROWS if heads else PREFILL_ROWS
     rows, kept = (min(tokens, max(most, context)) for most in (packed, BATCH_ROWS))
-    pairs = heads * rows**2 * PAIR_BYTES
+    # What passes in graphs use remains theirs.
+    captured = 0 if why_eager(plan.assembly) else min(padded(tokens), captured_rows(plan), packed)
+    pairs = heads * (rows**2 + captured**2) * PAIR_BYTES
     features = max(map(_features, plan.layers), default=0)
-    activations = rows * (2 * features + 6 * model.width) * itemsize
+    activations = (rows + captured) * (2 * features + 6 * model.width) * itemsize
     relayed = sum(math.prod(spec.shape) for piece in plan.layers for spec in piece.gives)
     outputs = kept * (2 * model.width + relayed) * itemsize
-    keys = min(SCORES, tokens * _widest(mixers)) * SCORE_BYTES
+    keys = min(SCORES, tokens * widest(mixers)) * SCORE_BYTES
     return activations + outputs + keys + pairs + max(slots, FEWEST) * model.vocab_size * LOGIT_BYTES
 
 
@@ -252,19 +248,24 @@ class SteppedRunner:
         self.weights, self.cache = weights, cache
         assembly = weights.plan.assembly
         self.eager = why_eager(assembly)
-        """Why steps are not captured, or None."""
+        """Why nothing is captured, or None."""
         self._mixing = FromCache(cache)
-        self._widest = _widest(cache.mixers)
         self._table = weights.programs.kernels
         compiles = assembly.settings.compiler == "inductor"
-        # The reference of attention would form the scores of all pairs of tokens of a pass.
-        kernel = self._has_kernel("attention")
-        self._packs, self._most = cache.whole or kernel, PREFILL_ROWS if kernel else REFERENCE_ROWS
         self._shortest = SHORTEST_OF_KERNELS if self._has_kernel("slot_attention") else SHORTEST
         self.gather = max(1, cache.slots // GATHER)
+        self.prompts = Prompts(
+            weights,
+            cache,
+            kernel=self._has_kernel("attention"),
+            captured=captured_rows(weights.plan) if self.eager is None else 0,
+            capture=lambda forward: self._captured(forward, forward),
+        )
         self._layers = Layers(weights, COMPILED_ROWS if compiles else None)
         self._state = State(self._rows_for(cache.slots), cache.slots, weights.device)
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
+        self._beside: torch.cuda.CUDAGraph | None = None
+        """A graph whose memory the others share: none runs while another one does."""
         self._loaded: list[Running] = []
         """The sequences whose rows the buffers have. Those that have ended run on, until a slot is filled again."""
         self._ahead: StartedSteps | None = None
@@ -286,105 +287,9 @@ class SteppedRunner:
         """Whether a pack has a kernel of an op of attention for every attention of the model."""
         return all(_offered(self.weights, spec, op) for spec in attentions(self.cache.mixers))
 
-    # -------------------------------------------------------------------------- prompts
-
     def prefill(self, fills: Sequence[Fill]) -> Iterator[Tensor]:
         """The last layer's output for the tokens of each prompt from its start on."""
-        begin = 0
-        while begin < len(fills):
-            end, rows = begin, 0
-            while end < len(fills) and (end == begin or rows + len(fills[end].ids) <= BATCH_ROWS):
-                rows += len(fills[end].ids)
-                end += 1
-            yield from self._prefill(fills[begin:end])
-            begin = end
-
-    def _prefill(self, fills: Sequence[Fill]) -> list[Tensor]:
-        whole = [number for number, fill in enumerate(fills) if self._packs and not fill.start]
-        parts = [number for number, fill in enumerate(fills) if not self._packs or fill.start]
-        passes = [*self._packed(fills, whole), *self._segmented(fills, parts)]
-        xs = [self.weights.embedded(one.ids_N) for one in passes]
-        tables = [tables_of(self.weights, p.ids_N, p.positions_N, p.lasts_N, p.real_N) for p in passes]
-        with using(self._table), mixing(self._mixing):
-            for number, layer in enumerate(self._layers.of(None)):
-                for index, one in enumerate(passes):
-                    self._mixing.begin(number, one.reader)
-                    xs[index] = layer(xs[index], tables[index], one.relayed)
-        found: list[list[Tensor]] = [[] for _ in fills]
-        for one, x_ND in zip(passes, xs, strict=True):
-            for number, rows in one.rows:
-                found[number].append(x_ND[rows])
-        return [torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in found]
-
-    def _packed(self, fills: Sequence[Fill], chosen: Sequence[int]) -> Iterator[_Pass]:
-        """Passes of whole prompts."""
-        group: list[int] = []
-        for number in [*chosen, None]:
-            rows = sum(len(fills[n].ids) for n in group)
-            if group and (number is None or rows + len(fills[number].ids) > self._most):
-                yield self._documents(fills, group)
-                group = []
-            if number is not None:
-                group.append(number)
-
-    def _documents(self, fills: Sequence[Fill], group: Sequence[int]) -> _Pass:
-        lengths = [len(fills[n].ids) for n in group]
-        ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        rest = -ends[-1] % FEWEST
-        device = self.weights.device
-        sizes = torch.tensor([*lengths, rest], device=device)
-        slots = torch.tensor([*(fills[n].slot for n in group), self.cache.slots], device=device)
-        starts = torch.tensor(ends, device=device)
-        total = ends[-1] + rest
-        positions_N = torch.arange(total, device=device) - starts.repeat_interleave(sizes, output_size=total)
-        lasts_N = (sizes - 1).repeat_interleave(sizes, output_size=total)
-        borders = [*ends, total] if rest else ends
-        return _Pass(
-            ids_N=torch.tensor([i for n in group for i in fills[n].ids] + [0] * rest, device=device),
-            positions_N=positions_N,
-            lasts_N=lasts_N,
-            real_N=torch.arange(total, device=device) < ends[-1],
-            reader=WholePrompts(
-                slots_D=slots if rest else slots[:-1],
-                slots_N=slots.repeat_interleave(sizes, output_size=total),
-                positions_N=positions_N,
-                lasts_N=lasts_N,
-                cu_seqlens_D=torch.tensor(borders, dtype=torch.int32, device=device),
-                longest=max(*lengths, rest),
-            ),
-            rows=[(n, slice(begin, end)) for n, begin, end in zip(group, ends, ends[1:], strict=False)],
-        )
-
-    def _segmented(self, fills: Sequence[Fill], chosen: Sequence[int]) -> Iterator[_Pass]:
-        """Passes of prompts of which a part is in their slots already, or that are read from there."""
-        segments = [(number, start) for number in chosen for start in fills[number].segments()]
-        longest = max((len(fills[number].ids) for number in chosen), default=0)
-        size = max(1, SCORES // max(1, longest * self._widest))
-        for first in range(0, len(segments), size):
-            yield self._segments(fills, segments[first : first + size], -(-longest // SEGMENT) * SEGMENT)
-
-    def _segments(self, fills: Sequence[Fill], some: Sequence[tuple[int, int]], longest: int) -> _Pass:
-        device = self.weights.device
-        ids, lasts, rows = [], [], []
-        for place, (number, start) in enumerate(some):
-            tokens = fills[number].ids[start : start + SEGMENT]
-            ids += [*tokens, *[0] * (SEGMENT - len(tokens))]
-            lasts += [len(fills[number].ids) - 1] * SEGMENT
-            rows.append((number, slice(place * SEGMENT, place * SEGMENT + len(tokens))))
-        places = SlotPlaces(
-            slots_G=torch.tensor([fills[number].slot for number, _ in some], device=device),
-            starts_G=torch.tensor([start for _, start in some], device=device),
-            width=SEGMENT,
-            longest=longest,
-        )
-        return _Pass(
-            ids_N=torch.tensor(ids, device=device),
-            positions_N=places.positions(),
-            lasts_N=torch.tensor(lasts, device=device),
-            real_N=None,
-            reader=places,
-            rows=rows,
-        )
+        return self.prompts.prefill(fills)
 
     # ---------------------------------------------------------------------------- steps
 
@@ -483,7 +388,7 @@ class SteppedRunner:
         samplings = [s.request.sampling for s in running]
         return StepKind(
             rows=self._rows,
-            longest=_longest(self._reach + steps, self.cache.context, shortest=self._shortest),
+            longest=longest_of(self._reach + steps, self.cache.context, shortest=self._shortest),
             filters=filtered(samplings),
             tempered=tempered(samplings),
             penalty=_penalised(samplings),
@@ -522,61 +427,38 @@ class SteppedRunner:
 
     def _capture(self, kind: StepKind) -> None:
         """Capture a step. The rows of the buffers are lost."""
-        from surogate_core.engine.graphs import capture_forward
-
         self._state.clear()
         if kind.penalty:
             self._seen()
         if kind.masked:
             self._masks()
-        beside = next(iter(self._graphs.values()), None)
 
         def run() -> None:
             self._state.done.zero_()
             self.step(kind)
 
+        graph = self._captured(lambda: self.step(kind), run)
+        if graph is not None:
+            self._graphs[kind] = graph
+
+    def _captured(self, forward: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """The graph of a forward, after `warm_up` has run; None if nothing is captured."""
+        from surogate_core.engine.graphs import capture_forward
+
+        if self.eager is not None:
+            return None
         try:
-            self._graphs[kind] = capture_forward(lambda: self.step(kind), warm_up=run, beside=beside)
+            graph = capture_forward(forward, warm_up=warm_up, beside=self._beside)
         except torch.OutOfMemoryError:
             self.eager = "no memory is left for CUDA graphs"
+            return None
+        self._beside = self._beside or graph
+        return graph
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """[N, V]: the head."""
         with using(self._table):
             return self.weights.logits(x_ND)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """Rows of prompts that go through the layers together."""
-
-    ids_N: Tensor
-    positions_N: Tensor
-    lasts_N: Tensor
-    """The last position of each row's prompt."""
-    real_N: Tensor | None
-    reader: Reader
-    rows: Sequence[tuple[int, slice]]
-    """Number of a prompt → its rows, in order."""
-    relayed: Relayed = field(default_factory=dict)
-
-
-def _widest(mixers: Sequence[Sequence[Spec]]) -> int:
-    """Most features of keys and values that an attention reads for a position."""
-    return max(map(features_of, attentions(mixers)), default=1)
-
-
-def attentions(mixers: Sequence[Sequence[Spec]]) -> list[KeyValues]:
-    """The attentions of all layers."""
-    return [spec for specs in mixers for spec in specs if isinstance(spec, KeyValues)]
-
-
-def _longest(needed: int, context: int, *, shortest: int = SHORTEST) -> int:
-    """Positions that a step reads at most."""
-    longest = shortest
-    while longest < needed:
-        longest *= 2
-    return min(longest, context)
 
 
 def _penalised(samplings: Sequence[Sampling]) -> bool:

@@ -151,7 +151,7 @@ class NativeEngine:
         """Put waiting requests into free slots. Equal prompts that follow each other share one prefill."""
         begun: list[Running] = []
         fills: dict[tuple[int, ...], Fill] = {}
-        empty: set[int] = set()
+        known = {slot for slot, other in enumerate(self._prompts) if other}
         followers: list[tuple[int, int]] = []
         while waiting and free:
             index, request = waiting.popleft()
@@ -161,16 +161,17 @@ class NativeEngine:
             free.remove(slot)
             self._used[slot] = next(self._uses)
             if prompt in fills:
-                empty.add(slot)
+                known.discard(slot)
                 followers.append((slot, fills[prompt].slot))
             elif self._prompts[slot] != prompt:
-                source, shared = self._longest_shared(prompt, empty)
+                source, shared = self._longest_shared(prompt, known)
                 if source != slot and shared:
                     self.cache.copy_prefix(source, slot, shared)
                 if shared < len(prompt):
-                    empty.add(slot)
+                    known.discard(slot)
                     fills[prompt] = Fill(slot=slot, ids=prompt, start=shared)
                 else:
+                    known.add(slot)
                     self._last[slot] = self._last[source]
             else:
                 self.cache.rewind(slot)
@@ -189,13 +190,16 @@ class NativeEngine:
             sequence.hidden_D = self._last[sequence.slot]
         return begun
 
-    def _longest_shared(self, prompt: tuple[int, ...], empty: Collection[int]) -> tuple[int, int]:
-        """(slot, number of first tokens that a prompt in it shares): all of them, or whole segments. `empty`: slots
-        that do not have theirs yet.
+    def _longest_shared(self, prompt: tuple[int, ...], known: Collection[int]) -> tuple[int, int]:
+        """(slot, number of first tokens that a prompt in it shares): all of them, or whole segments. `known`: slots
+        that have their prompt.
         """
         best, most = 0, 0
-        for slot, other in enumerate(self._prompts):
-            if not other or other[0] != prompt[0] or slot in empty:
+        least = self._runner.least_shared
+        head = prompt[:least]
+        for slot in sorted(known):
+            other = self._prompts[slot]
+            if other[:least] != head:
                 continue
             if other == prompt:
                 return slot, len(prompt)
@@ -207,7 +211,7 @@ class NativeEngine:
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt) - 1, len(other)))
             if common // SEGMENT * SEGMENT > most:
                 best, most = slot, common // SEGMENT * SEGMENT
-        return (best, most) if most >= self._runner.least_shared else (0, 0)
+        return (best, most) if most >= least else (0, 0)
 
     def _take(self, sequence: Running, chosen: Chosen, on_token: OnChosen) -> Reason | None:
         """Append tokens up to the one that ends it, and why that one does."""

@@ -107,9 +107,9 @@ class Layers:
     _by_key: dict[tuple[str, int], Function] = field(default_factory=dict)
     """(key of a piece, rows) → its program."""
 
-    def of(self, rows: int | None) -> Iterator[Layer]:
-        """The layers in order for this number of rows; None for any, which never compiles."""
-        if rows is None or self.least_rows is None or rows < self.least_rows:
+    def of(self, rows: int) -> Iterator[Layer]:
+        """The layers in order for this number of rows."""
+        if self.least_rows is None or rows < self.least_rows:
             return self.weights.layers()
         return self.weights.layers(lambda piece: self._program(piece, rows))
 

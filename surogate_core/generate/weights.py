@@ -44,6 +44,12 @@ class Weights:
     rows: RecipeRows | None
     compiled: dict[Any, Function] = field(default_factory=dict)
     """(signature of a layer, rows) → its program for generation, which all engines share."""
+    seeds: tuple[Tensor, Tensor] = field(init=False)
+    """What layers take as seeds, and do not read. Made anew they would be two launches for each layer of a step."""
+
+    def __post_init__(self) -> None:
+        seeds = tuple(torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in ((2,), ()))
+        object.__setattr__(self, "seeds", seeds)
 
     @classmethod
     def of(cls, engine: Engine) -> Weights:
@@ -137,14 +143,13 @@ class Weights:
         tensors = self._inputs(piece)
         shared = [*self.parameters.panel_tensors(piece), *self.parameters.join_tensors(piece, tensors)]
         rows = [self.rows.rows(piece.key)] if self.rows is not None and self.programs.reads_rows(piece) else []
-        seeds = [torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in ((2,), ())]
         fixed = [*tensors, *(tensor for _, tensor in shared), *rows]
         function = function_of(piece)
 
         last = self.plan.last_taken(piece)
 
         def run(x_ND: Tensor, tables: Sequence[Tensor], relayed: Relayed) -> Tensor:
-            found = function(*fixed, x_ND, *piece.taken(relayed).values(), *tables, *seeds)
+            found = function(*fixed, x_ND, *piece.taken(relayed).values(), *tables, *self.seeds)
             y_ND, *given = [found] if isinstance(found, Tensor) else found
             piece.keep(relayed, given)
             for source in last:

@@ -20,9 +20,9 @@ from surogate_core.generate.cache import mixers_of
 from surogate_core.generate.decoding import BLOCK, StepKind, SteppedRunner, why_eager, working_bytes
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import tables_of
+from surogate_core.generate.prompts import longest_of
 from surogate_core.generate.sampling import filtered, tempered
 from surogate_core.generate.weights import Weights
-from surogate_core.kernels.registry import KernelTable
 from surogate_testing import rollouts, tiny
 
 PROMPTS = tiny.documents((5, 17, 40, 16, 1, 5), seed=4)
@@ -210,25 +210,6 @@ def test_tables_have_the_layout_of_training():
     assert torch.equal(found[0], next(iter(whole.values()))[positions])
 
 
-def test_prompts_are_prefilled_in_several_passes_and_shared(shared, monkeypatch):
-    monkeypatch.setattr(decoding, "PREFILL_ROWS", 40)
-    monkeypatch.setattr(decoding, "BATCH_ROWS", 50)
-    monkeypatch.setattr(decoding, "SCORES", 1)
-    monkeypatch.setattr(SteppedRunner, "least_shared", 16)
-    asked = requests(SAMPLINGS["plain"], new=5)
-    asked += [replace(one, sample=1) for one in asked]
-    # These begin as others that are in slots already.
-    asked += [Request(prompt=(*PROMPTS[2][:33], *more), max_new_tokens=4, sampling=GREEDY) for more in ((1, 2), (3,))]
-    same(opened(shared, slots=7).generate(asked), opened(shared, stepped=False).generate(asked))
-
-
-def test_without_a_kernel_of_attention_prompts_are_read_from_their_slots(shared, monkeypatch):
-    monkeypatch.setattr(KernelTable, "offers", lambda self, op, dtype, named=(): False)
-    monkeypatch.setattr(SteppedRunner, "_packed", lambda self, fills, chosen: iter(()) if not chosen else 1 / 0)
-    asked = requests(GREEDY, new=4)
-    same(opened(shared, slots=3).generate(asked), opened(shared, stepped=False).generate(asked))
-
-
 def test_log_probabilities_of_documents(shared):
     found = opened(shared, slots=2).logprobs(PROMPTS[:4])
     for one, other in zip(found, opened(shared, slots=2, stepped=False).logprobs(PROMPTS[:4]), strict=True):
@@ -270,8 +251,8 @@ def test_the_kind_of_a_step_depends_on_the_requests_alone(shared, monkeypatch):
 
 
 def test_lengths_of_steps():
-    assert [decoding._longest(n, 4096) for n in (5, 257, 3000)] == [256, 512, 4096]
-    assert decoding._longest(5, 80) == decoding._longest(5, 80, shortest=4096) == 80
+    assert [longest_of(n, 4096, shortest=256) for n in (5, 257, 3000)] == [256, 512, 4096]
+    assert longest_of(5, 80, shortest=256) == longest_of(5, 80, shortest=4096) == 80
 
 
 def test_slots_are_filled_together(shared, monkeypatch):

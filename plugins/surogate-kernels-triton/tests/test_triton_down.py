@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from surogate_core.plugin import compute
 from surogate_testing.interpreter import INTERPRETED, devices, run_interpreted, starts_interpreter
 from surogate_testing.op_cases import random
 
@@ -43,3 +49,47 @@ def test_few_rows(device: str, inputs: int, slots: int, rank: int, rows: int) ->
     assert torch.equal(*found)
     assert float((found[0].double() - expected).norm() / expected.norm()) < BOUND
     assert not adapters._counters(x.device).any()
+
+
+class Names(TorchDispatchMode):
+    """The names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@devices
+def test_without_a_trace_x_is_copied_once_and_has_the_bits_of_a_traced_call(device: str) -> None:
+    from surogate_kernels_triton.adapters import adapted_linears
+
+    shape = compute.PanelShape(inputs=96, outputs=(48, 32), rank=16, scale=2.0, dropout=0.0, salts=(0, 1))
+    panel = random(112, 128, seed=3, scale=0.1, dtype=DTYPE).to(device)
+    x = random(16, 96, seed=4, dtype=DTYPE).to(device)
+
+    def run(x: Tensor, panel: Tensor) -> Sequence[Tensor]:
+        return [y.clone() for y in adapted_linears(x, panel, None, shape)]
+
+    with torch.no_grad(), Names() as names:
+        found = adapted_linears(x, panel, None, shape)
+    # The other form, for traced graphs, copies x once more.
+    assert names.found.count("cat") == 1
+    assert "adapted_linears_" in names.found
+    assert "adapted_linears" not in names.found
+    traced = graph_of(run, x, panel)
+    assert any("adapted_linears.default" in str(node.target) for node in traced.graph.nodes)
+    for one, other in zip(found, traced(x, panel), strict=True):
+        assert torch.equal(one, other)
+
+
+def graph_of(function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> torch.fx.GraphModule:
+    """The forward as the engine traces it."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+
+    with torch.no_grad():
+        found: torch.fx.GraphModule = aot_export_joint_simple(function, inputs, trace_joint=False)
+    return found

@@ -215,7 +215,9 @@ class _AdaptedLinears(Function):
         # One sum in fp32, rounded once: bf16 would swallow what a young adapter adds to a y already rounded.
         room = x_NI.new_empty(n, -(-shape.ranks // ROOM) * ROOM)
         x_NI = torch.cat((x_NI, room), dim=1)
-        y, u_NR = _forward(x_NI, panel_QP, seed, shape.inputs, outputs, shape.rank, p, salts)
+        # Nobody else has these columns where nothing is traced, so u needs no copy of x.
+        run = _forward_in_place if type(x_NI) is Tensor else _forward
+        y, u_NR = run(x_NI, panel_QP, seed, shape.inputs, outputs, shape.rank, p, salts)
         ctx.save_for_backward(x_NI, u_NR, panel_QP, seed)
         ctx.shape, ctx.p = shape, p
         if len(outputs) == 1:
