@@ -11,16 +11,13 @@ its own below `--out`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kill_rank import descendants
+import lanes
+from lanes import Command, Lane
 
 GPUS = 4
 LORA, HOT = "30B-A3B LoRA bf16", "30 % on four experts"
@@ -42,9 +39,6 @@ BITS = (
     "LoRA fp8, experts shared out, evened out",
     "full, level 1, experts shared out, evened out",
 )
-
-Command = Sequence[str]
-"""Script and its arguments."""
 
 
 def training(names: Sequence[str], *, worlds: int, profile: bool = False) -> Command:
@@ -83,87 +77,24 @@ PARTS: Mapping[str, Command | Sequence[Sequence[Command]]] = {
 """Name → a command on all GPUs, or the commands that each GPU runs one after the other."""
 
 
-def lanes_of(part: Command | Sequence[Sequence[Command]]) -> list[tuple[list[int], list[Command]]]:
-    """(its GPUs, its commands) of every lane of a part."""
+def lanes_of(part: Command | Sequence[Sequence[Command]]) -> list[Lane]:
+    """The lanes of a part."""
     if isinstance(part[0], str):
         return [(list(range(GPUS)), [part])]  # type: ignore[list-item]
     return [([gpu], list(commands)) for gpu, commands in enumerate(part)]
 
 
-def words_of(command: Command, place: Path, options: argparse.Namespace) -> list[str]:
-    """The command as a process runs it, with its results in `place`."""
-    script, *rest = command
-    small = ["--device", "cpu", "--tiny"] if options.tiny else []
-    if script == "grpo.py":
-        # Its list of options takes all that follows.
-        small = ["--small"] if options.tiny else []
-        rest = ["--out", str(place / "grpo.json"), *small, *rest]
-    elif script == "kill_rank.py":
-        rest = ["--json", str(place / "kill_rank.json"), *small, *rest]
-    else:
-        cache = [] if script == "several_gpus_peers.py" else ["--cache", str(options.cache or options.out / "cache")]
-        rest = ["--out", str(place), *cache, *small, *rest]
-    return [sys.executable, str(Path(__file__).with_name(script)), *rest]
-
-
 def run_part(name: str, options: argparse.Namespace, until: float) -> tuple[list[str], list[str]]:
-    """Run a part's lanes side by side; (labels of the commands that began, words about each that did not end well)."""
-    lanes = [(gpus, list(enumerate(commands))) for gpus, commands in lanes_of(PARTS[name])]
-    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
-    begun: list[str] = []
-    failed: list[str] = []
-    try:
-        while running or any(commands for _, commands in lanes):
-            for lane, (gpus, commands) in enumerate(lanes):
-                if lane in running:
-                    label, process = running[lane]
-                    if process.poll() is None and time.monotonic() < until:
-                        continue
-                    if why := end(process):
-                        failed.append(f"{label}: {why}")
-                    del running[lane]
-                if commands and time.monotonic() < until:
-                    number, command = commands.pop(0)
-                    begun.append(f"{name}.{lane}.{number}")
-                    running[lane] = begun[-1], begin(command, options.out / begun[-1], gpus, options)
-                elif commands:
-                    failed += [f"{name}.{lane}.{number}: no time" for number, _ in commands]
-                    commands.clear()
-            time.sleep(0.1)
-    finally:
-        for _, process in running.values():
-            end(process)
-    return begun, failed
-
-
-def begin(command: Command, place: Path, gpus: Sequence[int], options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """Start a command of a lane; what it prints goes to ``log`` in its directory."""
-    place.mkdir(parents=True, exist_ok=True)
-    surroundings = dict(os.environ)
-    if not options.tiny:
-        surroundings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    with (place / "log").open("wb") as log:
-        return subprocess.Popen(
-            words_of(command, place, options),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=surroundings,
-            start_new_session=True,
-        )
-
-
-def end(process: subprocess.Popen[bytes]) -> str:
-    """Why a command did not end well, or "". One that still runs is killed, and all that it started with it."""
-    if process.poll() is None:
-        # Ranks are in sessions of their own.
-        for each in [process.pid, *descendants(process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        process.wait()
-        return "stopped"
-    code = process.returncode
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}" if code else ""
+    """Run a part; see `lanes.run`."""
+    cache = options.cache or options.out / "cache"
+    found = lanes_of(PARTS[name])
+    return lanes.run(
+        name,
+        [(None, commands) for _, commands in found] if options.tiny else found,
+        options.out,
+        until,
+        lambda command, place: lanes.words_of(command, place, tiny=options.tiny, cache=cache),
+    )
 
 
 def main() -> None:
@@ -183,9 +114,7 @@ def main() -> None:
         failed += why
         print(f"== {name}, after {time.monotonic() - began:.0f} s", flush=True)
         for label in begun:
-            text = (options.out / label / "log").read_text(errors="replace")
-            said = [line for line in text.splitlines() if line.strip()]
-            print("\n".join(line[:240] for line in said[-16:]), flush=True)
+            print(lanes.said(options.out / label), flush=True)
     print("\n".join(failed))
     sys.exit(bool(failed))
 

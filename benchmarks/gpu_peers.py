@@ -111,7 +111,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     device = torch.device(line.device, torch.cuda.current_device()) if line.device == "cuda" else torch.device("cpu")
     torch.zeros(1, device=device)
     imported, before = time.time() - started - own, time.time()
-    gemm = _ceiling(device)
+    gemm = ceiling(device)
     own += time.time() - before
     borders = gpu_lora.ROWS + 1 if line.documents == "row" else 64
     vocabulary = PRESETS[line.size]["vocab_size"]
@@ -151,7 +151,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     }
 
 
-def _ceiling(device: Any) -> float:
+def ceiling(device: Any) -> float:
     """TFLOP/s of a product, measured; what the measurement took is freed and not in the peak."""
     import gpu_lora
     import torch
@@ -374,10 +374,10 @@ def _title(row: Mapping[str, Any]) -> str:
     return title if row["mode"] == "lora" else title.replace(" + PEFT", "")
 
 
-def versions() -> str:
-    """The versions of the machine and the packages."""
+def versions(peers: Sequence[str] = ("transformers", "peft", "liger_kernel", "unsloth")) -> str:
+    """The versions of what is installed of torch, these packages and what ours needs."""
     found = []
-    for name in ("torch", "triton", "transformers", "peft", "liger_kernel", "unsloth", "cupy-cuda13x", "cupy-cuda12x"):
+    for name in ("torch", "triton", *peers, "cupy-cuda13x", "cupy-cuda12x"):
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     return ", ".join(found)
