@@ -26,7 +26,7 @@ from surogate_core.kernels.expert_ranks import (
     taken,
 )
 from surogate_core.kernels.linked import active
-from surogate_core.kernels.ops import region
+from surogate_core.kernels.ops import region, swiglu
 
 SALTS = 2**16
 """Dropout masks of a part of the rows have salts from this multiple on: more than a block has slots."""
@@ -221,6 +221,12 @@ class Routes:
     def scaled(self, scale_E: Tensor) -> Routes:
         """Routes whose weights are multiplied by a factor of each expert."""
         return replace(self, weights_NK=ops.expert_scale(self.weights_NK, scale_E, self.experts_NK))
+
+    def swiglu(self, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
+        """[R, I]: silu(gate) · up of the sorted rows."""
+        ends = [] if self.exchange is None else self.exchange.ends
+        # Of rows that are multiplied apart the last end says too little.
+        return swiglu(gate_RI, up_RI, ends_E=ends[0] if len(ends) == 1 else None)
 
     def biased(self, y_RO: Tensor, bias_EO: Tensor) -> Tensor:
         """[R, O]: rows with the bias of their experts."""

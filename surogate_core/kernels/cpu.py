@@ -118,8 +118,8 @@ class _SwiGLU(Function):
         return _swiglu_backward(dy_NF, *ctx.saved_tensors)
 
 
-def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
-    """`ops.swiglu`."""
+def swiglu(gate_NF: Tensor, up_NF: Tensor, *, ends_E: Tensor | None = None) -> Tensor:
+    """`ops.swiglu`, of all rows."""
     with region("swiglu"):
         return _SwiGLU.apply(gate_NF, up_NF)
 
@@ -220,7 +220,7 @@ def _supports(device: torch.device, dtype: torch.dtype) -> bool:
 def kernels() -> tuple[Kernel, ...]:
     """The kernels of this module."""
     functions = (rms_norm, swiglu, rope, cross_entropy)
-    knows = {"rms_norm": frozenset({"rounds_once"})}
+    knows = {"rms_norm": frozenset({"rounds_once"}), "swiglu": frozenset({"ends_E"})}
     return tuple(
         Kernel(
             op=f.__name__, name="torch-cpu", function=f, supports=_supports, knows=knows.get(f.__name__, frozenset())

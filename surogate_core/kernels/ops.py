@@ -136,8 +136,12 @@ class _SwiGLU(Function):
 
 
 @op
-def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
-    """silu(gate) · up (arXiv 2002.05202)."""
+def swiglu(gate_NF: Tensor, up_NF: Tensor, *, ends_E: Tensor | None = None) -> Tensor:
+    """silu(gate) · up (arXiv 2002.05202).
+
+    `ends_E`, int32: rows are those of experts, which end there (`experts.sort_by_expert`). Rows behind the last of them
+    may be computed, and nobody reads them.
+    """
     with region("swiglu"):
         return _SwiGLU.apply(gate_NF, up_NF)
 

@@ -60,6 +60,12 @@ def _swiglu() -> tuple[Callable[..., Any], list[Any]]:
     return swiglu._backward, [empty(N, 208), both[:, :208], both[:, 208:]]
 
 
+def _swiglu_of_experts() -> tuple[Callable[..., Any], list[Any]]:
+    from surogate_kernels_triton import swiglu
+
+    return swiglu._of_experts_backward, [*[empty(N, 208)] * 3, empty(8, dtype=torch.int32)]
+
+
 def _adapted(p: float) -> tuple[Callable[..., Any], list[Any]]:
     from surogate_kernels_triton import adapters
 
@@ -108,6 +114,7 @@ CASES = {
     "attention, window and sinks": lambda: _attention(window=64, softcap=0.0, sinks=empty(4)),
     "norm": _norm,
     "swiglu": _swiglu,
+    "swiglu of experts": _swiglu_of_experts,
     "adapted": lambda: _adapted(0.0),
     "adapted, dropout": lambda: _adapted(0.1),
     "gradients": lambda: _gradients(0.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import surogate_kernels_triton
@@ -56,6 +57,16 @@ def test_swiglu(dtype: torch.dtype, scale: float, shape: tuple[int, int]) -> Non
     both = torch.cat((gate, up), dim=1)
     halves = [both[:, : shape[1]], both[:, shape[1] :]]
     check(run(find("swiglu"), halves), expected, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("last", [0, 5, 8, 130])
+@pytest.mark.parametrize("features", [1, 48, 1500])
+def test_swiglu_of_experts_has_the_bits_of_all_rows_up_to_the_last(last: int, features: int) -> None:
+    gate, up = (random(130, features, seed=s, dtype=torch.bfloat16).cuda() for s in (0, 1))
+    ends = torch.tensor([last // 2, last], dtype=torch.int32, device="cuda")
+    plain, found = (run(partial(find("swiglu"), **named), [gate, up]) for named in ({}, {"ends_E": ends}))
+    for one, other in zip(found, plain, strict=True):
+        assert torch.equal(one[:last], other[:last])
 
 
 def test_swiglu_keeps_nan_in_its_place() -> None:

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 PROGRAMS = {
     *("choose", "scan", "scatter", "tile_table"),
-    *("sum_rows", "combine_backward"),
+    *("sum_rows", "combine_backward", "forward_of_rows", "backward_of_rows"),
     *("down", "up", "factors", "weight_factors"),
 }
 TOKENS, EXPERTS, CHOICES, WIDTH, INNER = 8192, 128, 8, 2048, 768
@@ -63,6 +63,7 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         experts_frozen,
         experts_launches,
         experts_routing,
+        swiglu,
     )
 
     rows = TOKENS * CHOICES
@@ -91,7 +92,8 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
         w = [empty(EXPERTS - 4, WIDTH, INNER), empty(4, WIDTH, INNER)]
         a, b = [empty(EXPERTS, rank, INNER)], [empty(EXPERTS, WIDTH, rank)]
         backward = experts_combined._backward._init_fn
-        backward(empty(TOKENS, WIDTH), x, order, slot, ends, weights, w, [], a, b, u, 2.0, *masks, False)
+        for parts in (False, True):
+            backward(empty(TOKENS, WIDTH), x, order, slot, ends, weights, w, [], a, b, u, 2.0, *masks, parts)
 
     with recorded(monkeypatch) as launches:
         plain(rows, WIDTH, INNER, ends)
@@ -103,6 +105,9 @@ def everything(capability: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> l
             experts_routing.sum_rows._init_fn(y, slot, weights, parts)
         for each in (dout, dout.float()):
             experts_routing._combine_backward._init_fn(each, y, order, slot, weights, False)
+        gate = empty(rows, INNER)
+        swiglu._of_experts._init_fn(gate, gate, ends)
+        swiglu._of_experts_backward._init_fn(gate, gate, gate, ends)
         if major == 9:
             codes(rank, order, ends)
         for masks in ((None, 0.0, []), (ends[0], 0.1, [0, 1])):

@@ -91,7 +91,8 @@ def _backward(
     rest: Any = {"choices": choices, "scale": 1.0, "backward": True, "dtype": x_RI.dtype, "dropout": dropout}
     left, right = launches.operands([dout_NO], scales), launches.paired(weights, scales)
     dx_RI = launches.multiplied(left, right, du_RL, a, order_R, ends_E, rows, **rest)
-    dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, slot_NK, weights_NK, by_row=True, parts=parts)
+    weighed: Any = {"by_row": True, "parts": parts, "ends_E": ends_E if parts else None}
+    dx_RI, dweights_NK = weigh_rows(dx_RI, x_RI, order_R, slot_NK, weights_NK, **weighed)
     found = [dx_RI, dweights_NK]
     if du_RL is not None:
         weights_R1 = weights_NK.flatten()[order_R][:, None]

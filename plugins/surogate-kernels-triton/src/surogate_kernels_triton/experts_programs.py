@@ -186,31 +186,40 @@ def combine_backward(
     weights,
     dy,
     dweights,
+    last,
+    rows,
     dout_row,
     y_row,
     K: tl.constexpr,
     OUT: tl.constexpr,
     C: tl.constexpr,
     SORTED: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """A row of `dout` times its weight, and the gradient of the weight.
+    """ROWS rows of `dout` times their weights, and the gradients of the weights. `last`: None, or where the rows end
+    that are read.
 
     Row r of `dout` is that of its token, or with SORTED the row itself. A choice may have several rows, of which `slot`
     names the one that its weight multiplies, or none.
     """
-    row = tl.program_id(0).to(tl.int64)
-    choice = tl.load(order + row)
-    source = row if SORTED else (choice // K).to(tl.int64)
-    weight = tl.load(weights + choice)
-    acc = tl.zeros([C], tl.float32)
-    for start in tl.range(0, OUT, C):
-        columns = start + tl.arange(0, C)
-        inside = columns < OUT
-        g = tl.load(dout + source * dout_row + columns, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(y + row * y_row + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dy + row * OUT + columns, (g * weight).to(dy.dtype.element_ty), mask=inside)
-        acc += g * v
-    tl.store(dweights + choice, tl.sum(acc, 0), mask=tl.load(slot + choice) == row)
+    first = tl.program_id(0) * ROWS
+    stop = tl.minimum(first + ROWS, rows)
+    if last is not None:
+        stop = tl.minimum(stop, tl.load(last))
+    for number in tl.range(first, stop):
+        row = number.to(tl.int64)
+        choice = tl.load(order + row)
+        source = row if SORTED else (choice // K).to(tl.int64)
+        weight = tl.load(weights + choice)
+        acc = tl.zeros([C], tl.float32)
+        for start in tl.range(0, OUT, C):
+            columns = start + tl.arange(0, C)
+            inside = columns < OUT
+            g = tl.load(dout + source * dout_row + columns, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(y + row * y_row + columns, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dy + row * OUT + columns, (g * weight).to(dy.dtype.element_ty), mask=inside)
+            acc += g * v
+        tl.store(dweights + choice, tl.sum(acc, 0), mask=tl.load(slot + choice) == row)
 
 
 # --------------------------------------------------------------------------- adapters

@@ -15,6 +15,8 @@ from surogate_kernels_triton import experts_programs as programs
 
 TOKENS = 32
 """Tokens of a block of choices."""
+ROWS = 8
+"""Rows of a program of `combine_backward` that stops at the last row."""
 MOST_EXPERTS = 1024
 MOST_CHOICES = 64
 DTYPES = (torch.float16, torch.bfloat16)
@@ -163,16 +165,20 @@ def weigh_rows(
     *,
     by_row: bool = False,
     parts: bool,
+    ends_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(each row of `dout` times its weight [R, O]; dweights [N, K] fp32, its products with the rows of y).
 
     `dout`: [N, O], of which a row is that of its token; or [R, O] with `by_row`. `parts`: choices may have no row.
+    Rows behind the last of `ends_E` are undefined.
     """
     rows, outputs = y_RO.shape
     dout, y = (t if t.stride(1) == 1 else t.contiguous() for t in (dout, y_RO))
     dy_RO = y_RO.new_empty(rows, outputs)
     dweights_NK = (torch.zeros_like if parts else torch.empty_like)(weights_NK, memory_format=torch.contiguous_format)
-    programs.combine_backward[rows,](
+    # Where choices have no row, most programs may have none either, so each has several.
+    of_a_program = 1 if ends_E is None else ROWS
+    programs.combine_backward[triton.cdiv(rows, of_a_program),](
         dout,
         y,
         order_R,
@@ -180,12 +186,15 @@ def weigh_rows(
         weights_NK,
         dy_RO,
         dweights_NK,
+        None if ends_E is None else ends_E[-1:],
+        rows,
         dout.stride(0),
         y.stride(0),
         K=weights_NK.shape[1],
         OUT=outputs,
         C=min(2048, triton.next_power_of_2(outputs)),
         SORTED=by_row,
+        ROWS=of_a_program,
         num_warps=4,
     )
     return dy_RO, dweights_NK

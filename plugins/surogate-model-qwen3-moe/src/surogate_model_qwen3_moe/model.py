@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from surogate_core.plugin import UserError, decoder, dsl, ops
+from surogate_core.plugin import UserError, decoder, dsl
 
 
 def _local_experts(config: Mapping[str, Any]) -> Any:
@@ -66,7 +66,7 @@ class SparseBlock(Qwen3Attention):
         logits_NE = self.scores(h)
         routes = dsl.Routes.of(logits_NE, self.choices, renormalise=self.renormalise)
         gate_RI, up_RI = dsl.project(h, routes, self.gate, self.up)
-        y_ND = dsl.project_combined(ops.swiglu(gate_RI, up_RI), routes, self.down)
+        y_ND = dsl.project_combined(routes.swiglu(gate_RI, up_RI), routes, self.down)
         return x + y_ND, dsl.router_figures(logits_NE, routes, tables)
 
 

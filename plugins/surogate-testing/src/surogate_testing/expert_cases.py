@@ -117,6 +117,19 @@ def _grouped_product() -> Iterator[Inputs]:
     yield made(48, 36, 20, what="36 features, 20 outputs")
 
 
+def swiglu_of_experts(n: int, choices: int, spare: int) -> Inputs:
+    """Rows of experts for the op `swiglu`, where places that no row takes follow."""
+    order, _, ends = _routes_of_some(n, choices, spare)
+    leaves = {"gate": normal(len(order), 40, seed=0), "up": normal(len(order), 40, seed=1)}
+
+    def call(function: Callable[..., Any], t: list[Tensor]) -> Any:
+        gate, up = (_taken(x, ends.to(x.device), math.nan) for x in t)
+        y = function(gate, up, ends_E=ends.to(gate.device))
+        return y if y is None else _taken(y, ends.to(y.device), 0.0)
+
+    return Inputs(leaves=leaves, call=call, what=f"rows of experts, {spare} spare places")
+
+
 def _combine() -> Iterator[Inputs]:
     def made(n: int, choices: int, what: str = "", *, spare: int = 0) -> Inputs:
         leaves = {"y": normal(n * choices + spare, 64, seed=0), "weights": normal(n, choices, seed=1).abs()}

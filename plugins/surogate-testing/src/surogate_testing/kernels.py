@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from surogate_core.plugin import IGNORE_LABEL, bundles, compute
 from surogate_core.service.kernels import REFERENCE_PRIORITY, define_ops, extensions, fault_of
 from surogate_testing.check import NotApplicable, ensure
-from surogate_testing.expert_cases import EXPERT_CASES
+from surogate_testing.expert_cases import EXPERT_CASES, swiglu_of_experts
 from surogate_testing.guard import explained
 from surogate_testing.honest import HonestOps
 from surogate_testing.kernel_inputs import Inputs, inputs_of, normal
@@ -94,6 +94,12 @@ def _gated(*settings: float) -> Iterator[Inputs]:
     yield made(1, 64, what="one row")
     yield made(48, 40, what="40 features")
     yield made(48, 64, what="gaps between rows", apart=True)
+
+
+def _swiglu() -> Iterator[Inputs]:
+    yield from _gated()
+    for spare in (0, 8):
+        yield swiglu_of_experts(48, 2, spare)
 
 
 def _rope() -> Iterator[Inputs]:
@@ -191,7 +197,7 @@ def _adapted_linears() -> Iterator[Inputs]:
 CASES: Mapping[str, Callable[[], Iterable[Inputs]]] = {
     "rms_norm": _rms_norm,
     "gated_rms_norm": _gated_rms_norm,
-    "swiglu": _gated,
+    "swiglu": _swiglu,
     "geglu": _gated,
     "clamped_swiglu": partial(_gated, 0.9, 1.702),
     "squared_relu": _squared_relu,
