@@ -8,7 +8,7 @@ A family declares the parameters of a block and writes its forward once, in plai
 from surogate_core.dsl import inits
 from surogate_core.dsl.declare import Block, Embedding, Linear, Model, Param, Stack
 from surogate_core.dsl.dims import Dim, Setting, not_computed, number_of, read_key
-from surogate_core.dsl.experts import Experts, ExpertSlot, Routes, TracedExperts, project, project_combined
+from surogate_core.dsl.experts import Experts, ExpertSlot, Routes, TracedExperts, mixture, project, project_combined
 from surogate_core.dsl.heads import Head, LMHead, ScoreHead
 from surogate_core.dsl.mixers import Attention, Convolution, Recurrence
 from surogate_core.dsl.rope import Rope
@@ -41,6 +41,7 @@ __all__ = [
     "TracedExperts",
     "TracedSlot",
     "inits",
+    "mixture",
     "not_computed",
     "number_of",
     "project",

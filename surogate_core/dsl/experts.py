@@ -21,6 +21,8 @@ from surogate_core.kernels.expert_ranks import (
     ExpertRanks,
     ReceivedRows,
     SumsExchange,
+    SumsTrip,
+    TokensTrip,
     biased,
     exchange_of,
     taken,
@@ -30,6 +32,8 @@ from surogate_core.kernels.ops import region, swiglu
 
 SALTS = 2**16
 """Dropout masks of a part of the rows have salts from this multiple on: more than a block has slots."""
+HALVES = 2
+"""Parts of the tokens, of which one is exchanged while the experts compute the other."""
 EXPERT = "{e}"
 """The place of an expert's number in a name. A tensor of such a name has a first axis of experts."""
 
@@ -304,7 +308,7 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
     with region(slots[0].slot.region):
         if routes.exchange is not None:
             received = ReceivedRows(x) if gathered else routes.exchange.sent(x)
-            return _multiplied(received, routes.exchange, slots)
+            return _multiplied(received, routes.exchange, _Operands.of(slots, routes.exchange, x.dtype))
         return ops.grouped_linears(
             x,
             None if gathered else routes.order_R,
@@ -317,15 +321,14 @@ def project(x: Tensor, routes: Routes, *slots: BoundExperts, gathered: bool = Fa
         )
 
 
-def _multiplied(received: ReceivedRows, way: ExpertExchange, slots: Sequence[BoundExperts]) -> list[Tensor]:
-    """[S, O] of each slot: the products of rows that all ranks sent."""
-    seed, ends = slots[0].seed, way.ends
-    given = _Operands.of(slots, way, received.x.dtype)
-    slots = given.slots
+def _multiplied(received: ReceivedRows, way: ExpertExchange, given: _Operands, first: int = 0) -> list[Tensor]:
+    """[S, O] of each slot: the products of rows that all ranks sent. `first`: number of the first part of the rows."""
+    slots, ends = given.slots, way.ends
+    seed = slots[0].seed
     if whole := _sees_all(slots[0]):
         received = received.rows()
     found: list[Sequence[Tensor]] = []
-    for part, (x, ends_G) in enumerate(zip(received.x.chunk(len(ends)), ends, strict=True)):
+    for part, (x, ends_G) in enumerate(zip(received.x.chunk(len(ends)), ends, strict=True), first):
         adapters, taken_P1 = [_of_part(slot.adapter(), part) for slot in slots], taken(x, ends_G)
         if whole:
             x = torch.where(taken_P1, x, 0.0)
@@ -390,9 +393,10 @@ def project_combined(x_RI: Tensor, routes: Routes, slot: BoundExperts) -> Tensor
     with region(slot.slot.region):
         way = routes.exchange
         if isinstance(way, SumsExchange) and not _sees_all(slot):
-            return _summed(x_RI, way, routes.weights_NK, slot)
+            given = _Operands.of([slot], way, x_RI.dtype)
+            return way.summed(routes.weights_NK, x_RI.dtype, lambda weights_MK: _sums(x_RI, way, given, weights_MK))
         if way is not None:
-            (y_SO,) = _multiplied(ReceivedRows(x_RI), way, [slot])
+            (y_SO,) = _multiplied(ReceivedRows(x_RI), way, _Operands.of([slot], way, x_RI.dtype))
             return way.combined(y_SO, routes.weights_NK)
         return ops.combined_linear(
             x_RI,
@@ -407,14 +411,56 @@ def project_combined(x_RI: Tensor, routes: Routes, slot: BoundExperts) -> Tensor
         )
 
 
-def _summed(x_SI: Tensor, way: SumsExchange, weights_NK: Tensor, slot: BoundExperts) -> Tensor:
-    """[N, O]: `project_combined`, of which each rank computes a part of every token's sum."""
-    given = _Operands.of([slot], way, x_SI.dtype)
+def _sums(x_SI: Tensor, way: SumsExchange, given: _Operands, weights_MK: Tensor) -> Tensor:
+    """[C·N, O] fp32: this rank's part of `project_combined` for the tokens of all ranks."""
     (slot,) = given.slots
-    rest = slot.seed, slot.adapter(), _product([slot])
+    where = way.order_S, way.place_MK, way.ends_G, weights_MK
+    rest = slot.seed, _of_part(slot.adapter(), way.part), _product([slot])
+    return ops.combined_linear(x_SI, *where, *rest, *given.tensors, parts=True, others=given.others)
 
-    def part(weights_MK: Tensor) -> Tensor:
-        where = way.order_S, way.place_MK, way.ends_G, weights_MK
-        return ops.combined_linear(x_SI, *where, *rest, *given.tensors, parts=True, others=given.others)
 
-    return way.summed(weights_NK, x_SI.dtype, part)
+Between = Callable[..., Tensor]
+"""(routes, the sorted rows of each of the first projections [R, O]) → the sorted rows [R, I] that the last one takes.
+Each row depends on the same row of the others alone.
+"""
+
+
+def mixture(
+    x_NI: Tensor, routes: Routes, first: Sequence[BoundExperts], between: Between, last: BoundExperts
+) -> Tensor:
+    """[N, O]: all of a mixture of experts behind its router: `project`, `between`, `project_combined`.
+
+    Where ranks share out experts, the tokens of one half travel while the experts compute the other.
+    """
+    way = routes.exchange
+    frozen = not any(slot.tensors["weight"].requires_grad for slot in (*first, last))
+    # The gradients of weights would be written twice.
+    parts = way.parts(HALVES) if isinstance(way, SumsExchange) and frozen else []
+    if not parts or any(map(_sees_all, (*first, last))):
+        return project_combined(between(routes, *project(x_NI, routes, *first)), routes, last)
+    return _halves(x_NI, routes, parts, first, between, last)
+
+
+def _halves(
+    x_NI: Tensor,
+    routes: Routes,
+    parts: Sequence[SumsExchange],
+    first: Sequence[BoundExperts],
+    between: Between,
+    last: BoundExperts,
+) -> Tensor:
+    """`mixture` of parts of the tokens, whose exchanges are under way while experts compute."""
+    ranks, dtype, outer, inner = parts[0].ranks, x_NI.dtype, first[0].slot.region, last.slot.region
+    given = [_Operands.of(slots, parts[0], dtype) for slots in (first, [last])]
+    with region(outer):
+        weights = [TokensTrip.begun(half_NK, ranks) for half_NK in routes.weights_NK.chunk(len(parts))]
+        tokens = [TokensTrip.begun(half_NI, ranks) for half_NI in x_NI.chunk(len(parts))]
+    sums: list[Callable[[], Tensor]] = []
+    for number, part in enumerate(parts):
+        with region(outer):
+            received = ReceivedRows(tokens[number](), part.order_S, part.place_MK)
+            rows = _multiplied(received, part, given[0], number)
+        x_SI = between(replace(routes, exchange=part), *rows)
+        with region(inner):
+            sums.append(SumsTrip.begun(_sums(x_SI, part, given[1], weights[number]()), ranks, dtype))
+    return torch.cat([arrived() for arrived in sums])

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from surogate_core.dsl.exchanges import await_in_place
 from surogate_core.dsl.products import defer_products
 from surogate_core.dsl.trace import Compiler, Function, Recompute, Signature, _split, _summed, trace_joint
 from surogate_core.dsl.values import base_op, flops, is_call, name_of, storages
 from surogate_core.kernels import heads, linked
 from surogate_core.kernels.balancing import moved
+from surogate_core.kernels.begun import BEGINNINGS
 from surogate_core.kernels.registry import workspaces
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp", "var_mean"})
@@ -53,7 +55,7 @@ def footprint(
     summed: int = 0,
 ) -> Footprint:
     """What `differentiate` would make of the function."""
-    exchanges = {*heads.EXCHANGES, *linked.EXCHANGES}
+    exchanges = {*heads.EXCHANGES, *linked.EXCHANGES, *BEGINNINGS}
     forward, backward, kept = _split(trace_joint(function, inputs), recompute, compiler)
     defer_products(backward, _summed(inputs, summed))
     computed = {n.name for n in forward.graph.nodes if n.op == "call_function"}
@@ -92,6 +94,7 @@ def peak_bytes(graph: fx.Graph, compiler: Compiler) -> int:
     inputs and outputs of calls and reductions exist in memory: other elementwise ops are fused into the kernels of
     their readers, which then read the sources of these ops.
     """
+    await_in_place(graph)
     nodes = list(graph.nodes)
     inputs = {s for n in nodes if n.op == "placeholder" for s, _ in storages(n)}
     in_memory: set[int] = set()

@@ -22,11 +22,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from surogate_core.dsl.adjacent import drop_joins
 from surogate_core.dsl.budget import chosen
+from surogate_core.dsl.exchanges import await_in_place
 from surogate_core.dsl.inductor import compile_graph
 from surogate_core.dsl.parts import copy_parts, keep_whole, wholes
 from surogate_core.dsl.products import collect, defer_products
-from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_call, root_of
+from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_result, root_of
 from surogate_core.kernels import registry
+from surogate_core.kernels.begun import BEGINNINGS
 
 Compiler = Literal["fx", "inductor"]
 Compiled = Callable[..., Sequence[Any]]
@@ -330,6 +332,8 @@ def _spared(joint: fx.GraphModule, recompute: Recompute) -> list[fx.Node]:
 
 
 def _compile(module: fx.GraphModule, compiler: Compiler) -> Compiled:
+    await_in_place(module.graph)
+    module.recompile()
     if compiler == "fx":
         return module.forward
     fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
@@ -406,19 +410,15 @@ def _within_budget(joint: fx.GraphModule, kept: Sequence[fx.Node], budget: float
     # The choices themselves, even where `kept` has what was computed from them.
     always = frozenset(n for n in forward if _is_choice(n))
     free = [n for n in kept if n not in always]
-    others = [n for n in joint.graph.nodes if n in behind and n not in kept and _is_result(n)]
+    others = [n for n in joint.graph.nodes if n in behind and n not in kept and is_result(n)]
+    # What is under way is no value yet.
+    others = [n for n in others if n.target not in BEGINNINGS]
     found = set(chosen(free, others, budget, lambda keep: _within(joint, keep | always) & forward))
     if not found:
         return _spared(joint, Recompute(block=True))
     within = _within(joint, frozenset(found | always))
     read = {n for n in always if any(user in within for user in n.users)}
     return [n for n in joint.graph.nodes if n in found | read]
-
-
-def _is_result(node: fx.Node) -> bool:
-    """Whether it is a tensor that a separate kernel computes."""
-    made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return is_call(made_by) and isinstance(node.meta.get("val"), Tensor)
 
 
 def _of_experts(joint: fx.GraphModule) -> set[fx.Node]:

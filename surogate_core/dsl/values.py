@@ -59,6 +59,12 @@ def is_call(node: fx.Node) -> bool:
     return not name or name in _CALLS or "attention" in name
 
 
+def is_result(node: fx.Node) -> bool:
+    """Whether it is a tensor that a separate kernel computes."""
+    made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return is_call(made_by) and isinstance(node.meta.get("val"), Tensor)
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether its value is in memory that another's is in; one of the parts of a split is such a value."""
     if node.target is operator.getitem:

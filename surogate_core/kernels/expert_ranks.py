@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from surogate_core.kernels import experts
 from surogate_core.kernels.balancing.moved import Moved, balanced, destinations
 from surogate_core.kernels.balancing.plan import LoadBalance
+from surogate_core.kernels.begun import Trip
 from surogate_core.kernels.linked import Linked, all_gather, exchange_rows, own_part
 from surogate_core.kernels.ops import wide
 from surogate_core.kernels.regions import choice
@@ -167,6 +168,9 @@ class SumsExchange:
     """The rows of all ranks' tokens that go to this rank's experts."""
 
     ranks: ExpertRanks
+    mine_MK: Tensor
+    """[C·N, K]: the number of each choice's expert among those of this rank, and of those that other ranks gave it;
+    their count where it is another rank's."""
     order_S: Tensor
     """Place → choice among those of all ranks' tokens."""
     place_MK: Tensor
@@ -174,6 +178,8 @@ class SumsExchange:
     ends_G: Tensor
     """Of this rank's experts, and of those that other ranks gave it."""
     moved: Moved | None = None
+    part: int = 0
+    """Number of this part of the tokens."""
 
     @classmethod
     def of(cls, experts_NK: Tensor, own: int, ranks: ExpertRanks) -> SumsExchange:
@@ -183,16 +189,23 @@ class SumsExchange:
         if ranks.balance is not None:
             sorted_R = experts.sort_by_expert(experts_MK, own * ranks.size)
             found, ranks.moved = balanced(experts_MK, *sorted_R, ranks, ranks.balance)
-            return cls(ranks, found.order_S, found.place_MK, found.ends, ranks.moved)
+            numbers_MK = torch.searchsorted(found.ends, found.place_MK, right=True)
+            mine_MK = torch.where(found.place_MK < 0, len(found.ends), numbers_MK.int())
+            return cls(ranks, mine_MK, found.order_S, found.place_MK, found.ends, ranks.moved)
         with choice():
             firsts_C = torch.arange(ranks.size, device=experts_NK.device, dtype=experts_NK.dtype) * own
             mine_MK = experts_MK - own_part(firsts_C, ranks)
-            here_MK = (mine_MK >= 0) & (mine_MK < own)
-            # Rows of the experts of other ranks come last, as those of one more expert.
-            order_R, slot_MK, ends_G = experts.sort_by_expert(torch.where(here_MK, mine_MK, own), own)
-            places = experts_MK.shape[0] * min(experts_MK.shape[1], own)
-            order_S, place_MK = order_R[:places].clone(), torch.where(here_MK, slot_MK, -1)
-        return cls(ranks, order_S, place_MK, ends_G)
+            mine_MK = torch.where((mine_MK >= 0) & (mine_MK < own), mine_MK, own)
+        return cls(ranks, mine_MK, *_sorted(mine_MK, own))
+
+    def parts(self, count: int) -> list[SumsExchange]:
+        """The same of `count` equal parts of each rank's tokens, one after another; none if they have no such."""
+        each_CNK = self.mine_MK.unflatten(0, (self.ranks.size, -1))
+        if each_CNK.shape[1] % count:
+            return []
+        experts_MK = [part_CNK.flatten(0, 1) for part_CNK in each_CNK.chunk(count, dim=1)]
+        found = [(part_MK, *_sorted(part_MK, len(self.ends_G))) for part_MK in experts_MK]
+        return [SumsExchange(self.ranks, *of, self.moved, part) for part, of in enumerate(found)]
 
     @property
     def ends(self) -> Sequence[Tensor]:
@@ -220,9 +233,22 @@ class SumsExchange:
         return found
 
 
+def _sorted(mine_MK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(order_S, place_MK, ends_G) of `SumsExchange`, of a rank with `count` experts."""
+    with choice():
+        # Rows of the experts of other ranks come last, as those of one more expert.
+        order_R, slot_MK, ends_G = experts.sort_by_expert(mine_MK, count)
+        places = mine_MK.shape[0] * min(mine_MK.shape[1], count)
+        return order_R[:places].clone(), torch.where(mine_MK < count, slot_MK, -1), ends_G
+
+
 def _added(parts_MO: Tensor, ranks: ExpertRanks) -> Tensor:
     """[N, O] fp32: the sum over the ranks, in their order, of their parts of this rank's tokens."""
-    parts_CNO = wide(exchange_rows(parts_MO.unflatten(0, (ranks.size, -1)).contiguous(), ranks))
+    return _total(exchange_rows(parts_MO.unflatten(0, (ranks.size, -1)).contiguous(), ranks))
+
+
+def _total(parts_CNO: Tensor) -> Tensor:
+    parts_CNO = wide(parts_CNO)
     total_NO = parts_CNO[0]
     for part_NO in parts_CNO[1:]:
         total_NO = total_NO + part_NO
@@ -255,3 +281,43 @@ class _Added(Function):
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         return wide(all_gather(dy_NO.contiguous(), ctx.ranks).flatten(0, 1)), None, None
+
+
+class TokensTrip(Trip):
+    """`_Gathered`, [N, I] → [C·N, I], beside what is computed meanwhile."""
+
+    def leave(self, x: Tensor) -> None:
+        """As `Trip.leave`."""
+        self.gather(x)
+
+    def arrive(self) -> Tensor:
+        """As `Trip.arrive`."""
+        return self.arrived().flatten(0, 1)
+
+    def leave_back(self, dy: Tensor) -> None:
+        """As `Trip.leave_back`."""
+        self.exchange(dy)
+
+    def arrive_back(self) -> Tensor:
+        """As `Trip.arrive_back`."""
+        return _total(self.arrived()).to(self.dtype)
+
+
+class SumsTrip(Trip):
+    """`_Added`, [C·N, O] fp32 → [N, O], beside what is computed meanwhile."""
+
+    def leave(self, x: Tensor) -> None:
+        """As `Trip.leave`."""
+        self.exchange(x)
+
+    def arrive(self) -> Tensor:
+        """As `Trip.arrive`."""
+        return _total(self.arrived()).to(self.dtype)
+
+    def leave_back(self, dy: Tensor) -> None:
+        """As `Trip.leave_back`."""
+        self.gather(dy)
+
+    def arrive_back(self) -> Tensor:
+        """As `Trip.arrive_back`."""
+        return wide(self.arrived().flatten(0, 1))

@@ -73,10 +73,10 @@ def rank_in(number: int) -> int:
     return _fabrics[number].rank
 
 
-def exchanged(sent_C: Tensor, number: int) -> Tensor:
-    """[C, ...]: in row r what rank r sent to this one; row r of `sent_C` goes to rank r."""
+def exchanged(sent_C: Tensor, number: int, received: Tensor | None = None) -> Tensor:
+    """[C, ...]: in row r what rank r sent to this one; row r of `sent_C` goes to rank r. `received`: room for it."""
     fabric = _fabrics[number]
-    received = torch.empty_like(sent_C)
+    received = torch.empty_like(sent_C) if received is None else received
     # As bytes, which every library moves.
     sent, into = (t.view(len(t), -1).view(torch.uint8) for t in (sent_C, received))
     fabric.exchange(list(sent.unbind()), into)
@@ -116,14 +116,18 @@ def exchange_rows(sent_C: Tensor, ranks: Linked) -> Tensor:
     return found
 
 
-@torch.library.custom_op("surogate::gather_rows_of_ranks", mutates_args=())
-def _all_gather(own: Tensor, size: int, number: int) -> Tensor:
-    """[...] → [C, ...]: what each rank gives."""
+def gathered(own: Tensor, found_C: Tensor, number: int) -> Tensor:
+    """`found_C`, which is room for what each rank gives, with that in it."""
     fabric = _fabrics[number]
-    found_C = own.new_empty(size, *own.shape)
     found_C[fabric.rank].copy_(own)
     fabric.gather([part.view(-1).view(torch.uint8) for part in found_C.unbind()])
     return found_C
+
+
+@torch.library.custom_op("surogate::gather_rows_of_ranks", mutates_args=())
+def _all_gather(own: Tensor, size: int, number: int) -> Tensor:
+    """[...] → [C, ...]: what each rank gives."""
+    return gathered(own, own.new_empty(size, *own.shape), number)
 
 
 @_all_gather.register_fake

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.dsl.declare import Adapter
-from surogate_core.dsl.experts import BoundExperts, ExpertSlot, Routes, project, project_combined
+from surogate_core.dsl.experts import BoundExperts, ExpertSlot, Routes, mixture, project, project_combined
 from surogate_core.formats import fp8_rows
 from surogate_core.kernels.balancing.plan import LoadBalance
 from surogate_core.kernels.expert_ranks import ExpertRanks
@@ -20,6 +20,7 @@ from surogate_testing.virtual import in_threads
 
 TOKENS, WIDTH, INNER = 6, 4, 3
 EVEN = LoadBalance(threshold=1.0)
+HALVES = {"halves": True}
 
 
 def slot(name: str, count: int, choices: int, inputs: int, outputs: int, index: int) -> ExpertSlot:
@@ -52,8 +53,8 @@ def weights(count: int) -> dict[str, Tensor]:
     return {name: random(*shape, seed=n).double() for n, (name, shape) in enumerate(shapes.items())}
 
 
-def layer(x: Tensor, logits: Tensor, tensors: Mapping[str, Tensor], choices: int) -> Tensor:
-    """[N, D]: experts of an up and a down projection with biases."""
+def layer(x: Tensor, logits: Tensor, tensors: Mapping[str, Tensor], choices: int, *, halves: bool) -> Tensor:
+    """[N, D]: experts of an up and a down projection with biases; `halves`: by `mixture`, which may exchange halves."""
     count = len(tensors["up.weight"])
     routes = Routes.of(logits, choices, renormalise=True)
 
@@ -61,26 +62,33 @@ def layer(x: Tensor, logits: Tensor, tensors: Mapping[str, Tensor], choices: int
         own = {n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(name)}
         return BoundExperts(slot(name, count, choices, inputs, outputs, index), own, seed=None)
 
-    (rows,) = project(x, routes, bound("up", WIDTH, INNER, 0))
-    rows = torch.tanh(routes.biased(rows, tensors["bias"]))
-    y = project_combined(rows, routes, bound("down", INNER, WIDTH, 1))
+    up, down = bound("up", WIDTH, INNER, 0), bound("down", INNER, WIDTH, 1)
+    if halves:
+        y = mixture(x, routes, [up], lambda of, rows: torch.tanh(of.biased(rows, tensors["bias"])), down)
+    else:
+        (rows,) = project(x, routes, up)
+        y = project_combined(torch.tanh(routes.biased(rows, tensors["bias"])), routes, down)
     return y + routes.combined_bias(tensors["last bias"])
 
 
-def results(x: Tensor, logits: Tensor, dy: Tensor, tensors: Mapping[str, Tensor], choices: int) -> dict[str, Tensor]:
+def results(
+    x: Tensor, logits: Tensor, dy: Tensor, tensors: Mapping[str, Tensor], choices: int, *, halves: bool = False
+) -> dict[str, Tensor]:
+    """Values and gradients; with `halves` the experts' own weights are frozen."""
     leaves = {"x": x, "logits": logits, **tensors}
-    leaves = {name: t.clone().requires_grad_() for name, t in leaves.items()}
-    y = layer(leaves["x"], leaves["logits"], {n: leaves[n] for n in tensors}, choices)
-    found = torch.autograd.grad(y, list(leaves.values()), dy)
-    return {"y": y.detach(), **dict(zip(leaves, found, strict=True))}
+    leaves = {name: t.clone().requires_grad_(not (halves and "weight" in name)) for name, t in leaves.items()}
+    y = layer(leaves["x"], leaves["logits"], {n: leaves[n] for n in tensors}, choices, halves=halves)
+    trained = {name: t for name, t in leaves.items() if t.requires_grad}
+    found = torch.autograd.grad(y, list(trained.values()), dy)
+    return {"y": y.detach(), **dict(zip(trained, found, strict=True))}
 
 
 @pytest.mark.parametrize("load", ["drawn", "all on one rank", "no token here"])
 @pytest.mark.parametrize(("experts", "choices", "ranks"), [(4, 2, 2), (4, 4, 4), (8, 3, 4), (6, 1, 2)])
 @pytest.mark.parametrize(
     "how",
-    [{}, {"rows": True}, {"balance": EVEN}, {"rows": True, "balance": EVEN}],
-    ids=["sums", "rows", "even sums", "even rows"],
+    [{}, {"rows": True}, {"balance": EVEN}, {"rows": True, "balance": EVEN}, HALVES, {"balance": EVEN, **HALVES}],
+    ids=["sums", "rows", "even sums", "even rows", "halves", "even halves"],
 )
 def test_values_and_gradients(experts: int, choices: int, ranks: int, how: dict[str, Any], load: str) -> None:
     """Each rank has its own tokens; the gradients of experts are those of all tokens together."""
@@ -90,7 +98,8 @@ def test_values_and_gradients(experts: int, choices: int, ranks: int, how: dict[
         logits += torch.arange(experts).flip(0) * 50.0
     if load == "no token here":
         dy[0] = 0.0  # padding
-    alone = [results(x[r], logits[r], dy[r], tensors, choices) for r in range(ranks)]
+    how, halves = {n: value for n, value in how.items() if n != "halves"}, "halves" in how
+    alone = [results(x[r], logits[r], dy[r], tensors, choices, halves=halves) for r in range(ranks)]
 
     def work(fabric: Any) -> dict[str, Tensor]:
         group = ExpertRanks(fabric.world, **how)
@@ -99,7 +108,7 @@ def test_values_and_gradients(experts: int, choices: int, ranks: int, how: dict[
         part = slice(fabric.rank * each, (fabric.rank + 1) * each)
         own = {n: t if "bias" in n else t[part].contiguous() for n, t in tensors.items()}
         with among(group):
-            found = results(x[fabric.rank], logits[fabric.rank], dy[fabric.rank], own, choices)
+            found = results(x[fabric.rank], logits[fabric.rank], dy[fabric.rank], own, choices, halves=halves)
         group.close()
         return found
 
@@ -108,7 +117,7 @@ def test_values_and_gradients(experts: int, choices: int, ranks: int, how: dict[
         for name in ("y", "x", "logits"):
             torch.testing.assert_close(mine[name], one[name], rtol=1e-12, atol=1e-12)
             assert "rows" not in how or torch.equal(mine[name], one[name]), name
-    for name in tensors:
+    for name in tensors.keys() & alone[0].keys():
         total = torch.stack([one[name] for one in alone]).sum(0)
         summed = torch.stack([mine[name] for mine in found]).sum(0) if "bias" in name else None
         whole = torch.cat([mine[name] for mine in found]) if summed is None else summed

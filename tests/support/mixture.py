@@ -11,7 +11,7 @@ import torch
 from run_fixtures import EMBEDDED
 from torch import Tensor
 
-from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Stack, project, project_combined
+from surogate_core.dsl import Block, Dim, Experts, Param, Routes, Stack, mixture
 from surogate_core.dsl.sides import router_figures, router_sides
 from surogate_core.files.paths import resolve_package_path
 from surogate_core.kernels import ops
@@ -45,8 +45,7 @@ class Sparse(Block):
         h = ops.rms_norm(x, self.norm, self.eps)
         logits = h @ self.router.t()
         routes = Routes.of(logits, self.choices, renormalise=True)
-        gate, up = project(h, routes, self.gate, self.up)
-        y = project_combined(ops.swiglu(gate, up), routes, self.down)
+        y = mixture(h, routes, (self.gate, self.up), Routes.swiglu, self.down)
         return x + y, router_figures(logits, routes, tables)
 
 

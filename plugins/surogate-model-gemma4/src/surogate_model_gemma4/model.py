@@ -63,6 +63,11 @@ class Gemma4Block(Gemma4Attention, decoder.DenseBlock):
         return self.finished(super().forward(x, tables))
 
 
+def _activated(routes: dsl.Routes, rows_RI: Tensor) -> Tensor:
+    """The gated activation of sorted rows that have the gates first."""
+    return ops.geglu(*rows_RI.chunk(2, dim=1))
+
+
 class SparseBlock(Gemma4Attention):
     """A layer with experts beside its feed-forward. Both read the same rows, and each has norms of its own."""
 
@@ -86,8 +91,8 @@ class SparseBlock(Gemma4Attention):
         h = self.plainly_normed(x) * self.router_scale * x.shape[1] ** -0.5
         logits_NM = (h @ self.router.t()).float()
         routes = dsl.Routes.of(logits_NM, self.choices, renormalise=True)
-        (rows,) = dsl.project(self.normed(x, self.experts_input_norm), routes, self.expert_gate_up)
-        y = dsl.project_combined(ops.geglu(*rows.chunk(2, dim=1)), routes.scaled(self.expert_scale), self.expert_down)
+        scaled, h = routes.scaled(self.expert_scale), self.normed(x, self.experts_input_norm)
+        y = dsl.mixture(h, scaled, (self.expert_gate_up,), _activated, self.expert_down)
         h = self.normed(x, self.post_norm)
         dense = self.down(ops.geglu(self.gate(h), self.up(h)))
         y = self.normed(y, self.experts_norm) + self.normed(dense, self.dense_norm)

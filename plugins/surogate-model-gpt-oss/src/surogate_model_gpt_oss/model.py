@@ -62,11 +62,14 @@ class GptOssBlock(decoder.AttentionBlock):
         logits_NE = (h @ self.router.t() + self.router_bias).float()
         # The softmax over all experts, divided by its sum over the chosen ones, is that over the chosen ones.
         routes = dsl.Routes.of(logits_NE, self.choices, renormalise=True)
-        (rows,) = dsl.project(h, routes, self.gate_up)
-        rows = routes.biased(rows, self.gate_up_bias)
-        a_RI = ops.clamped_swiglu(rows[:, ::2], rows[:, 1::2], self.limit, self.alpha)
-        y_ND = dsl.project_combined(a_RI, routes, self.down) + routes.combined_bias(self.down_bias).to(x.dtype)
+        y_ND = dsl.mixture(h, routes, (self.gate_up,), self.activated, self.down)
+        y_ND = y_ND + routes.combined_bias(self.down_bias).to(x.dtype)
         return x + y_ND, dsl.router_figures(logits_NE, routes, tables)
+
+    def activated(self, routes: dsl.Routes, rows_RI: Tensor) -> Tensor:
+        """The gated activation of sorted rows, gates and values in turn."""
+        rows_RI = routes.biased(rows_RI, self.gate_up_bias)
+        return ops.clamped_swiglu(rows_RI[:, ::2], rows_RI[:, 1::2], self.limit, self.alpha)
 
 
 class GptOss(decoder.Decoder):

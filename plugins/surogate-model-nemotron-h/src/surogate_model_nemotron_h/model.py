@@ -200,8 +200,7 @@ class ExpertsBlock(MixerBlock):
             group_choices=self.group_choices,
             scale=float(self.scale),
         )
-        (rows_RI,) = dsl.project(h_ND, routes, self.up)
-        y_ND = dsl.project_combined(ops.squared_relu(rows_RI), routes, self.down)
+        y_ND = dsl.mixture(h_ND, routes, (self.up,), lambda routes, rows_RI: ops.squared_relu(rows_RI), self.down)
         y_ND = y_ND + self.shared_down(ops.squared_relu(self.shared_up(h_ND)))
         return x + y_ND, dsl.router_figures(logits_NE, routes, tables, sigmoid=True)
 

@@ -146,8 +146,7 @@ class SparseLayer(decoder.AttentionBlock):
         h = self.normed(x, self.post_norm)
         logits_NM = (h @ self.router.t()).float()
         routes = dsl.Routes.of(logits_NM, self.choices, renormalise=self.renormalise)
-        gate_RI, up_RI = dsl.project(h, routes, self.gate, self.up)
-        y_ND = dsl.project_combined(routes.swiglu(gate_RI, up_RI), routes, self.down)
+        y_ND = dsl.mixture(h, routes, (self.gate, self.up), dsl.Routes.swiglu, self.down)
         shared_ND = self.shared_down(ops.swiglu(self.shared_gate(h), self.shared_up(h)))
         y_ND = y_ND + torch.sigmoid(h @ self.share.t()) * shared_ND
         return x + y_ND, dsl.router_figures(logits_NM, routes, tables)

@@ -65,8 +65,7 @@ class SparseBlock(Qwen3Attention):
         h = self.normed(x, self.post_norm)
         logits_NE = self.scores(h)
         routes = dsl.Routes.of(logits_NE, self.choices, renormalise=self.renormalise)
-        gate_RI, up_RI = dsl.project(h, routes, self.gate, self.up)
-        y_ND = dsl.project_combined(routes.swiglu(gate_RI, up_RI), routes, self.down)
+        y_ND = dsl.mixture(h, routes, (self.gate, self.up), dsl.Routes.swiglu, self.down)
         return x + y_ND, dsl.router_figures(logits_NE, routes, tables)
 
 
