@@ -203,11 +203,11 @@ def combine_backward(
     names the one that its weight multiplies, or none.
     """
     first = tl.program_id(0) * ROWS
-    stop = tl.minimum(first + ROWS, rows)
+    count = tl.minimum(ROWS, rows - first)
     if last is not None:
-        stop = tl.minimum(stop, tl.load(last))
-    for number in tl.range(first, stop):
-        row = number.to(tl.int64)
+        count = tl.minimum(count, tl.load(last) - first)
+    for number in tl.range(0, count):
+        row = first.to(tl.int64) + number
         choice = tl.load(order + row)
         source = row if SORTED else (choice // K).to(tl.int64)
         weight = tl.load(weights + choice)
