@@ -30,7 +30,9 @@ def _begin(sent: Tensor, received: Callable[[], Tensor]) -> Tensor:
     """What `received` gives, computed beside the current stream from what is there now."""
     if sent.device.type != "cuda":
         return received()
-    stream = _streams.setdefault(sent.device, torch.cuda.Stream(sent.device))
+    if sent.device not in _streams:
+        _streams[sent.device] = torch.cuda.Stream(sent.device)
+    stream = _streams[sent.device]
     stream.wait_stream(torch.cuda.current_stream(sent.device))
     with torch.cuda.stream(stream):
         found = received()
