@@ -31,7 +31,9 @@ def _begin(sent: Tensor, received: Callable[[], Tensor]) -> Tensor:
     if sent.device.type != "cuda":
         return received()
     if sent.device not in _streams:
-        _streams[sent.device] = torch.cuda.Stream(sent.device)
+        # Before what is computed meanwhile, which would fill all multiprocessors first, on this rank or on one that
+        # others wait for.
+        _streams[sent.device] = torch.cuda.Stream(sent.device, priority=-1)
     stream = _streams[sent.device]
     stream.wait_stream(torch.cuda.current_stream(sent.device))
     with torch.cuda.stream(stream):
