@@ -263,7 +263,7 @@ class Engine:
         self._count: Callable[[], None] = self.step.count
         self._captured: torch.cuda.CUDAGraph | None = None
         """The graph of a micro-step, whose memory the evaluation's graph will share."""
-        if settings.device.type != "cuda" or not settings.cuda_graphs or not self.assembly.offloader.addressable:
+        if not self.assembly.captured:
             return
         from surogate_core.engine.graphs import capture, capture_evaluation
 

@@ -28,6 +28,11 @@ ROWS_OF_VOCABULARY = 2
 they then have a quarter of the bytes of the table's sums, or less."""
 
 
+LAUNCHED_TOKENS = 8192
+"""Tokens of a micro-batch from which a GPU takes longer than the host that launches its kernels: chosen, and true of
+16384."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """The settings of an engine, in addition to the model and its plugins."""
@@ -97,6 +102,24 @@ class Assembly:
 
     offload_experts: bool = False
     """Whether the offloader's store of weights has the frozen experts, if it has not all frozen weights."""
+
+    @property
+    def captured(self) -> bool:
+        """Whether a GPU replays the steps as CUDA graphs.
+
+        Not where experts compute one half of the tokens while the other is under way (`dsl.mixture`), unless there are
+        so few that the host would be slower than the GPU: in a graph of 48 layers no kernel ran beside an exchange,
+        though in one of 6 layers they did (four H200s, CUDA 13.0).
+        """
+        settings = self.settings
+        possible = settings.device.type == "cuda" and settings.cuda_graphs and self.offloader.addressable
+        return possible and not (self.exchanges_halves and settings.tokens >= LAUNCHED_TOKENS)
+
+    @property
+    def exchanges_halves(self) -> bool:
+        """Whether half of the tokens of shared experts are under way while the experts compute the other half."""
+        axes = self.settings.axes
+        return axes.expert > 1 and not axes.expert_rows and self.lora is not None
 
     @property
     def adds_replicas_once(self) -> bool:

@@ -213,6 +213,7 @@ class TensorBytes:
             frozen=frozen,
             exchanged=self.exchanged,
             replicas_once=assembly.adds_replicas_once,
+            halves=assembly.exchanges_halves,
             rows=EmbeddingRows.bytes_of_rank(*self._rows()) if assembly.sends_rows else 0,
         )
 
@@ -312,7 +313,7 @@ class TensorBytes:
         settings = self.settings
         if settings.device.type == "cuda":
             # Graphs are captured on one stream, after a step on another.
-            streams = 2 if settings.cuda_graphs and assembly.offloader.addressable else 1
+            streams = 2 if assembly.captured else 1
             return [
                 Held("workspace", "device", streams * CUBLAS_WORKSPACE, "of cuBLAS"),
                 Held("CUDA context", "device", CUDA_CONTEXT, "CUDA, loaded kernels and graphs, as measured"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,6 +62,8 @@ class Shares:
     """Bytes of each tensor that ranks which share rows, or experts, exchange in a micro-step."""
     replicas_once: bool = False
     """`Assembly.adds_replicas_once`."""
+    halves: bool = False
+    """`Assembly.exchanges_halves`."""
     rows: int = 0
     """Bytes of a rank's rows of the embedding's gradient; 0 if its sums are reduced (`Assembly.sends_rows`)."""
 
@@ -261,7 +263,7 @@ class Shares:
         if self.ranks == 1:
             return ()
         steps = self.axes.micro_batches // self.axes.along("rows").size
-        found = [*self._gradients(steps), *self._weights(steps), *self._base(steps), self._exchanges(steps)]
+        found = [*self._gradients(steps), *self._weights(steps), *self._base(steps), *self._exchanges(steps)]
         return tuple(sent for sent in found if sent.nbytes)
 
     def _others(self, nbytes: int, ranks: int = 0) -> int:
@@ -269,14 +271,15 @@ class Shares:
         ranks = ranks or self.parts
         return nbytes * (ranks - 1) // ranks
 
-    def _exchanges(self, steps: int) -> Sent:
-        """What layers exchange, and its gradients, of which a rank keeps one part; the computation waits for them: the
-        queries, keys and values of shared rows, or the tokens and outputs of shared experts.
+    def _exchanges(self, steps: int) -> Sequence[Sent]:
+        """What layers exchange, and its gradients, of which a rank keeps one part: the queries, keys and values of
+        shared rows, for which the computation waits, or the tokens and outputs of shared experts. As `halves`, the
+        second half of what is sent and the first of what comes back are beside it.
         """
         size = self.axes.context * self.axes.expert
         what = "tokens of shared experts" if self.axes.expert > 1 else "heads of shared rows"
         what += ", and experts that move" if self.axes.expert_balance is not None else ""
-        return Sent(
+        waited = Sent(
             what=what,
             nbytes=steps * sum(nbytes * (size - 1) // size for nbytes in self.exchanged),
             calls=steps * len(self.exchanged),
@@ -284,6 +287,10 @@ class Shares:
             micro_steps=steps,
             ranks=size,
         )
+        if not self.halves:
+            return [waited]
+        half = replace(waited, nbytes=waited.nbytes // 2, calls=waited.calls // 2)
+        return [half, replace(half, what=f"{what}, beside products", beside="both")]
 
     def _gradients(self, steps: int) -> Sequence[Sent]:
         groups = self._kept_by_all

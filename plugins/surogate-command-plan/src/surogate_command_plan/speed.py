@@ -168,38 +168,26 @@ class ExpertWork:
     """FLOPs of the forward, of input gradients, and of the gradients of trained weights."""
     gradients: float
     """Those of them that are of the gradients of trained weights."""
-    places: int
-    """Features that everything but the products reads and writes for a token's rows. A rank has as many places as it
-    may ever need; between the projections, whose kernels skip them, those that no row takes are computed too."""
+    rows: int
+    """Features that everything but the products reads and writes for a token's rows. Kernels skip places that no row
+    takes."""
 
     @classmethod
     def of(cls, config: RunConfig, model: dsl.Model) -> ExpertWork:
         """The work of a run; none without experts."""
         slots = [slot for of_layer in model.expert_slots().values() for slot in of_layer]
         weights = sum(slot.choices * slot.inputs * slot.outputs for slot in slots)
-        size = config.ep_size
-        rows = [size * min(slot.choices, slot.count // size) for slot in slots]
         return cls(
             products=float(weights * (4 if config.lora else 6)),
             gradients=0.0 if config.lora else 2.0 * weights,
-            places=sum(
-                slot.choices * (slot.inputs + slot.outputs) + (n - slot.choices) * _between(slot, model.width)
-                for n, slot in zip(rows, slots, strict=True)
-            ),
+            rows=sum(slot.choices * (slot.inputs + slot.outputs) for slot in slots),
         )
 
     def seconds(self, gpu: Gpu, products: str, *, busiest: float = 1.0) -> float:
         """Time for a token; `busiest`: rows of the rank with most over the mean, for which the others wait."""
         of_rows = (self.products - self.gradients) / (PRODUCTS[products] * gpu.rate(products))
         of_rows += self.gradients / (WEIGHT_GRADIENTS * gpu.bf16)
-        return busiest * of_rows + FEATURE_BYTES * self.places / gpu.bandwidth
-
-
-def _between(slot: dsl.ExpertSlot, width: int) -> int:
-    """The features of a projection of experts on the side that is not the stream's."""
-    if width in (slot.inputs, slot.outputs):
-        return slot.outputs if slot.inputs == width else slot.inputs
-    return min(slot.inputs, slot.outputs)
+        return busiest * of_rows + FEATURE_BYTES * self.rows / gpu.bandwidth
 
 
 def again_rate(gpu: Gpu) -> float:
