@@ -213,7 +213,8 @@ def sft(
         per_device_train_batch_size: Rows of `sequence_len` in a micro-batch.
         gradient_accumulation_steps: Micro-batches in an optimizer step.
         sample_packing: Pack several documents into a row; false puts one document in each row.
-        use_cuda_graphs: On CUDA, capture the micro-step and the optimizer step as graphs.
+        use_cuda_graphs: On CUDA, capture micro-step and optimizer step as graphs; not long ones with `ep_size` and
+            LoRA.
         deterministic: Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on
             some GPUs.
         lmhead_chunks: Chunks of the micro-batch's tokens; only one chunk's logits exist at a time. auto: the fewest
@@ -569,7 +570,8 @@ def pt(
         per_device_train_batch_size: Rows of `sequence_len` in a micro-batch.
         gradient_accumulation_steps: Micro-batches in an optimizer step.
         sample_packing: Pack several documents into a row; false puts one document in each row.
-        use_cuda_graphs: On CUDA, capture the micro-step and the optimizer step as graphs.
+        use_cuda_graphs: On CUDA, capture micro-step and optimizer step as graphs; not long ones with `ep_size` and
+            LoRA.
         deterministic: Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on
             some GPUs.
         lmhead_chunks: Chunks of the micro-batch's tokens; only one chunk's logits exist at a time. auto: the fewest

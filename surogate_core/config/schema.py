@@ -136,7 +136,7 @@ class RunConfig:
     sample_packing: bool = True
     """Pack several documents into a row; false puts one document in each row."""
     use_cuda_graphs: bool = True
-    """On CUDA, capture micro-step and optimizer step as graphs; long ones with `ep_size` and LoRA are launched instead."""
+    """On CUDA, capture micro-step and optimizer step as graphs; not long ones with `ep_size` and LoRA."""
     deterministic: bool = True
     """Equal runs give equal bits; false also allows kernels whose sums depend on timing, faster on some GPUs."""
     lmhead_chunks: Literal["auto"] | Annotated[int, Interval(ge=1, le=2**16)] = "auto"
