@@ -61,7 +61,7 @@ PARTS: Mapping[str, Command | Sequence[Sequence[Command]]] = {
         [training(ALONE[2:], worlds=1)],
         [reinforcement("qwen3-8b", gpus=1, samples=128, rows=8)],
     ],
-    "sparse-full": training([*SPARSE_FULL, LARGE], worlds=GPUS),
+    "sparse-full": training([*SPARSE_FULL, LARGE], worlds=GPUS, profile=True),
     "dense": training(DENSE, worlds=GPUS),
     "bits": ["equal_bits.py", "--worlds", "1", "2", "4", "--limit", "60", "--only", *BITS],
     "grpo-0.6b": reinforcement("qwen3-0.6b", gpus=GPUS, samples=128, rows=16),
