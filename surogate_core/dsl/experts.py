@@ -229,7 +229,7 @@ class Routes:
     def swiglu(self, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
         """[R, I]: silu(gate) · up of the sorted rows."""
         ends = [] if self.exchange is None else self.exchange.ends
-        # Of rows that are multiplied apart the last end says too little.
+        # Rows that are multiplied apart have several last ends.
         return swiglu(gate_RI, up_RI, ends_E=ends[0] if len(ends) == 1 else None)
 
     def biased(self, y_RO: Tensor, bias_EO: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def graphs(*, block: bool) -> Sequence[fx.Graph]:
-    """Of forward and backward, as they are compiled."""
+    """The graphs of forward and backward, as they are compiled."""
     made = [Signature((4, WIDTH), torch.float32, torch.device("cpu"), True)]
     made.append(Signature((WIDTH, WIDTH), torch.float32, torch.device("cpu"), True))
     with among():
