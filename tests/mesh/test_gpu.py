@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,21 +26,32 @@ def test_gpus_have_the_bits_of_virtual_ranks(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_exchanges_under_way_bring_the_bits_of_those_that_are_waited_for(tmp_path: Path) -> None:
+    run_ranks("begun_on_gpus", [[tmp_path / "store"]] * 2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("near", [2, 4])
 def test_groups_inside_a_machine_write_into_shared_memory(near: int, tmp_path: Path) -> None:
     """Four ranks on two GPUs, on two machines and on one."""
+    run_ranks("peer_groups", [[near, tmp_path / "store"]] * 4)
+
+
+def run_ranks(name: str, words: Sequence[Sequence[object]]) -> None:
+    """Run a program of tests/support with a rank's number and words for each rank, on two GPUs in turn."""
     gpus = visible(os.environ)
     if len(gpus) < 2:
         pytest.skip("needs two GPUs")
-    program = [sys.executable, str(Path(__file__).parents[1] / "support" / "peer_groups.py")]
+    program = [sys.executable, str(Path(__file__).parents[1] / "support" / f"{name}.py")]
     ranks = []
-    for rank in range(4):
+    for rank, rest in enumerate(words):
         environment = {**os.environ, VISIBLE: rotated(gpus[:2], rank % 2)}
-        words = [*program, str(rank), str(near), str(tmp_path / "store")]
-        ranks.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
+        ranks.append(
+            subprocess.Popen([*program, str(rank), *map(str, rest)], env=environment, stderr=subprocess.PIPE, text=True)
+        )
     try:
         said = [process.communicate(timeout=120)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [0] * 4, "\n".join(said)
+    assert [process.returncode for process in ranks] == [0] * len(ranks), "\n".join(said)
