@@ -12,8 +12,8 @@ the same shape) and `vllm` (its `LLM` as it is by default, without shared prefix
 Prompts differ, tokens are sampled at temperature 1 (with `--top-k` and `--top-p` from the most probable ones), and
 nothing stops early. Each case runs in a process of its own; one that fails costs only itself.
 
-`tokens_per_second` is that of the fastest call after the first. `first_token` is the time of one request for one token,
-`first_call` the time of the first such call of the process after loading, which compiles and captures. `prefill`: the
+`tokens_per_second` is that of the fastest call after the first. `first_token` is the time of one request for one token
+right after a call with all sequences, `first_call` the time of the first such call of the process after loading, which compiles and captures. `prefill`: the
 time of one token for every sequence, once passes of that shape are captured. `step`: the median time of a captured step
 by CUDA events, with all sequences at half of their length; steps without the host would give `roof` tokens a second.
 `memory`: GiB of the GPU at most.
@@ -270,9 +270,11 @@ def measure(case: str, words: argparse.Namespace) -> Found:
         torch.cuda.synchronize()
     load = time.perf_counter() - began
     first_call, _ = timed(lambda: made.generate(1, 1))
+    made.generate(1, 1)
+    # Compiles and captures what the timed calls need, and lets the GPU raise its clock.
+    made.generate(words.sequences, words.new if case != "transformers" else 1)
     first_token = median(timed(lambda: made.generate(1, 1))[0] for _ in range(5))
-    if case != "transformers":  # compiles and captures what the timed calls need
-        made.generate(words.sequences, words.new)
+    if case != "transformers":
         made.generate(words.sequences, 1)
     prefill = median(timed(lambda: made.generate(words.sequences, 1))[0] for _ in range(3))
     calls = [timed(lambda: made.generate(words.sequences, words.new)) for _ in range(words.calls)]
