@@ -13,10 +13,10 @@ Prompts differ, tokens are sampled at temperature 1 (with `--top-k` and `--top-p
 nothing stops early. Each case runs in a process of its own; one that fails costs only itself.
 
 `tokens_per_second` is that of the fastest call after the first. `first_token` is the time of one request for one token
-right after a call with all sequences, `first_call` the time of the first such call of the process after loading, which compiles and captures. `prefill`: the
-time of one token for every sequence, once passes of that shape are captured. `step`: the median time of a captured step
-by CUDA events, with all sequences at half of their length; steps without the host would give `roof` tokens a second.
-`memory`: GiB of the GPU at most.
+right after a call with all sequences, `first_call` the time of the first such call of the process after loading, which
+compiles and captures. `prefill`: the time of one token for every sequence, once passes of that shape are captured.
+`step`: the median time of a captured step by CUDA events, with all sequences at half of their length; steps without the
+host would give `roof` tokens a second. `memory`: GiB of the GPU at most.
 """
 
 from __future__ import annotations
