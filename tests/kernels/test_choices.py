@@ -91,8 +91,8 @@ AMPERE = {
 ADA = AMPERE | {"quantise_both": "cuda"}
 GROUPED = {"grouped_product": "torch-grouped"}
 HOPPER = ADA | GROUPED | {"attention": "hopper", "scaled_linears": "hopper"}
-REWRITES = ["surogate_kernels_cuda.gated", "surogate_kernels_triton.norm"]
-ON_HOPPER = ["surogate_kernels_cuda.gated", "surogate_kernels_hopper.scaled_gated", "surogate_kernels_triton.norm"]
+REWRITES = ["surogate_kernels_cuda.gated", "surogate_kernels_triton.norm", "surogate_kernels_triton.experts_combined"]
+ON_HOPPER = [REWRITES[0], "surogate_kernels_hopper.scaled_gated", *REWRITES[1:]]
 EXPECTED = {
     "sm_75": [{"attention": "torch-flash"}, {}, []],
     "sm_80": [AMPERE, WIDE, REWRITES],

@@ -55,9 +55,9 @@ def kernels() -> Iterable[bundles.Kernel]:
 
 def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:
     """The pack's rewrites of a block's joint graph."""
-    from surogate_kernels_triton import norm
+    from surogate_kernels_triton import experts_combined, norm
 
-    return (norm.rewrite,)
+    return norm.rewrite, experts_combined.rewrite
 
 
 @hookimpl

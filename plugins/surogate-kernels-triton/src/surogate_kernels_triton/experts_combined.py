@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
@@ -225,6 +225,20 @@ class _Combined(Function):
         dx, dweights, *more = _backward(dout_NO, *inputs, operands, scales, *sides, ctx.scale, seed, *ctx.masks[1:])
         gradients = [more[0][0, :, : ctx.rank], more[1][..., : ctx.rank]] if more else []
         return dx, None, dweights, None, None, None, None, None, *gradients
+
+
+def rewrite(joint: fx.Graph) -> None:
+    """Let the backward read the gradient of the sums before it is widened, where a rank gets it in x's dtype: it would
+    narrow it again.
+    """
+    for node in joint.nodes:
+        if node.target != torch.ops.surogate_triton.experts_combined_backward.default:
+            continue
+        wide, x = node.args[:2]
+        if wide.target == torch.ops.aten._to_copy.default and wide.meta["val"].dtype == torch.float32:
+            (source,) = wide.args
+            if source.meta["val"].dtype == x.meta["val"].dtype:
+                node.update_arg(0, source)
 
 
 def combined_linear(
