@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -19,7 +19,11 @@ def await_in_place(graph: fx.Graph) -> None:
     A beginning names the exchange that began before it, and a wait the latest that has begun and not arrived and what
     was computed last: whoever reorders the graph keeps that order.
     """
-    _begin_together(graph)
+    beginnings = [node for node in graph.nodes if node.target in BEGINNINGS]
+    if not beginnings:
+        return
+    _begin_together(beginnings, graph)
+    _forget_marks(graph)
     going: list[fx.Node] = []
     computed: fx.Node | None = None
     for node in list(graph.nodes):
@@ -38,9 +42,16 @@ def await_in_place(graph: fx.Graph) -> None:
             computed = node
 
 
-def _begin_together(graph: fx.Graph) -> None:
+def _forget_marks(graph: fx.Graph) -> None:
+    """Remove the marks of what is computed again, which the partitioner has read. torch would read them once more and
+    compute such values just before a backward, which it takes for one row of nodes; here exchanges are in between.
+    """
+    for node in graph.nodes:
+        node.meta.pop("recompute", None)
+
+
+def _begin_together(beginnings: Sequence[fx.Node], graph: fx.Graph) -> None:
     """Move each beginning behind the one before it, if that is further ahead and computes nothing later."""
-    beginnings = [node for node in graph.nodes if node.target in BEGINNINGS]
     for before, node in itertools.pairwise(beginnings):
         needed = _needed(node, before, {n: place for place, n in enumerate(graph.nodes)})
         if not any(map(is_call, needed)):

@@ -452,8 +452,10 @@ def _halves(
     """`mixture` of parts of the tokens, whose exchanges are under way while experts compute."""
     ranks, dtype, outer, inner = parts[0].ranks, x_NI.dtype, first[0].slot.region, last.slot.region
     given = [_Operands.of(slots, parts[0], dtype) for slots in (first, [last])]
-    with region(outer):
+    # Each begins in the region in which it arrives: a backward that waited again would have to begin again too.
+    with region(inner):
         weights = [TokensTrip.begun(half_NK, ranks) for half_NK in routes.weights_NK.chunk(len(parts))]
+    with region(outer):
         tokens = [TokensTrip.begun(half_NI, ranks) for half_NI in x_NI.chunk(len(parts))]
     sums: list[Callable[[], Tensor]] = []
     for number, part in enumerate(parts):

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from surogate_core.dsl.declare import TensorSpec
 from surogate_core.dsl.sides import RouterLosses
+from surogate_core.dsl.trace import Recompute
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.prediction import predict
 from surogate_core.errors import UserError
+from surogate_core.kernels import begun
 from surogate_core.kernels.balancing import moved
 from surogate_testing import tiny
 from surogate_testing.virtual import VirtualFabric, in_threads
@@ -198,6 +200,48 @@ def test_two_runs_have_equal_bits(changes: dict[str, Any]) -> None:
     first, second = (on_ranks(4, 2, trained, zero_level=1, **changes)[0] for _ in range(2))
     assert first[0] == second[0]
     tiny.ensure_same_bits(first[1], second[1], "a second run")
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Mapping[int, Any]:
+    """Exchanges bring nothing before they are awaited, as on a GPU, and what they send must not change until then.
+    Returns those that are under way, by address.
+    """
+    going: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def begin(sent: Tensor, received: Callable[[], Tensor]) -> Tensor:
+        found = received()
+        going[found.data_ptr()] = found.clone(), sent, sent.clone()
+        return found.fill_(torch.nan)
+
+    def wait(begun_C: Tensor) -> None:
+        found, sent, before = going.pop(begun_C.data_ptr())
+        torch.testing.assert_close(sent, before, rtol=0, atol=0, equal_nan=True)
+        begun_C.copy_(found)
+
+    monkeypatch.setattr(begun, "_begin", begin)
+    monkeypatch.setattr(begun, "_await", wait)
+    return going
+
+
+@pytest.mark.slow_cases("inductor", "fx-half")
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        pytest.param(Recompute(block=False), id="none"),
+        pytest.param(Recompute(block=False, regions=frozenset({"ffn"})), id="ffn"),
+        pytest.param(Recompute(block=False, budget=0.5), id="half"),
+    ],
+)
+@pytest.mark.parametrize("compiler", ["fx", "inductor"])
+def test_what_arrives_late(compiler: str, recompute: Recompute, late: Mapping[int, Any]) -> None:
+    """Halves of the tokens are neither read before they are there nor overwritten while they are sent."""
+    given: dict[str, Any] = {"lora": tiny.lora(targets=("experts",), train_router=True)}
+    figures, state = on_ranks(1, 1, trained, **given)[0]
+    found, other = on_ranks(2, 2, trained, **given, compiler=compiler, recompute=recompute)[0]
+    assert found == pytest.approx(figures, rel=1e-6)
+    assert tiny.worst(other, state)[0] < 1e-6
+    assert not late
 
 
 Checkpoint = dict[str, dict[str, Tensor]]
