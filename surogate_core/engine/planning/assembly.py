@@ -117,9 +117,12 @@ class Assembly:
 
     @property
     def exchanges_halves(self) -> bool:
-        """Whether half of the tokens of shared experts are under way while the experts compute the other half."""
-        axes = self.settings.axes
-        return axes.expert > 1 and not axes.expert_rows and self.lora is not None
+        """Whether half of the tokens of shared experts are under way while the experts compute the other half in
+        training: not for a recipe whose scales are of all rows that are multiplied together.
+        """
+        axes, recipe = self.settings.axes, self.recipe
+        of_rows = recipe.grouped is None or recipe.expert_codes is not None
+        return axes.expert > 1 and not axes.expert_rows and self.lora is not None and of_rows
 
     @property
     def adds_replicas_once(self) -> bool:
@@ -133,7 +136,7 @@ class Assembly:
     @property
     def sends_rows(self) -> bool:
         """Whether the ranks that share out a tensor exchange the rows of the embedding's gradient (`EmbeddingRows`),
-        instead of its sums. Where ranks exchange values inside of layers, they communicate in the compute stream alone.
+        instead of its sums. Where ranks exchange values inside of layers, everything else is in the compute stream.
         """
         settings, axes = self.settings, self.settings.axes
         apart = self.lora is None and not self.model.tied and not axes.exchanges

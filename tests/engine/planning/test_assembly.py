@@ -40,3 +40,19 @@ def test_halves_travel_to_frozen_experts_whose_sums_come_back(rows: bool) -> Non
     made = replace(made, settings=replace(made.settings, axes=replace(made.settings.axes, expert_rows=rows)))
     assert made.exchanges_halves != rows
     assert not assembly(lora=False).exchanges_halves
+
+
+def test_rows_whose_scale_is_that_of_all_travel_together() -> None:
+    """Those of fp8-hybrid have scales of their own where they are multiplied as codes."""
+
+    class Rounded(tiny.PlainProduct):
+        def grouped(self, *arguments: Any) -> Any:
+            raise NotImplementedError
+
+    class Coded(Rounded):
+        def expert_codes(self, *arguments: Any) -> Any:
+            raise NotImplementedError
+
+    assert not assembly(recipe=Rounded()).exchanges_halves
+    assert assembly(recipe=Rounded()).captured
+    assert assembly(recipe=Coded()).exchanges_halves
