@@ -206,10 +206,7 @@ def lack(side: str) -> str:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The table, and what it was measured on."""
-    rates = [
-        f"{one['tflops']:.0f} {'at the end' if one['part'] == END else 'before ' + one['part']}"
-        for one in report["rates"]
-    ]
+    rates = [f"{one['tflops']:.0f} {_when(one['part'])}" for one in report["rates"]]
     text = [f"{report['card']}; {report['versions']}.", f"Product of 8192³ in bf16, TFLOP/s: {', '.join(rates)}.", ""]
     heads = ["work", "side", "tok/s", "ours ÷ this", "GiB"]
     text += ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]

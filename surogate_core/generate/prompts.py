@@ -296,13 +296,18 @@ def _share_out(x_ND: Tensor, rows: Rows, found: list[list[Tensor]]) -> None:
 
 def padded(rows: int) -> int:
     """Rows of a pass that is captured: four numbers between two powers of two."""
-    step = max(MULTIPLE, 1 << (rows - 1).bit_length() >> 3)
-    return -(-rows // step) * step
+    return -(-rows // _step(rows)) * _step(rows)
+
+
+def _step(rows: int) -> int:
+    """The distance of the shapes between the powers of two below and above, or at, this number of rows."""
+    return max(MULTIPLE, 1 << (rows - 1).bit_length() >> 3)
 
 
 def captured_rows(plan: EnginePlan) -> int:
-    """Most rows of a pass for which the host takes longer than the GPU."""
-    return min(PREFILL_ROWS, BUSY // max(1, max(map(_multiplications, plan.layers), default=1)))
+    """Most rows of a pass for which the host takes longer than the GPU, rounded down to a shape of `padded`."""
+    most = min(PREFILL_ROWS, BUSY // max(1, max(map(_multiplications, plan.layers), default=1)))
+    return most // _step(most + 1) * _step(most + 1)
 
 
 def _multiplications(piece: Piece) -> int:
