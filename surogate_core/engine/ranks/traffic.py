@@ -43,9 +43,9 @@ class Traffic:
         self.counts = False
         """Whether micro-steps exchange the tokens of experts."""
         self._coming: dict[str, torch.cuda.Event | None] = {}
-        # Ranks that share rows, or experts, exchange values in the compute stream, or in one that it waits for within the
-        # layer. Collectives of two groups on two streams could wait for each other, so all others are in the compute
-        # stream then.
+        # Ranks that share rows, or experts, exchange values in the compute stream, or in one that it waits for within
+        # the layer. Collectives of two groups on two streams could wait for each other, so all others are in the
+        # compute stream then.
         one_stream = axes.exchanges
         self._side = SideStream(torch.device("cpu") if one_stream else device, priority=FIRST)
         self._last: torch.cuda.Event | None = None
