@@ -99,6 +99,7 @@ def test_counting_runs_before_memory_is_shared_out_to_graphs(monkeypatch: pytest
     monkeypatch.setattr(graphs, "_side_stream", mock.MagicMock())
     made = engine(micro_batches=2)
     made.settings = replace(made.settings, device=torch.device("cuda"), cuda_graphs=True)
+    made.assembly = replace(made.assembly, settings=made.settings)
     for name, owner in {"train": made.step, "run": made.update, "count": made.step}.items():
         monkeypatch.setattr(type(owner), name, lambda *args, name=name, **named: done.append(name))
     made._capture(lambda task, completed, total: None)
