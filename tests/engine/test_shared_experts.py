@@ -224,7 +224,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Mapping[int, Any]:
     return going
 
 
-@pytest.mark.slow_cases("inductor", "fx-half")
+@pytest.mark.slow_cases("inductor", "fx-half", "fx-none")
 @pytest.mark.parametrize(
     "recompute",
     [

@@ -90,6 +90,7 @@ def captures(engine: NativeEngine, rows: int = 96) -> tuple[Prompts, Recorder]:
     return runner.prompts, recorder
 
 
+@pytest.mark.slow_cases("delta")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_equal_passes_are_captured_with_adapters_and_without(name):
     made = MODELS[name]()
