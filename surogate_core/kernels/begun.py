@@ -145,7 +145,7 @@ class Trip:
         raise NotImplementedError
 
     def arrive(self) -> Tensor:
-        """What `end` gives."""
+        """What arrived, waiting for it."""
         raise NotImplementedError
 
     def leave_back(self, dy: Tensor) -> None:
