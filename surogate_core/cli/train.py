@@ -15,6 +15,7 @@ from surogate_core.app.starting import require_own_data, start
 from surogate_core.cli.sweep import STOPPED, Sweep
 from surogate_core.errors import SurogateError
 from surogate_core.masking import masked_yaml
+from surogate_core.set_up_times import begin
 
 if TYPE_CHECKING:
     from surogate_core.config.schema import RunConfig
@@ -49,6 +50,7 @@ def main(argv: Sequence[str], task: str | None, first: str) -> int:
     if arguments.multirun:
         return _multirun(arguments, task)
     announce(first)
+    begin("reading the configuration")
     config, registry = load(arguments, task)
     with with_places(arguments, task, registry):
         require_own_data(arguments, task, [config], registry)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_core import logs
+from surogate_core import logs, set_up_times
 from surogate_core.bundles.handed import whole
 from surogate_core.config import sharing
 from surogate_core.config.resolve import config_from, policy_from, to_dict
@@ -84,6 +84,7 @@ class RunJob:
             raise ConfigError([Problem(key="gpus", message=message, fix="launcher=local, or gpus=1")])
         config = replace(config, gpus=world)
         sharing.check(config, known.get("optimizer", config.optimizer.name))
+        set_up_times.turn_to("importing torch")
         quick_import("surogate_core.setup.assemble")
         from surogate_core.setup.assemble import resolve_offloader
 
@@ -96,6 +97,7 @@ class RunJob:
             self.watch.placed(config.place)
         if fresh or rank:
             open_run_log(config, rank)
+        set_up_times.turn_to("importing the trainer")
         quick_import("surogate_core.run.run")
         quick_import("torch._functorch.aot_autograd")  # the layers are traced soon
         from surogate_core.run.run import train

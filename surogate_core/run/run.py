@@ -26,7 +26,7 @@ from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.run import unwatched
 from surogate_core.run.export import Trained, data_in_words, export, places
 from surogate_core.run.identity import identity_of
-from surogate_core.run.notes import SetUpTimes, next_commands, rate_note, untested_torch
+from surogate_core.run.notes import next_commands, rate_note, untested_torch
 from surogate_core.run.outputs import Outputs
 from surogate_core.run.prepare import (
     Base,
@@ -41,6 +41,7 @@ from surogate_core.run.prepare import (
 from surogate_core.run.record import new_run_id
 from surogate_core.run.reference import add_references, policy_of
 from surogate_core.run.samples import Sampler, rows_of
+from surogate_core.set_up_times import of_run
 from surogate_core.setup.assemble import adapter_notes, is_out_of_memory, weight_format_spec
 from surogate_core.setup.build import MemorySettings, build_engine
 from surogate_core.setup.experts import idle_parameters, product_notes
@@ -98,7 +99,7 @@ class _Run:
         self.config, self.registry, self.mesh = config, registry, mesh
         self.outputs = Outputs(config, registry, watch) if mesh.leads else None
         self.bus = EventBus({})
-        self.started, self.times = time.perf_counter(), SetUpTimes()
+        self.started, self.times = time.perf_counter(), of_run()
         self.signals = StopSignals()
         self.setting_up = True
         self.contents: Contents | None = None

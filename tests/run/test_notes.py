@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from surogate_core.config.schema import ModelSelection, RunConfig, Selection
-from surogate_core.events import Progress
 from surogate_core.plugins import load_plugins
-from surogate_core.run.notes import SetUpTimes, next_commands, rate_note, untested_torch
+from surogate_core.run.notes import next_commands, rate_note, untested_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,31 +71,6 @@ def test_a_torch_beyond_the_tested_ones_is_said():
             f"torch {new} is newer than 2.13, the newest that this version of Surogate was tested with."
         ]
     assert untested_torch() == []
-
-
-def test_every_second_belongs_to_a_task_or_follows_one() -> None:
-    now = 10.0
-
-    def at(seconds: float) -> None:
-        nonlocal now
-        now = seconds
-
-    times = SetUpTimes(lambda: now)
-    for second, task, done in ((12, "pack", 0), (13, "pack", 1), (15, "pack", 2), (15.04, "load", 0), (20, "load", 2)):
-        at(second)
-        times.saw(Progress(task=task, done=done, total=2))
-    at(27)
-    found = times.ended()
-    assert found == {"after load": 7.0, "load": 5.0, "pack": 3.0, "before the first task": 2.0}
-    assert list(found) == ["after load", "load", "pack", "before the first task"]
-
-
-def test_a_task_that_comes_again_is_summed() -> None:
-    now = iter(range(100))
-    times = SetUpTimes(lambda: float(next(now)))
-    for done in (0, 1, 0, 1):
-        times.saw(Progress(task="compile", done=done, total=1))
-    assert times.ended()["compile"] == 2.0
 
 
 SCRATCH = RunConfig(output_dir="runs/a", model=ModelSelection(preset="tiny"), from_scratch=True)
