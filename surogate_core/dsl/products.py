@@ -2,7 +2,8 @@
 
 dW = dyᵀ x of each micro-step is added to a sum of wider dtype. If a block's backward computed it, it would be rounded,
 written, and read again by the addition, which takes longer than the memory traffic of the product itself. So the
-backward returns dyᵀ and x instead, and the product adds to the sum as it writes.
+backward returns dyᵀ and x instead, and the product adds to the sum as it writes. A product of scaled FP8 codes returns
+these and the inverses of their scales.
 
 Shape suffixes: N tokens, O and I the sides of a weight.
 """
@@ -11,27 +12,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from surogate_core.kernels.sums import sum_coded_product
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A gradient [O, I] = left @ right."""
+    """A gradient [O, I] = left @ right, times both inverses if the factors are FP8 codes."""
 
     left_ON: Tensor
     right_NI: Tensor
+    inverses: tuple[Tensor, Tensor] | None = None
+    """Of the scales of the factors' codes, 0-d fp32."""
 
     def add_to(self, total_OI: Tensor) -> None:
         """Add the product to a sum of its dtype or a wider one; on a GPU it is not rounded before it is added to a
         wider one.
         """
         left_ON, right_NI = self.left_ON, self.right_NI
-        if left_ON.dtype == total_OI.dtype:
+        if self.inverses is not None:
+            sum_coded_product(total_OI, left_ON, right_NI, *self.inverses, True)
+        elif left_ON.dtype == total_OI.dtype:
             total_OI.addmm_(left_ON, right_NI)
         elif total_OI.device.type == "cuda":
             aten.addmm.dtype_out(total_OI, left_ON, right_NI, total_OI.dtype, out=total_OI)
@@ -41,7 +49,9 @@ class Product:
     def write_to(self, total_OI: Tensor) -> None:
         """The same into a sum whose contents do not count."""
         left_ON, right_NI = self.left_ON, self.right_NI
-        if left_ON.dtype == total_OI.dtype:
+        if self.inverses is not None:
+            sum_coded_product(total_OI, left_ON, right_NI, *self.inverses, False)
+        elif left_ON.dtype == total_OI.dtype:
             torch.mm(left_ON, right_NI, out=total_OI)
         elif total_OI.device.type == "cuda":
             aten.addmm.dtype_out(total_OI, left_ON, right_NI, total_OI.dtype, beta=0, out=total_OI)
@@ -90,6 +100,8 @@ def _merged(
 def _joined(total: Tensor, product: Product, next_total: Tensor, following: Product) -> tuple[Tensor, Product] | None:
     """Both merged into one product for one sum, or None."""
     left, right = product.left_ON, product.right_NI
+    if product.inverses is not None or following.inverses is not None:
+        return None
     if not (_same(right, following.right_NI) and _follows(total, next_total) and _follows(left, following.left_ON)):
         return None
     rows = total.shape[0] + next_total.shape[0]
@@ -110,18 +122,18 @@ def _follows(a: Tensor, b: Tensor) -> bool:
     return b.storage_offset() == a.storage_offset() + a.shape[0] * a.stride(0)
 
 
-def defer_products(backward: fx.GraphModule, count: int) -> tuple[bool, ...]:
-    """Make the graph return both factors of each product among its first `count` outputs.
+def defer_products(backward: fx.GraphModule, count: int) -> tuple[int, ...]:
+    """Make the graph return the factors of each product among its first `count` outputs.
 
     Outputs that are fp32 sums, rounded at the end, are returned without the rounding, because they are added to a wide
-    sum. Returns for each output whether it is now two: left and right of a `Product`.
+    sum. Returns for each output how many it is now: 1, 2 for left and right of a `Product`, 4 with both inverses.
     """
     (output,) = (n for n in backward.graph.nodes if n.op == "output")
     returned: list[fx.Node] = []
-    deferred: list[bool] = []
+    deferred: list[int] = []
     for number, node in enumerate(output.args[0]):
         factors = _factors(node, output) if number < count else None
-        deferred.append(factors is not None)
+        deferred.append(1 if factors is None else len(factors))
         if factors is None:
             returned.append(_unrounded(node, output) if number < count else node)
             continue
@@ -134,10 +146,14 @@ def defer_products(backward: fx.GraphModule, count: int) -> tuple[bool, ...]:
     return tuple(deferred)
 
 
-def collect(outputs: Sequence[Any], deferred: Sequence[bool]) -> list[Any]:
-    """The outputs of such a graph, with a `Product` for each pair of factors."""
+def collect(outputs: Sequence[Any], deferred: Sequence[int]) -> list[Any]:
+    """The outputs of such a graph, with a `Product` for those that are several."""
     flat = iter(outputs)
-    return [Product(next(flat), next(flat)) if both else next(flat) for both in deferred]
+    found = []
+    for parts in deferred:
+        left, *rest = islice(flat, parts)
+        found.append(Product(left, rest[0], (rest[1], rest[2]) if parts == 4 else None) if rest else left)
+    return found
 
 
 def _is_transpose(node: fx.Node) -> bool:
@@ -158,19 +174,34 @@ def _unrounded(node: fx.Node, output: fx.Node) -> fx.Node:
     return source if summed else node
 
 
-def _factors(node: fx.Node, output: fx.Node) -> tuple[tuple[fx.Node, bool], tuple[fx.Node, bool]] | None:
-    """((left, whether to transpose it), (right, likewise)) of an output that is a product without other readers."""
+def _factors(node: fx.Node, output: fx.Node) -> Sequence[tuple[fx.Node, bool]] | None:
+    """(left, whether to transpose it), (right, likewise) of an output that is a product without other readers; after
+    them the inverses of their scales, if they are codes.
+    """
     transposed = False
     reader = output
     while list(node.users) == [reader] and _is_transpose(node):
         transposed = not transposed
         reader, node = node, node.all_input_nodes[0]
-    if node.target is not aten.mm.default or list(node.users) != [reader]:
+    if list(node.users) != [reader]:
+        return None
+    if node.target is aten._scaled_mm.default and not transposed and _is_sum_of_codes(node):
+        return [(factor, False) for factor in node.all_input_nodes]
+    if node.target is not aten.mm.default:
         return None
     left, right = node.args
     assert isinstance(left, fx.Node)
     assert isinstance(right, fx.Node)
     return ((right, True), (left, True)) if transposed else ((left, False), (right, False))
+
+
+def _is_sum_of_codes(node: fx.Node) -> bool:
+    """Whether a scaled product has one scale a factor, nothing added to it, and the digits of fp32 in its sums."""
+    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))  # type: ignore[union-attr]
+    given |= node.kwargs
+    scales = given["scale_a"].meta["val"], given["scale_b"].meta["val"]  # type: ignore[union-attr]
+    alone = len(node.all_input_nodes) == 4 and not given.get("use_fast_accum")
+    return alone and all(scale.numel() == 1 for scale in scales)
 
 
 def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -84,8 +84,8 @@ class _Call:
 
     function: Compiled
     taken: tuple[int, ...]
-    products: tuple[bool, ...] = ()
-    """For each output, whether the graph gives the two factors of a product for it; none where empty."""
+    products: tuple[int, ...] = ()
+    """For each output, how many the graph gives for it, see `defer_products`; one for each where empty."""
 
     def __call__(self, arguments: Sequence[Any]) -> Sequence[Any]:
         outputs = self.function(*[arguments[i] for i in self.taken])
@@ -341,7 +341,7 @@ def _compile(module: fx.GraphModule, compiler: Compiler) -> Compiled:
 
 
 def _compiled(
-    module: fx.GraphModule, names: Sequence[str], compiler: Compiler, products: tuple[bool, ...] = ()
+    module: fx.GraphModule, names: Sequence[str], compiler: Compiler, products: tuple[int, ...] = ()
 ) -> _Call:
     """The graph compiled without the placeholders that it does not read."""
     for node in list(module.graph.nodes):

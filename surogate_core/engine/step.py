@@ -5,7 +5,7 @@ Shape suffixes: N tokens of a micro-batch, D features, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
@@ -31,6 +31,7 @@ from surogate_core.engine.ranks.traffic import Traffic
 from surogate_core.engine.schedule import EMBED, Action, counting_schedule, evaluation_schedule, training_schedule
 from surogate_core.engine.sides import SideSums
 from surogate_core.engine.stores import ExpertsApart
+from surogate_core.kernels.registry import using
 
 PENDING_BYTES = 32 * 2**20
 """Gradients of several layers are collected up to this number of bytes, and are then added in one launch."""
@@ -363,7 +364,7 @@ class MicroStep:
                 # The scale of the loss is in the coefficients.
                 _, *gradients, dx[chunk] = program([*arguments, coefficients[chunk], self.inputs.one])
             # At once: the factors of a product are the chunk's logits.
-            plain = add_products(zip(sums, gradients, strict=True))
+            plain = self._add_products(zip(sums, gradients, strict=True))
             totals = [(a, t.add_(g)) for (a, t), (_, g) in zip(totals, plain, strict=True)] if totals else plain
             # Otherwise they would live while the next chunk's are made.
             del gradients, plain
@@ -371,6 +372,11 @@ class MicroStep:
         self._add_sequences(losses)
         if scaled:
             torch.mul(dx, self._of_sequences(losses)[:, None], out=dx)
+
+    def _add_products(self, pairs: Iterable[tuple[Tensor, Tensor | Product]]) -> list[tuple[Tensor, Tensor]]:
+        """`products.add_products` by the run's kernels."""
+        with using(self.programs.kernels):
+            return add_products(pairs)
 
     def _of_chunk(self, tensors: Sequence[Tensor], x: Tensor, chunk: slice) -> list[Tensor]:
         """What the head's programs take of a chunk of the tokens."""
@@ -464,8 +470,9 @@ class MicroStep:
                 (gradient,) = self.stores.gradients.fetch(EMBED)
                 add_rows(gradient, self.inputs.input_ids, flow.dx)
         else:
-            write_gradients(flow.written)
-            flow.pending += add_products(flow.gradients)
+            with using(self.programs.kernels):
+                write_gradients(flow.written)
+            flow.pending += self._add_products(flow.gradients)
             if sum(gradient.nbytes for _, gradient in flow.pending) >= PENDING_BYTES:
                 flow.add_pending()
         flow.gradients = flow.written = ()

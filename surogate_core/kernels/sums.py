@@ -1,6 +1,6 @@
-"""Sums in the order of a binary tree, whose bits do not depend on who adds what.
+"""Sums in the order of a binary tree, whose bits do not depend on who adds what, and sums of products of codes.
 
-Shape suffixes: N parts, K elements.
+Shape suffixes: N parts, K elements; of products N tokens, O and I the sides of a weight.
 """
 
 from __future__ import annotations
@@ -43,3 +43,25 @@ def add_tree_sum(total_K: Tensor, parts: Sequence[Tensor]) -> None:
     """
     tree_sum(parts, parts[0])
     total_K.add_(parts[0])
+
+
+@op
+def sum_coded_product(
+    total_OI: Tensor, left_ON: Tensor, right_NI: Tensor, inverse_left: Tensor, inverse_right: Tensor, add: bool
+) -> None:
+    """Add (left · inverse_left)(right · inverse_right) to `total_OI` in place, or write it there unless `add`.
+
+    `left_ON` and the transpose of `right_NI` are FP8 codes with N contiguous, e4m3 or e5m2, not both e5m2; the inverses
+    of their scales are 0-d fp32. The product is summed in fp32, and not rounded before it is added to an fp32 total.
+    """
+    if total_OI.device.type == "cuda":
+        # Its sides are multiples of 16, or the recipe had not multiplied codes.
+        product = torch._scaled_mm(
+            left_ON, right_NI, scale_a=inverse_left, scale_b=inverse_right, out_dtype=total_OI.dtype
+        )
+    else:
+        product = (left_ON.float() @ right_NI.float()) * (inverse_left * inverse_right)
+    if add:
+        total_OI.add_(product)
+    else:
+        total_OI.copy_(product)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from surogate_recipe_fp8.gemm import FP8Hybrid
 from torch import Tensor
 
 from surogate_core.dsl import products
 from surogate_core.dsl.products import Product, add_products, write_gradients
+from surogate_core.dsl.slots import LinearSlot, TracedSlot
 from surogate_core.dsl.trace import Recompute, Signature, differentiate, with_gradients
+from surogate_core.formats import fp8
 from surogate_core.kernels.ops import rms_norm
 
 N, I, O = 5, 4, 6  # noqa: E741
@@ -56,6 +59,51 @@ def test_products_of_a_program(compiler: str, recompute: bool) -> None:
     assert [type(g) is Product for g in found] == [True, False, True, False]
     for gradient, expected in zip(found, by_autograd(two_weights, values, dy), strict=True):
         torch.testing.assert_close(value_of(gradient), expected)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "recompute"), [("fx", False), ("fx", True), pytest.param("inductor", False, marks=pytest.mark.slow)]
+)
+def test_products_of_codes_give_their_codes_and_scales(compiler: str, recompute: bool) -> None:
+    """The slots of FP8 products: what is added is the product of the codes, not rounded to the weight's dtype."""
+    n, i, o = 32, 48, 64
+    recipe = FP8Hybrid(native=True, margin=0, history=3, note="")
+    slot = LinearSlot(name="q", module="q_proj", inputs=i, outputs=o, bias=False, region="qkv", adapter=None, index=0)
+
+    def function(weight_OI: Tensor, row: Tensor, x_NI: Tensor) -> Tensor:
+        return recipe.linear(x_NI, weight_OI, TracedSlot.of(slot, seed=None, row=row, packed=False))
+
+    weight, x, dy = (random(*shape).bfloat16() for shape in ((o, i), (n, i), (n, o)))
+    row = torch.tensor([64.0, 32.0, 1024.0])
+    inputs = [Signature.of(v, requires_grad=True) for v in (weight, row, x)]
+    program = differentiate(
+        function,
+        inputs,
+        recompute=Recompute(block=recompute),
+        compiler=compiler,  # type: ignore[arg-type]
+        summed=1,
+    )
+    _, *kept = program.forward([weight, row, x])
+    product, *_ = program.backward([weight, row, x, *kept, dy])
+    assert isinstance(product, Product)
+    assert product.inverses is not None
+    codes = fp8.quantise(dy, row[2], fp8.E5M2).double().t() @ fp8.quantise(x, row[0], fp8.E4M3).double()
+    total = random(o, i, seed=5)
+    expected = total.double() + codes / (64 * 1024)
+    for add in (True, False):
+        sums = total.clone()
+        (product.add_to if add else product.write_to)(sums)
+        torch.testing.assert_close(sums.double(), expected - (0 if add else total), rtol=1e-6, atol=1e-5)
+
+
+def test_products_of_codes_are_not_merged() -> None:
+    """Each has scales of its own."""
+    one, total = torch.ones(()), torch.zeros(8, I)
+    lefts = torch.ones(8, N).to(fp8.E5M2).split(4)
+    right = torch.ones(I, N).to(fp8.E4M3).t()
+    parts = zip(total.split(4), lefts, (one, 2 * one), strict=True)
+    assert add_products([(part, Product(left, right, (scale, one))) for part, left, scale in parts]) == []
+    assert torch.equal(total, torch.tensor([float(N), 2.0 * N]).repeat_interleave(4)[:, None].expand(8, I))
 
 
 def test_only_the_inputs_that_are_summed_are_left() -> None:

@@ -30,6 +30,9 @@ if importlib.util.find_spec("triton") is None:
         sys.modules[name] = Anything(name)
         sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
 
+# A machine without a GPU has no cuBLASLt.
+import surogate_kernels_cuda.coded_products
+surogate_kernels_cuda.coded_products._library = lambda: None
 device, found = torch.device("cuda"), {}
 for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
     with assuming(capability):
@@ -89,6 +92,7 @@ AMPERE = {
     "token_bounds": "triton",
 }
 ADA = AMPERE | {"quantise_both": "cuda"}
+CODES = WIDE | {"sum_coded_product": "cublaslt"}
 GROUPED = {"grouped_product": "torch-grouped"}
 HOPPER = ADA | GROUPED | {"attention": "hopper", "scaled_linears": "hopper"}
 REWRITES = ["surogate_kernels_cuda.gated", "surogate_kernels_triton.norm", "surogate_kernels_triton.experts_combined"]
@@ -96,10 +100,10 @@ ON_HOPPER = [REWRITES[0], "surogate_kernels_hopper.scaled_gated", *REWRITES[1:]]
 EXPECTED = {
     "sm_75": [{"attention": "torch-flash"}, {}, []],
     "sm_80": [AMPERE, WIDE, REWRITES],
-    "sm_89": [ADA, WIDE, REWRITES],
-    "sm_90": [HOPPER, WIDE, ON_HOPPER],
-    "sm_100": [ADA | GROUPED, WIDE, REWRITES],
-    "sm_120": [ADA, WIDE, REWRITES],
+    "sm_89": [ADA, CODES, REWRITES],
+    "sm_90": [HOPPER, CODES, ON_HOPPER],
+    "sm_100": [ADA | GROUPED, CODES, REWRITES],
+    "sm_120": [ADA, CODES, REWRITES],
 }
 """Architecture → (kernels for bf16, kernels for fp32, modules of the rewrites in order); others run the reference."""
 

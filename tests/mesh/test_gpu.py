@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -43,15 +46,21 @@ def run_ranks(name: str, words: Sequence[Sequence[object]]) -> None:
     if len(gpus) < 2:
         pytest.skip("needs two GPUs")
     program = [sys.executable, str(Path(__file__).parents[1] / "support" / f"{name}.py")]
-    ranks = []
-    for rank, rest in enumerate(words):
-        environment = {**os.environ, VISIBLE: rotated(gpus[:2], rank % 2)}
-        ranks.append(
-            subprocess.Popen([*program, str(rank), *map(str, rest)], env=environment, stderr=subprocess.PIPE, text=True)
-        )
-    try:
-        said = [process.communicate(timeout=120)[1] for process in ranks]
-    finally:
+    with ExitStack() as files:
+        said = [files.enter_context(TemporaryFile("w+")) for _ in words]
+        ranks = []
+        for rank, rest in enumerate(words):
+            environment = {**os.environ, VISIBLE: rotated(gpus[:2], rank % 2)}
+            command = [*program, str(rank), *map(str, rest)]
+            ranks.append(subprocess.Popen(command, env=environment, stderr=said[rank], text=True))
+        until = time.monotonic() + 120
+        # The others wait for one that failed.
+        while time.monotonic() < until and any(r.poll() is None for r in ranks) and not any(r.poll() for r in ranks):
+            time.sleep(0.1)
+        codes = [process.poll() for process in ranks]
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [0] * len(ranks), "\n".join(said)
+            process.wait()
+        for file in said:
+            file.seek(0)
+        assert codes == [0] * len(ranks), "\n".join(f"rank {i}: {file.read()}" for i, file in enumerate(said))

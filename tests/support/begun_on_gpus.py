@@ -5,6 +5,7 @@ Called with (rank, file of the store). Raises if a bit differs from what exchang
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from collections.abc import Callable, Sequence
 
@@ -63,6 +64,8 @@ def values(layer: Layer, x: Tensor, weight: Tensor) -> Sequence[Tensor]:
 
 def main(rank: int, path: str) -> None:
     """Compare launched and replayed halves with what is waited for, on several inputs."""
+    # Says where a rank waits for another.
+    faulthandler.dump_traceback_later(60)
     device = torch.device("cuda", 0)
     store = dist.FileStore(path, WORLD)
     fabric = GroupFabric(

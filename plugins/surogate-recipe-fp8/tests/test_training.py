@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from surogate_recipe_fp8 import FP8Options, surogate_recipe
+from surogate_recipe_fp8 import FP8Options, gemm, surogate_recipe
 from surogate_recipe_fp8.gemm import FP8Hybrid, multiply
 from torch import Tensor
 
@@ -57,6 +57,38 @@ def test_products_are_of_the_quantised_operands(delayed: bool, frozen: bool) -> 
     seen = [x.abs().max().item(), 0.0 if frozen else w.abs().max().item(), dy.abs().max().item()]
     assert row.grad is not None
     assert row.grad.tolist() == seen
+
+
+def test_slots_of_one_input_share_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made once, outputs and gradients stay those of each slot alone, and nothing outlives the input."""
+    x, w, dy = operands()
+    rows = [torch.tensor([100.0, scale, 2e9], requires_grad=True) for scale in (3000.0, 2000.0)]
+    made: list[int] = []
+    plain = gemm._codes
+
+    def counted(values: Tensor, row: Tensor, role: int, *rest: Any, **named: Any) -> Any:
+        made.append(role)
+        return plain(values, row, role, *rest, **named)
+
+    monkeypatch.setattr(gemm, "_codes", counted)
+    recipe = FP8Hybrid(native=False, margin=0, history=3, note="")
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        weights = [weight.clone().requires_grad_() for weight in (w, 2 * w)]
+        slots = [dsl.TracedSlot.of(SLOT, seed=None, row=row, packed=False) for row in rows]
+        ys = [recipe.linear(x, weight, slot) for x, weight, slot in zip(inputs, weights, slots, strict=True)]
+        return (*ys, *torch.autograd.grad(ys, [*weights, *rows], [dy, dy]))
+
+    together = run(x, x)
+    assert made.count(fp8.ACTIVATION) == 1
+    apart = run(x.clone(), x.clone())
+    assert made.count(fp8.ACTIVATION) == 3
+    assert all(map(torch.equal, together, apart))
+    with torch.no_grad():
+        recipe.linear(x, w, dsl.TracedSlot.of(SLOT, seed=None, row=rows[0], packed=False))
+    assert made.count(fp8.ACTIVATION) == 4
+    del x
+    assert len(recipe._inputs) == 0
 
 
 def test_an_infinite_activation_saturates_and_is_observed() -> None:

@@ -29,9 +29,10 @@ def unavailable(device: torch.device) -> str | None:
 
 def kernels() -> Iterable[bundles.Kernel]:
     """The kernels of the pack; nothing is compiled before one is launched."""
-    from surogate_kernels_cuda import adamw_8bit, cross_entropy, nvfp4, quantise_both
+    from surogate_kernels_cuda import adamw_8bit, coded_products, cross_entropy, nvfp4, quantise_both
 
-    return (adamw_8bit.kernel(), cross_entropy.kernel(), *nvfp4.kernels(), quantise_both.kernel())
+    modules = adamw_8bit, coded_products, cross_entropy, quantise_both
+    return (*(module.kernel() for module in modules), *nvfp4.kernels())
 
 
 def rewrites() -> Iterable[Callable[[torch.fx.Graph], None]]:

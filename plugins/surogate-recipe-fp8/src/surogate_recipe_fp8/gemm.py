@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from surogate_core.plugin import MachineError, bundles, fp8, fp8_rows
 from surogate_recipe_fp8.experts import EMULATED, ExpertProducts, expert_codes, grouped
@@ -41,6 +42,8 @@ class FP8Hybrid(bundles.Recipe):
         self.experts, self.note_of_experts = experts, experts.note
         self.expert_codes = expert_codes if experts.native else None
         self.panel_op = ScaledPanels(margin) if native else None
+        self._inputs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """The input of the last slot → its codes."""
 
     @classmethod
     def of(cls, options: FP8Options, reason: str | None, *, experts: str | None = None) -> FP8Hybrid:
@@ -64,8 +67,23 @@ class FP8Hybrid(bundles.Recipe):
     def linear(self, x_NI: Tensor, weight_OI: Tensor, slot: dsl.TracedSlot) -> Tensor:
         """y = x Wᵀ in x's dtype. The weight is [O, I], or its packed form."""
         assert slot.row is not None
-        y_NO: Tensor = _Linear.apply(x_NI, weight_OI, slot.row, slot, self)
+        y_NO: Tensor = _Linear.apply(
+            x_NI, weight_OI, slot.row, *self._input_codes(x_NI, weight_OI, slot.row), slot, self
+        )
         return y_NO
+
+    def _input_codes(self, x_NI: Tensor, weight_OI: Tensor, row: Tensor) -> Codes:
+        """The codes of x, with the transpose's if the weight has a gradient; those of the slot before if it read the
+        same x: their rows have seen the same values, so their scales are equal.
+        """
+        both = torch.is_grad_enabled() and weight_OI.requires_grad
+        known = self._inputs.get(x_NI)
+        if known is None or (both and known[1] is None):
+            with torch.no_grad():
+                known = _codes(x_NI, row, fp8.ACTIVATION, self.margin, both=both)
+            self._inputs.clear()
+            self._inputs[x_NI] = known
+        return known
 
     def grouped(
         self, x_RI: Tensor, weights: Sequence[Tensor], ends_E: Tensor, slots: Sequence[dsl.TracedExperts]
@@ -124,9 +142,11 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor, T
     return codes_OI, codes_IO, packed[:4].view(torch.float32)[0]
 
 
-def _codes(
-    x_RC: Tensor, row: Tensor, role: int, margin: int, *, both: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+Codes = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""What `_codes` returns."""
+
+
+def _codes(x_RC: Tensor, row: Tensor, role: int, margin: int, *, both: bool) -> Codes:
     """(codes [R, C], those of the transpose if asked for, largest value 0-d, 1 / scale 0-d)."""
     if both:
         return fp8.quantise_both(x_RC, row, role, margin)
@@ -137,16 +157,26 @@ def _codes(
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, row: Tensor, slot: dsl.TracedSlot, recipe: FP8Hybrid) -> Tensor:
-        margin = recipe.margin
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        weight: Tensor,
+        row: Tensor,
+        x_codes: Tensor,
+        codes_IN: Tensor | None,
+        amax_x: Tensor,
+        inverse_x: Tensor,
+        slot: dsl.TracedSlot,
+        recipe: FP8Hybrid,
+    ) -> Tensor:
         # The backward needs transposes: of the activation for dW, of the weight for dx.
-        x_codes, codes_IN, amax_x, inverse_x = _codes(x_NI, row, fp8.ACTIVATION, margin, both=ctx.needs_input_grad[1])
         kept_w: Tensor | None = weight
         if slot.packed:
             w_codes, _, inverse_w = unpack(weight, slot.outputs, slot.inputs)
             amax_w = torch.zeros_like(amax_x)
         else:
-            w_codes, kept_w, amax_w, inverse_w = _codes(weight, row, fp8.WEIGHT, margin, both=any(ctx.needs_input_grad))
+            both = any(ctx.needs_input_grad[:3])
+            w_codes, kept_w, amax_w, inverse_w = _codes(weight, row, fp8.WEIGHT, recipe.margin, both=both)
         ctx.save_for_backward(codes_IN, kept_w, inverse_x, inverse_w, amax_x, amax_w, row)
         ctx.slot, ctx.recipe = slot, recipe
         ctx.dtypes = x_NI.dtype, weight.dtype
@@ -157,12 +187,13 @@ class _Linear(Function):
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         codes_IN, weight, inverse_x, inverse_w, amax_x, amax_w, row = ctx.saved_tensors
         slot, recipe = ctx.slot, ctx.recipe
-        margin, trained = recipe.margin, ctx.needs_input_grad[1]
-        dy_codes, codes_ON, amax_dy, inverse_dy = _codes(dy_NO, row, fp8.GRADIENT, margin, both=trained)
+        trained = ctx.needs_input_grad[1]
+        dy_codes, codes_ON, amax_dy, inverse_dy = _codes(dy_NO, row, fp8.GRADIENT, recipe.margin, both=trained)
         codes_IO = unpack(weight, slot.outputs, slot.inputs)[1] if slot.packed else weight
         dtype_x, dtype_w = ctx.dtypes
         dx_NI = multiply(dy_codes, codes_IO, inverse_dy, inverse_w, dtype_x, recipe.native)
         dweight = None
         if codes_ON is not None:
             dweight = multiply(codes_ON, codes_IN, inverse_dy, inverse_x, dtype_w, recipe.native)
-        return dx_NI, dweight, torch.stack((amax_x, amax_w, amax_dy)), None, None
+        observed = torch.stack((amax_x, amax_w, amax_dy))
+        return dx_NI, dweight, observed, None, None, None, None, None, None

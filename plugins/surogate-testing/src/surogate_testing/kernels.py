@@ -229,6 +229,7 @@ WITHOUT_CASES = frozenset(
         "route",
         "scaled_linears",
         "slot_attention",
+        "sum_coded_product",
         "token_bounds",
         *STEPS,
     }
