@@ -125,11 +125,23 @@ class FP8Hybrid(bundles.Recipe):
 
 
 def multiply(
-    a_MK: Tensor, b_NK: Tensor, inverse_a: Tensor, inverse_b: Tensor, out: torch.dtype, native: bool
+    a_MK: Tensor,
+    b_NK: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
+    out: torch.dtype,
+    native: bool,
+    *,
+    fast: bool = False,
 ) -> Tensor:
-    """(a · inverse_a)(b · inverse_b)ᵀ, [M, N] in `out`, from FP8 codes with K contiguous."""
+    """(a · inverse_a)(b · inverse_b)ᵀ, [M, N] in `out`, from FP8 codes with K contiguous.
+
+    `fast`: native products may add all of K inside the tensor cores, whose sums have fewer bits than fp32.
+    """
     if native and all(n % MULTIPLE == 0 for n in (*a_MK.shape, b_NK.shape[0])) and out != torch.float64:
-        product: Tensor = torch._scaled_mm(a_MK, b_NK.t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=out)
+        product: Tensor = torch._scaled_mm(
+            a_MK, b_NK.t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=out, use_fast_accum=fast
+        )
         return product
     return ((a_MK.float() @ b_NK.float().t()) * (inverse_a * inverse_b)).to(out)
 
@@ -180,7 +192,8 @@ class _Linear(Function):
         ctx.save_for_backward(codes_IN, kept_w, inverse_x, inverse_w, amax_x, amax_w, row)
         ctx.slot, ctx.recipe = slot, recipe
         ctx.dtypes = x_NI.dtype, weight.dtype
-        return multiply(x_codes, w_codes, inverse_x, inverse_w, x_NI.dtype, recipe.native)
+        # Gradients have a wider range, so their sums keep the digits of fp32.
+        return multiply(x_codes, w_codes, inverse_x, inverse_w, x_NI.dtype, recipe.native, fast=True)
 
     @staticmethod
     @once_differentiable

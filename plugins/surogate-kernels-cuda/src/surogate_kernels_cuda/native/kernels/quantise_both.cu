@@ -28,13 +28,17 @@ __device__ __forceinline__ void turn(u32 (&x)[4]) {
 
 template <bool gradient>
 __device__ __forceinline__ void quantise_both(const unsigned short *x, long long x_row, float *figures,
-                                              unsigned char *codes, unsigned char *transposed, int rows, int columns) {
+                                              float *inverse, unsigned char *codes, unsigned char *transposed, int rows,
+                                              int columns) {
     __shared__ __align__(16) u32 turned[side][words];  // a column's words w at w ^ (2 · (column / 8))
     __shared__ u32 largest;
     const long long first_row = blockIdx.y * side;
     const int first_column = blockIdx.x * side, lane = threadIdx.x % lanes;
     const float scale = __ldg(figures);
-    if (threadIdx.x == 0) largest = 0;
+    if (threadIdx.x == 0) {
+        largest = 0;
+        if (blockIdx.x == 0 && blockIdx.y == 0) *inverse = figures[1];
+    }
     const unsigned short *from = x + first_row * x_row + first_column + lane * 8;
     uint4 raw[items][4];
 #pragma unroll
@@ -83,9 +87,9 @@ __device__ __forceinline__ void quantise_both(const unsigned short *x, long long
 
 #define QUANTISE_BOTH(name, gradient)                                                                                  \
     extern "C" __global__ void __launch_bounds__(surogate::threads)                                                    \
-        name(const unsigned short *x, long long x_row, float *figures, unsigned char *codes,                           \
+        name(const unsigned short *x, long long x_row, float *figures, float *inverse, unsigned char *codes,           \
              unsigned char *transposed, int rows, int columns) {                                                       \
-        surogate::quantise_both<gradient>(x, x_row, figures, codes, transposed, rows, columns);                        \
+        surogate::quantise_both<gradient>(x, x_row, figures, inverse, codes, transposed, rows, columns);               \
     }
 
 QUANTISE_BOTH(quantise_both_e4m3, false)
