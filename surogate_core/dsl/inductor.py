@@ -4,15 +4,24 @@ Inductor times several tilings of a kernel and keeps the fastest, anew each time
 reduction decides the order of its sum, and that of any other kernel may decide which product of a·b + c·d is rounded
 before the addition, so two runs of one configuration could differ in their last bits. With these settings torch's own
 rules choose while the code is generated, so kernels that another process left on disk have the same tiling.
+
+torch keeps compiled graphs on disk (AOTAutogradCache, FxGraphCache), by the text of the graph, its inputs, torch's own
+code and its settings. What a custom op returns and writes is not in that text: it follows from the code of a plugin or
+from the number of ranks. So `facts_of` a graph is a part of the key.
 """
 
 from __future__ import annotations
 
+import hashlib
+import operator
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from surogate_core.caches import use_private_caches
 from surogate_core.dsl.adjacent import join_columns_apart
@@ -62,8 +71,51 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     use_private_caches()
     _use_one_assembler()
     kernels = compiling(module.graph)
-    with torch.no_grad(), torch._inductor.config.patch(UNTIMED):
+    with torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(torch._inductor.config.patch(UNTIMED))
+        _key_by(facts_of(module.graph), stack)
         return kernels.before(torch._inductor.compile(module, list(inputs)))
+
+
+def _key_by(facts: str | None, stack: ExitStack) -> None:
+    """Make the facts a part of the keys of torch's caches of compiled graphs; without facts, use none of them."""
+    if facts is None:
+        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        return
+    settings: Any = torch.compiler.config
+    stack.enter_context(settings.patch(cache_key_tag=f"{settings.cache_key_tag} {facts}"))
+
+
+def facts_of(graph: fx.Graph) -> str | None:
+    """A digest of what each node of a traced graph returns, and of what each op may write and requires.
+
+    The trace has it from the ops of this process. None if it is not known of a node, so that nobody can say what the
+    compiled graph depends on.
+    """
+    lines: list[Any] = []
+    for node in graph.nodes:
+        ops = [leaf for leaf in tree_leaves((node.target, node.args, node.kwargs)) if isinstance(leaf, OpOverload)]
+        lines.append((node.name, [(str(op._schema), sorted(map(str, op.tags))) for op in ops]))
+        if "val" in node.meta:
+            lines.append([_signature(value) for value in tree_leaves(node.meta["val"])])
+        elif node.op == "call_function" and not _says_itself(node.target):
+            return None
+    return hashlib.sha256(repr(lines).encode()).hexdigest()
+
+
+def _says_itself(target: Any) -> bool:
+    """Whether torch's own code decides what a call returns, or nothing is returned."""
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    return target.namespace in ("aten", "prims") or not target._schema.returns
+
+
+def _signature(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    layout = (tuple(value.shape), value.stride(), value.storage_offset())
+    return (*layout, str(value.dtype), str(value.device))
 
 
 def _keep_additions(module: fx.GraphModule) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -229,3 +230,120 @@ def test_results_in_wide_rows_are_joined_by_kernels_of_their_own() -> None:
     assert torch.equal(module(x, h)[0], joined(x, h))
     call = without_gradients(joined, inputs, compiler="inductor")
     torch.testing.assert_close(call([x, h])[0], joined(x, h))
+
+
+@torch.library.custom_op("surogate_test::laid_out", mutates_args=())
+def laid_out(x: Tensor) -> Tensor:
+    """2x, whose layout `LAYOUT` decides."""
+    return torch.empty_strided(x.shape, LAYOUT[-1]).copy_(2 * x)
+
+
+@laid_out.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty_strided(x.shape, LAYOUT[-1])
+
+
+LAYOUT = [(4, 1)]
+
+
+def read_out(x: Tensor) -> Tensor:
+    """A function whose traced text does not say how the op lays its result out."""
+    return laid_out(x + 1) * 3
+
+
+def traced(function: Callable[[Tensor], Tensor], *shape: int) -> torch.fx.Graph:
+    """The graph of a function of one tensor."""
+    return _export(function, [Signature(shape, torch.float32, torch.device("cpu"))], joint=False).graph
+
+
+def test_what_an_op_returns_is_a_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = traced(read_out, 4, 4)
+    monkeypatch.setattr(sys.modules[__name__], "LAYOUT", [(1, 4)])
+    after = traced(read_out, 4, 4)
+    assert str(before) == str(after)
+    assert inductor.facts_of(before) != inductor.facts_of(after)
+    monkeypatch.setattr(sys.modules[__name__], "LAYOUT", [(4, 1)])
+    assert inductor.facts_of(before) == inductor.facts_of(traced(read_out, 4, 4))
+
+
+def test_a_graph_of_which_too_little_is_known_is_not_looked_up() -> None:
+    graph = traced(read_out, 4, 4)
+    (node,) = (n for n in graph.nodes if n.target is torch.ops.surogate_test.laid_out.default)
+    (added,) = (n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor)
+    del added.meta["val"]
+    assert inductor.facts_of(graph) is not None
+    del node.meta["val"]
+    assert inductor.facts_of(graph) is None
+
+
+def test_keys_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def settings() -> tuple[str, bool]:
+        return torch.compiler.config.cache_key_tag, torch._inductor.config.fx_graph_cache
+
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs: seen.append(settings()))
+    before = settings()
+    for known in (True, False):
+        graph = traced(read_out, 4, 4)
+        for node in graph.nodes:
+            if not known:
+                node.meta.pop("val", None)
+        module = torch.fx.GraphModule(torch.nn.Module(), graph)
+        monkeypatch.setattr(inductor, "_keep_additions", lambda module: None)
+        monkeypatch.setattr(inductor, "join_columns_apart", lambda graph: None)
+        inductor.compile_graph(module, [torch.zeros(4, 4)])
+    assert seen[0] != before
+    assert seen[1] == (before[0], False)
+    assert settings() == before
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_is_read_from_disk_until_an_op_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    here = sys.modules[__name__]
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    counters.clear()
+    hits = []
+    for layout in ((4, 1), (4, 1), (1, 4), (4, 1)):
+        monkeypatch.setattr(here, "LAYOUT", [layout])
+        call = without_gradients(read_out, [Signature.of(x)], compiler="inductor")
+        torch.testing.assert_close(call([x])[0], 6 * (x + 1))
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 1, 2]
+
+
+PROGRAM = """
+import hashlib, json, torch
+from torch._dynamo.utils import counters
+from surogate_core.dsl.trace import Recompute, Signature, differentiate
+
+def layer(x, weight):
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return torch.nn.functional.silu(normed @ weight) * x + normed.sum(0, dtype=torch.float32).to(x.dtype)
+
+random = torch.Generator("cuda").manual_seed(0)
+x, weight, dy = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16, generator=random) for _ in range(3))
+signatures = [Signature.of(value, requires_grad=True) for value in (x, weight)]
+program = differentiate(layer, signatures, recompute=Recompute(block=False), compiler="inductor")
+y, *kept = program.forward([x, weight])
+found = [y, *program.backward([x, weight, *kept, dy])]
+digests = [hashlib.sha256(v.float().cpu().numpy().tobytes()).hexdigest() for v in found]
+print(json.dumps([digests, counters["aot_autograd"]["autograd_cache_hit"]]))
+"""
+
+
+@pytest.mark.gpu
+def test_programs_from_disk_give_the_bits_of_those_that_were_compiled(tmp_path: Path) -> None:
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    command = [sys.executable, "-c", PROGRAM]
+    (first, missed), (second, hits) = (
+        json.loads(subprocess.check_output(command, env={**os.environ, **variables}, text=True)) for _ in range(2)
+    )
+    assert (missed, hits) == (0, 2)
+    assert second == first
