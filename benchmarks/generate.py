@@ -8,7 +8,8 @@
 
 Cases: `bf16`, `schema` (each sequence held to a list of integers, with a drawn vocabulary), `lora` (rank 16 on every
 projection, not merged), `nf4` and `fp8` (the base in that weight format), `transformers` (its `generate` with SDPA and
-the same shape) and `vllm` (its `LLM` as it is by default, without shared prefixes, which the prompts do not have).
+the same shape) and `vllm` (its `LLM` as it is by default, without shared prefixes, which the prompts do not have; it
+captures the batches that occur, which shortens its start alone).
 Prompts differ, tokens are sampled at temperature 1 (with `--top-k` and `--top-p` from the most probable ones), and
 nothing stops early. Each case runs in a process of its own; one that fails costs only itself.
 
@@ -222,10 +223,15 @@ def transformers(config: Mapping[str, Any], words: argparse.Namespace, device: t
     return Case(generate=generate)
 
 
+KEYS_AND_VALUES = 24 << 30
+"""Bytes that vLLM keeps for them."""
+
+
 def vllm(config: Mapping[str, Any], words: argparse.Namespace) -> Case:
     """The same by vLLM, which draws weights of its own."""
     from vllm import LLM, SamplingParams
 
+    together = min(words.sequences, words.slots)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}), encoding="utf-8")
         engine = LLM(
@@ -234,8 +240,11 @@ def vllm(config: Mapping[str, Any], words: argparse.Namespace) -> Case:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=words.prompt + words.new,
-            max_num_seqs=min(words.sequences, words.slots),
+            max_num_seqs=together,
             enable_prefix_caching=False,
+            # More than all sequences need; measuring what is free takes it longer.
+            kv_cache_memory_bytes=KEYS_AND_VALUES,
+            compilation_config={"cudagraph_capture_sizes": sorted({1, min(words.prompt, 512), together})},
         )
     ids = prompts(words.sequences, words.prompt, config["vocab_size"]).tolist()
     # Its word for all tokens is -1 where ours is 0.
