@@ -43,7 +43,8 @@ def test_it_is_the_product(
     left, right = codes(outputs, tokens, kinds[0], "cuda", 1), codes(inputs, tokens, kinds[1], "cuda", 2).t()
     scales = torch.tensor(0.25, device="cuda"), torch.tensor(3.0, device="cuda")
     # One that begins off the alignment of an allocation, as the sums of most tensors do.
-    room = random(outputs * inputs + 4, seed=3).cuda() if add else torch.full((outputs * inputs + 4,), torch.nan).cuda()
+    size = outputs * inputs + 4
+    room = random(size, seed=3).float().cuda() if add else torch.full((size,), torch.nan, device="cuda")
     total = room[4:].view(outputs, inputs)
     exact = left.double() @ right.double() * 0.75 + (total.double() if add else 0)
     again = total.clone()
