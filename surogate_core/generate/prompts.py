@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,18 +176,19 @@ class Prompts:
         lengths = [len(fill.ids) for fill in fills]
         kind = self._kind(lengths)
         empty = kind.documents - len(fills) - 1
-        sizes = torch.tensor([*lengths, kind.rows - sum(lengths), *[0] * empty])
-        slots = torch.tensor([*(fill.slot for fill in fills), *[self.cache.slots] * (empty + 1)])
-        starts = sizes.cumsum(0) - sizes
-        ids = list(chain.from_iterable(fill.ids for fill in fills))
+        # By NumPy: torch repeats elements with all its threads, and to wake them takes milliseconds.
+        sizes = np.array([*lengths, kind.rows - sum(lengths), *[0] * empty])
+        slots = np.array([*(fill.slot for fill in fills), *[self.cache.slots] * (empty + 1)])
+        starts = sizes.cumsum() - sizes
+        ids = [*chain.from_iterable(fill.ids for fill in fills), *[0] * (kind.rows - sum(lengths))]
         # There may be more rows that do not count than a slot has positions.
-        positions_N = (torch.arange(kind.rows) - starts.repeat_interleave(sizes)) % self.cache.context
-        lasts_N = (sizes - 1).clamp(max=self.cache.context - 1).repeat_interleave(sizes)
-        ids_N = torch.tensor([*ids, *[0] * (kind.rows - len(ids))])
+        positions_N = (np.arange(kind.rows) - starts.repeat(sizes)) % self.cache.context
+        lasts_N = np.minimum(sizes - 1, self.cache.context - 1).repeat(sizes)
+        of_documents = [[*starts, kind.rows], [*slots, slots[-1]]]
         return _Packed(
             kind=kind,
-            of_rows_4N=torch.stack([ids_N, positions_N, lasts_N, slots.repeat_interleave(sizes)]),
-            of_documents_2S=torch.stack([torch.cat([starts, sizes.sum()[None]]), torch.cat([slots, slots[-1:]])]),
+            of_rows_4N=torch.from_numpy(np.stack([ids, positions_N, lasts_N, slots.repeat(sizes)])),
+            of_documents_2S=torch.from_numpy(np.array(of_documents)),
         )
 
     def _kind(self, lengths: Sequence[int]) -> PassKind:
