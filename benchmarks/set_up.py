@@ -143,6 +143,8 @@ def start(model: Path, name: str, kind: str, options: argparse.Namespace, flags:
         output = Path(parent) / "run"
         line = [sys.executable, *flags, "-m", "surogate_core", *command(model, output, options)]
         environment = {**os.environ, "XDG_CACHE_HOME": str(caches)}
+        # The first start leaves bytecode, as on any user's machine.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         begin = time.time()
         done = subprocess.run(line, check=False, capture_output=True, text=True, env=environment)
         (model.parent / f"{kind}.stderr").write_text(done.stderr, encoding="utf-8")

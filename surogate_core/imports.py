@@ -5,6 +5,12 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 
 def quick_import(name: str) -> None:
@@ -25,3 +31,35 @@ def quick_import(name: str) -> None:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def imported_when_called(module: str, function: str) -> Iterator[None]:
+    """Inside, ``from module import function`` gives a function that imports the module when it is called.
+
+    For a library that imports another one for a function which this process hardly calls. `module` is one of a package.
+    Nothing changes if the package is imported already, or is not installed.
+    """
+    package = module.partition(".")[0]
+    spec = None if package in sys.modules else find_spec(package)
+    if spec is None:
+        yield
+        return
+    whole, part = ModuleType(package), ModuleType(module)
+    whole.__spec__, part.__spec__ = spec, ModuleSpec(module, None)
+    setattr(part, function, _when_called(module, function))
+    stands_in = {package: whole, module: part}
+    sys.modules.update(stands_in)
+    try:
+        yield
+    finally:
+        for name, one in stands_in.items():
+            if sys.modules.get(name) is one:
+                del sys.modules[name]
+
+
+def _when_called(module: str, function: str) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(*arguments, **named)
+
+    return call

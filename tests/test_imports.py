@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from surogate_core.imports import quick_import
+from surogate_core.imports import imported_when_called, quick_import
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +42,22 @@ def test_the_collector_rests_during_an_import_and_skips_what_it_made(
         assert not gc.isenabled(), "the caller had switched it off"
     finally:
         gc.enable()
+
+
+def test_a_function_of_a_large_package_is_imported_when_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large/__init__.py").write_text("")
+    (tmp_path / "large/part.py").write_text("def double(x, *, more=0):\n    return 2 * x + more\n")
+    (tmp_path / "needs_it.py").write_text("from large.part import double\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with imported_when_called("large.part", "double"):
+        import needs_it
+    assert not {"large", "large.part"} & sys.modules.keys()
+    assert needs_it.double(2, more=1) == 5
+    assert sys.modules["large.part"].double(2) == 4
+    with imported_when_called("large.part", "double"):
+        assert sys.modules["large.part"].__file__ == str(tmp_path / "large/part.py"), "it was imported before"
+    with imported_when_called("absent.part", "double"):
+        assert "absent" not in sys.modules

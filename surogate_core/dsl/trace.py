@@ -18,7 +18,6 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from surogate_core.dsl.adjacent import drop_joins
@@ -158,7 +157,9 @@ def _placeholders(joint: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _export(function: Function, inputs: Sequence[Signature], *, joint: bool) -> fx.GraphModule:
+    # Importing them takes half a second, which a plan whose figures are kept saves.
     from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # No shape is symbolic, but torch keeps compiled graphs on disk only where there is a shape environment.
     with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from surogate_core.app.arguments import with_places as with_places
     from surogate_core.app.progress import shown_progress as shown_progress
     from surogate_core.app.reports import write_reports as write_reports
+    from surogate_core.imports import quick_import as quick_import
     from surogate_core.parents import die_with as die_with
 
 else:

@@ -82,7 +82,7 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, str], set[str]
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
     from surogate_command_plan.cluster import own_words
-    from surogate_core.service.app import announce, leading_task, load, parse, with_places
+    from surogate_core.service.app import announce, leading_task, load, parse, quick_import, with_places
     from surogate_core.service.config import logs
 
     words, values, switches = _own_flags(argv)
@@ -113,6 +113,7 @@ def main(argv: Sequence[str]) -> int:
         size = values.get("--fit")
 
         def plan() -> int:
+            quick_import("surogate_command_plan.fit")
             return _plan(config, registry, size=size, switches=switches, gpu=gpu, cluster=cluster, busiest=busiest)
 
         # What --fit proposes depends on the space that is free on a disk now.
