@@ -42,6 +42,7 @@ from surogate_core.engine.step import LOSSES_IN_FP32, LossSum, MicroStep, Recipe
 from surogate_core.engine.stopwatch import Stopwatch
 from surogate_core.engine.update import StepResult, Update, norm_of
 from surogate_core.errors import UserError
+from surogate_core.files import staging
 from surogate_core.files.tensorfile import Deferred, TensorFile
 from surogate_core.kernels.building.ahead import wait_for_all
 from surogate_core.kernels.linked import Linked
@@ -141,6 +142,7 @@ class Engine:
         if self.axes.expert > 1:
             source = ExpertsOfRank(source, self.sharing.place("expert"))
         self.parameters.fill(source, progress=lambda done, total: progress(task, done, total))
+        staging.release()
         shared = self.stores.shared_gradients
         if shared is None:
             self.parameters.flat.rest_gradients(self.stores.gradients)

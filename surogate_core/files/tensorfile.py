@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from surogate_core.errors import UserError
+from surogate_core.files import staging
 from surogate_core.files.atomic import write_all
 from surogate_core.files.foreign import open_regular, parsed
 from surogate_core.files.private import regular
@@ -31,8 +32,8 @@ PIECE_BYTES = 64 * 2**20
 """Most bytes of a tensor that are copied at one time."""
 
 _STAGING_BYTES = 8 * 2**20
-"""Bytes of the buffer through which a tensor is copied to another device or dtype; small, because it is needed in
-addition to the tensors.
+"""Bytes of the buffer through which a tensor is copied to another dtype; small, because it is needed in addition to the
+tensors.
 """
 
 _MAX_HEADER_BYTES = 100 * 10**6
@@ -231,10 +232,13 @@ class TensorFile(Mapping[str, "Tensor"]):
             self._read(info.begin, flat)
             return
         size = info.torch_dtype.itemsize
+        if flat.device.type == "cuda":
+            staging.to_gpu(lambda first, part: self._read(info.begin + first * size, part), info.torch_dtype, flat)
+            return
         step = _STAGING_BYTES // size
         # Mapped by itself: in the heap, what is allocated meanwhile would keep its room from being used again.
-        staging = mmap.mmap(-1, max(1, min(step, flat.numel()) * size))
-        piece = torch.frombuffer(staging, dtype=torch.uint8)[: len(staging) // size * size].view(info.torch_dtype)
+        room = mmap.mmap(-1, max(1, min(step, flat.numel()) * size))
+        piece = torch.frombuffer(room, dtype=torch.uint8)[: len(room) // size * size].view(info.torch_dtype)
         for first in range(0, flat.numel(), step):
             part = piece[: min(step, flat.numel() - first)]
             self._read(info.begin + first * size, part)
@@ -254,6 +258,10 @@ class TensorFile(Mapping[str, "Tensor"]):
             return
         if flat.device.type == "cpu" and flat.dtype == info.torch_dtype:
             self._read(info.begin + first * size, flat)
+            return
+        if flat.device.type == "cuda":
+            begin = info.begin + first * size
+            staging.to_gpu(lambda start, part: self._read(begin + start * size, part), info.torch_dtype, flat)
             return
         step = _STAGING_BYTES // size
         for start in range(0, flat.numel(), step):
