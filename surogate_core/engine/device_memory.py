@@ -1,14 +1,34 @@
-"""GPU memory: the setting of torch's allocator, and giving back what is no longer used."""
+"""A GPU of this process: waking it, the setting of torch's allocator, and giving back what is no longer used."""
 
 from __future__ import annotations
 
 import gc
 import os
+from contextlib import suppress
+from threading import Thread
 
 import torch
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables by which a user configures torch's allocator."""
+
+
+def wake_gpu() -> Thread:
+    """Have a thread create CUDA's context, while this one imports modules.
+
+    The thread ends by itself. Who uses the GPU first gets its error, if there is one. Nothing is multiplied:
+    cuBLAS would keep a workspace for the thread.
+    """
+
+    def work() -> None:
+        with suppress(Exception):
+            if torch.cuda.is_available():
+                torch.zeros(1, device="cuda")
+
+    # No daemon: the interpreter must not end while the driver works.
+    thread = Thread(target=work, name="surogate-wake-gpu")
+    thread.start()
+    return thread
 
 
 def grow_segments() -> None:

@@ -1,7 +1,7 @@
 """Elements of a file on their way to a GPU: threads read them into pinned memory, from which the GPU copies.
 
-One thread copies cached bytes of a file at 3 to 10 GB/s, and a copy from other than pinned memory is done twice. Together
-they are slower than the link to the GPU.
+One thread copies cached bytes of a file at 3 to 10 GB/s, and a copy from other than pinned memory is done twice.
+Together they are slower than the link to the GPU.
 """
 
 from __future__ import annotations

@@ -86,8 +86,11 @@ class RunJob:
         sharing.check(config, known.get("optimizer", config.optimizer.name))
         set_up_times.turn_to("importing torch")
         quick_import("surogate_core.setup.assemble")
+        from surogate_core.engine.device_memory import wake_gpu
         from surogate_core.setup.assemble import resolve_offloader
 
+        if world == 1 and config.device != "cpu":
+            wake_gpu()  # one of several processes may not know its GPU yet
         resolve_offloader(config, known)  # before there is a lock and a report
         met = mesh() if mesh is not None else _met(world)
         # Under torchrun, only rank 0 gives a run without `output_dir` its directory.

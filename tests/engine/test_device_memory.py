@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surogate_core.engine.device_memory import VARIABLES, grow_segments
+from surogate_core.engine.device_memory import VARIABLES, grow_segments, wake_gpu
 
 
 @pytest.fixture
@@ -34,3 +34,19 @@ def test_what_the_user_set_stays(name: str, given: list[str], monkeypatch: pytes
 def test_torch_takes_the_setting() -> None:
     grow_segments()
     assert torch.zeros(4, device="cuda").sum().item() == 0
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_waking_a_gpu_raises_nothing(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[object] = []
+
+    def zeros(*shape: int, device: str) -> None:
+        touched.append(device)
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    thread = wake_gpu()
+    thread.join()
+    assert touched == ["cuda"] * there
+    assert not thread.daemon
