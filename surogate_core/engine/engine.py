@@ -177,7 +177,7 @@ class Engine:
         self._lanes = Lanes(self.parameters.flat.sums())
         self.own_work = Stopwatch(settings.device)
         """Times the micro-steps that need no other rank, if there are several."""
-        cleared = self.parameters.flat.sums_to_clear(streams=streams)
+        cleared = self.parameters.flat.sums_to_clear(streams=streams, written=self.stores.written_first)
         self.update = Update(context, placement, rounding_seed=self._rounding_seed, cleared=cleared)
         self.programs = ProgramBuilder(
             plan=self.plan,
@@ -286,11 +286,11 @@ class Engine:
 
     def _kind(self, first: bool, last: bool, fresh: bool) -> Kind:
         """A micro-step's properties, as far as its work depends on them."""
-        streams = self.stores.streams_gradients
+        begins = self.stores.streams_gradients or bool(self.stores.written_first)
         return (
             first or not self.traffic.gathers,
             last and (self.traffic.overlaps or self.stores.keeps_sums),
-            fresh or not streams,
+            fresh or not begins,
         )
 
     def _kinds(self) -> list[Kind]:
@@ -309,7 +309,7 @@ class Engine:
         The last kind, because the others may leave all that they add to the next micro-step.
         """
         adding = [kind for kind in self._kinds() if not kind[2]]
-        return adding[-1:] if self.axes.shards_gradients else []
+        return adding[-1:] if self.axes.shards_gradients or self.stores.written_first else []
 
     def _capture_evaluation(self) -> None:
         """After the first micro-batch, which compiles the evaluation's programs, replace it by its CUDA graph."""
@@ -368,6 +368,10 @@ class Engine:
         tokens = sum(batch.tokens for batch in batches)
         # Sums in a store have those of the step before until a micro-step begins them anew.
         numbers = share.numbers or [len(batches)] * bool(batches and self.stores.streams_gradients)
+        if not numbers:
+            # Without a micro-step nothing writes them.
+            for sums in self.parameters.flat.sums() if self.stores.written_first else ():
+                sums.zero_()
         self._lanes.begin(share)
         for micro_step, number in enumerate(numbers):
             batch, seeds = self._own_batch(batches, number, step=step)

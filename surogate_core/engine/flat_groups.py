@@ -6,7 +6,7 @@ With them clipping, the optimizer and the refresh of compute copies are a few la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -39,6 +39,14 @@ def _is_hidden(spec: TensorSpec) -> bool:
     width], are not.
     """
     return spec.role in ("weight", "router") and len(spec.shape) > 1 and min(spec.shape[-2:]) > 1
+
+
+def _gaps(group: ParamGroup, names: Collection[str]) -> list[Tensor]:
+    """The ranges of a group's gradients around those of some tensors."""
+    own = (place for name, place in group.shapes.items() if name in names)
+    taken = sorted((offset, offset + _padded(math.prod(shape))) for offset, shape in own)
+    gaps = zip([0, *(stop for _, stop in taken)], [*(start for start, _ in taken), group.grad.numel()], strict=True)
+    return [group.grad[start:stop] for start, stop in gaps if start < stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,11 +271,16 @@ class FlatGroups:
             names = [s.hf_name for s in piece.specs if s.trainable]
             store.put(piece.key, [group.places([n])[0] if n in group.shapes else self.grad[n] for n in names])
 
-    def sums_to_clear(self, *, streams: bool) -> list[Tensor]:
-        """The flat gradient sums that no store clears. `streams`: whether the sums are in a store of their own."""
-        if not streams:
+    def sums_to_clear(self, *, streams: bool, written: Collection[str] = ()) -> list[Tensor]:
+        """The ranges of flat gradient sums that no store clears. `streams`: whether the sums are in a store of their
+        own; `written`: the pieces whose sums the first micro-step writes.
+        """
+        if streams:
+            return [] if self.sharded is None else self.sums()[1:]
+        if not written:
             return self.sums()
-        return [] if self.sharded is None else self.sums()[1:]
+        names = {spec.hf_name for piece in self._pieces if piece.key in written for spec in piece.specs}
+        return [grad for group in self.host_groups for grad in _gaps(group, names)]
 
     def sums(self) -> list[Tensor]:
         """The flat gradient sums of this rank."""

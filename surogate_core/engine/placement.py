@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,10 +63,10 @@ class Placement:
             )
         return store
 
-    def gradients(self) -> GradientStore:
-        """The store of gradient sums."""
+    def gradients(self, written: Collection[str] = ()) -> GradientStore:
+        """The store of gradient sums. `written`: as of `DeviceGradients`, the other stores decide by themselves."""
         if not self.moves("gradients"):
-            return DeviceGradients()
+            return DeviceGradients(written)
         store = self.moved("gradients")
         if not isinstance(store, GradientStore):
             raise UserError(

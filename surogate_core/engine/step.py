@@ -5,7 +5,8 @@ Shape suffixes: N tokens of a micro-batch, D features, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
@@ -30,7 +31,7 @@ from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.engine.ranks.traffic import Traffic
 from surogate_core.engine.schedule import EMBED, Action, counting_schedule, evaluation_schedule, training_schedule
 from surogate_core.engine.sides import SideSums
-from surogate_core.engine.stores import ExpertsApart
+from surogate_core.engine.stores import DeviceGradients, ExpertsApart
 from surogate_core.kernels.registry import using
 
 PENDING_BYTES = 32 * 2**20
@@ -77,11 +78,16 @@ class StoreSet:
         return cls(
             weights=shared_weights or weights,
             residuals=placement.store("residuals"),
-            gradients=shared_gradients or placement.gradients(),
+            gradients=shared_gradients or placement.gradients(_written(sharing, plan)),
             streams_gradients=sharing.axes.shards_gradients or placement.moves("gradients"),
             shared_weights=shared_weights,
             shared_gradients=shared_gradients,
         )
+
+    @property
+    def written_first(self) -> Collection[str]:
+        """The pieces whose sums the first micro-step of an optimizer step writes, so that nothing clears them."""
+        return self.gradients.written_first if isinstance(self.gradients, DeviceGradients) else ()
 
     @property
     def keeps_sums(self) -> bool:
@@ -101,6 +107,17 @@ class StoreSet:
             case "gradients":
                 return self.gradients
         return self.weights
+
+
+def _written(sharing: Sharing, plan: EnginePlan) -> Collection[str]:
+    """The pieces whose sums on the device the first micro-step writes: the layers, if all their weights are trained.
+
+    Adapters are too small to pay for a graph of their own. A tensor of two pieces has two gradients.
+    """
+    if sharing.axes.ranks > 1 or sharing.axes.exact or plan.assembly.lora is not None:
+        return ()
+    pieces_of = Counter(spec.hf_name for piece in plan.pieces for spec in piece.specs)
+    return {piece.key for piece in plan.layers if all(pieces_of[spec.hf_name] == 1 for spec in piece.specs)}
 
 
 class LossSum:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from surogate_core.bundles import GradientStore, OffloaderSpec, Store, Stores, TensorKind
@@ -92,13 +92,20 @@ class ExpertsApart(Store):
 
 
 class DeviceGradients(DeviceStore, GradientStore):
-    """Sums that stay on the device; the engine clears all of them at once."""
+    """Sums that stay on the device; the engine clears at once all that no backward writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: Collection[str] = ()):
+        """`written`: the keys whose sums the first micro-step of an optimizer step writes."""
         super().__init__("gradients")
+        self.written_first, self._first = written, True
 
     def begin(self, *, first: bool, last: bool) -> None:
-        """Nothing to do: they are zeros in an optimizer step's first micro-step."""
+        """A micro-step begins. If it is the first, all sums are zeros but for those that it writes."""
+        self._first = first
+
+    def written(self, key: str) -> Sequence[bool]:
+        """All of a key's tensors or none."""
+        return [self._first and key in self.written_first] * len(self._held[key])
 
     def finish(self) -> None:
         """Nothing to do: the sums stay in place."""

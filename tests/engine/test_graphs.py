@@ -6,8 +6,11 @@ from functools import partial
 
 import hybrids
 import pytest
+import torch
 from rank_engines import engine_of
+from torch import Tensor
 
+from surogate_core.engine import step as step_module
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
 from surogate_core.engine.ranks.sharded_gradients import ShardedGradients
@@ -41,12 +44,12 @@ def first_steps(fabric: VirtualFabric, *, level: int, warm: bool) -> tuple[int, 
 
 @pytest.mark.parametrize(("world", "level"), [(1, 0), (2, 1), (2, 3)])
 def test_a_warm_up_leaves_nothing_in_the_first_steps(world: int, level: int) -> None:
-    """On a GPU micro-steps run before the first step, and are spoilt. At level 3 one adds to the sums of another, in a
-    kernel that no capture could load.
+    """On a GPU micro-steps run before the first step, and are spoilt. Alone and at level 3 one adds to the sums of
+    another, in a kernel that no capture could load.
     """
     cold, warm = (in_threads(world, partial(first_steps, level=level, warm=warm)) for warm in (False, True))
     assert warm == cold
-    assert [count for count, _ in warm] == [int(level == 3)] * world
+    assert [count for count, _ in warm] == [int(level == 3 or world == 1)] * world
 
 
 @pytest.mark.parametrize("name", list(hybrids.CONFIGS))
@@ -58,6 +61,42 @@ def test_kernels_find_documents_before_the_first_micro_batch(name: str) -> None:
     assert borders == sorted(borders)
     assert (borders[0], borders[-1]) == (0, len(engine.inputs.input_ids))
     engine.close()
+
+
+@pytest.mark.parametrize("steps", ["whole steps", "a step without a micro-batch", "steps of many sizes"])
+def test_what_the_first_micro_step_writes_is_what_it_would_add_to_zeros(
+    monkeypatch: pytest.MonkeyPatch, steps: str
+) -> None:
+    """Alone with all weights trained, nothing clears the sums of layers: whatever they have does not count."""
+    counts = {"whole steps": [4, 4, 4], "a step without a micro-batch": [4, 0, 4], "steps of many sizes": [1, 5, 2]}
+
+    def run(*, written: bool) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+        if not written:
+            monkeypatch.setattr(step_module, "_written", lambda sharing, plan: ())
+        assembly = tiny.assembly(tiny.CONFIG, optimizer=tiny.ADAMW, max_seqlen=tiny.TOKENS)
+        engine = Engine(assembly, tiny.random_source())
+        assert bool(engine.stores.written_first) == written
+        cleared = sum(t.numel() for t in engine.update._cleared)
+        assert (cleared < sum(t.numel() for t in engine.parameters.flat.sums())) == written
+        warm_up(engine.step.train, engine.update.run, engine.update.spoil, others=engine._adding_kinds())
+        figures = []
+        for step, number in enumerate(counts[steps]):
+            batches = tiny.batches(step, number) if number else []
+            figures.append(engine.train_step(batches, step=step, lr=1e-2).read()[:2])
+        masters = {name: t.clone() for name, t in engine.parameters.masters().items()}
+        engine.close()
+        return figures, masters
+
+    (figures, masters), (expected, others) = run(written=True), run(written=False)
+    assert figures == expected
+    assert all(torch.equal(masters[name], others[name]) for name in others)
+
+
+def test_adapters_and_several_ranks_have_sums_that_are_cleared() -> None:
+    lora = Engine(tiny.assembly(tiny.CONFIG, lora=tiny.lora(), optimizer=tiny.ADAMW), tiny.random_source())
+    assert not lora.stores.written_first
+    assert lora._adding_kinds() == []
+    lora.close()
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -103,8 +103,8 @@ def test_counting_runs_before_memory_is_shared_out_to_graphs(monkeypatch: pytest
     for name, owner in {"train": made.step, "run": made.update, "count": made.step}.items():
         monkeypatch.setattr(type(owner), name, lambda *args, name=name, **named: done.append(name))
     made._capture(lambda task, completed, total: None)
-    assert done[: done.index("graph")] == ["train", "count", "run", "empty cache"]
-    assert done[done.index("graph") :] == ["graph", "train", "graph", "run", "graph", "count"]
+    assert done[: done.index("graph")] == ["train", "train", "count", "run", "empty cache"]
+    assert done[done.index("graph") :] == ["graph", "train", "graph", "train", "graph", "run", "graph", "count"]
 
 
 def test_a_counted_step_gathers_copies_once() -> None:
