@@ -80,6 +80,7 @@ def write_model(directory: Path, name: str, *, tiny: bool, device: str) -> None:
     """A checkpoint with random weights, drawn on the device, and its tokenizer."""
     config: dict[str, Any] = {**PRESETS[name], **(TINY if tiny else {})}
     model = model_of(name).__class__(config)
+    torch.manual_seed(0)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for spec in distinct(pieces(model, lora=None, max_seqlen=8)):

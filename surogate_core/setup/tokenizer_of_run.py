@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_core.config.choices import default_groups
 from surogate_core.data.templates import apply_template
-from surogate_core.data.text.tokenizer import check_vocabulary, load_tokenizer
+from surogate_core.data.text.tokenizer import check_vocabulary, load_tokenizer, vocabulary_size
 from surogate_core.errors import UserError
 from surogate_core.hf.tokenizer_files import TokenizerFiles
 from surogate_core.train.checkpoint import CheckpointDir
@@ -44,7 +44,7 @@ def tokenizer_of_run(
     if vocab_size is None:
         return tokenizer, notes
     check_vocabulary(tokenizer, vocab_size)
-    known = len(tokenizer.get_vocab())
+    known = vocabulary_size(tokenizer)
     if pretrained and known < SMALL_VOCABULARY * vocab_size:
         notes.append(
             f"The tokenizer knows {known:,} of the model's {vocab_size:,} token ids: "

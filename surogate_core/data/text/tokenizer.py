@@ -103,7 +103,7 @@ def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTo
     if tokenizer_file.without_dropout(tokenizer):
         note(f"tokenizer {path}: tokenizer.json has BPE dropout, which is off here: a text always has the same tokens.")
     # Without its vocabulary file transformers hands out a tokenizer that knows its special tokens only.
-    if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
+    if vocabulary_size(tokenizer) <= len(tokenizer.added_tokens_decoder):
         raise UserError(f"tokenizer {path}: its vocabulary is missing. Fix: add tokenizer.json to it.")
     return tokenizer
 
@@ -125,6 +125,13 @@ def _quiet_about_models() -> Iterator[None]:
         logger.removeFilter(concerns_tokenizers)
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of its tokens, added ones included."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # The vocabulary itself would become a dictionary of Python for a tenth of a second.
+    return len(tokenizer.get_vocab()) if backend is None else int(backend.get_vocab_size(with_added_tokens=True))
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise `UserError` when the tokenizer has ids that the model's embedding has no row for."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
@@ -139,23 +146,27 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of what decides how the tokenizer encodes: vocabulary, rules, special tokens, chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content: dict[str, Any]
-    if backend is not None:
-        content = json.loads(backend.to_str())
-        # Both are settings of the last call, not of the tokenizer.
-        content.pop("truncation", None)
-        content.pop("padding", None)
-    else:
-        content = {"vocabulary": tokenizer.get_vocab()}
+    rules: Any = {"vocabulary": tokenizer.get_vocab()} if backend is None else _rules(backend.to_str())
     content = {
         "class": type(tokenizer).__name__,
-        "backend": content,
+        "backend": rules,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "chat_template": tokenizer.chat_template,
         "bos": getattr(tokenizer, "add_bos_token", None),
         "eos": getattr(tokenizer, "add_eos_token", None),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _rules(text: str) -> str:
+    """The text of a tokenizer.json without truncation and padding: settings of the last call, not of the tokenizer.
+
+    It is not parsed, which would take half a second for a large vocabulary. tokenizers writes the two settings first,
+    and always writes equal tokenizers alike.
+    """
+    _, key, rest = text.partition('"added_tokens":')
+    assert key, "tokenizers writes the added tokens after the settings of a call"
+    return rest
 
 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from surogate_core.data.text.tokenizer import check_vocabulary, load_tokenizer, padding_id, tokenizer_digest
+from surogate_core.data.text.tokenizer import (
+    check_vocabulary,
+    load_tokenizer,
+    padding_id,
+    tokenizer_digest,
+    vocabulary_size,
+)
 from surogate_core.errors import UserError
 
 
@@ -88,3 +94,15 @@ def test_a_bad_tokenizer_is_one_clear_line(tokenizer: Any, tmp_path: Path, state
     with pytest.raises(UserError, match=r"tokenizer .*Fix: ") as caught:
         load_tokenizer(str(path))
     assert str(caught.value).isprintable()
+
+
+def test_settings_of_a_call_are_no_part_of_the_digest_and_tokens_are(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    fresh, used, larger = (load_tokenizer(str(tmp_path)) for _ in range(3))
+    used.pad_token = fresh.pad_token = larger.pad_token = "w1"
+    used(["w5", "w5 w6 w7 w5"], padding="max_length", truncation=True, max_length=3)
+    assert used.backend_tokenizer.padding is not None
+    assert tokenizer_digest(used) == tokenizer_digest(fresh)
+    larger.add_tokens(["<one more>"])
+    assert tokenizer_digest(larger) != tokenizer_digest(fresh)
+    assert vocabulary_size(larger) == len(larger.get_vocab()) == vocabulary_size(fresh) + 1
