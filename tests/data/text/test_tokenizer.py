@@ -99,9 +99,8 @@ def test_a_bad_tokenizer_is_one_clear_line(tokenizer: Any, tmp_path: Path, state
 def test_settings_of_a_call_are_no_part_of_the_digest_and_tokens_are(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     fresh, used, larger = (load_tokenizer(str(tmp_path)) for _ in range(3))
-    used.pad_token = fresh.pad_token = larger.pad_token = "w1"
-    used(["w5", "w5 w6 w7 w5"], padding="max_length", truncation=True, max_length=3)
-    assert used.backend_tokenizer.padding is not None
+    used.backend_tokenizer.enable_padding(pad_token='"added_tokens":')
+    used.backend_tokenizer.enable_truncation(3)
     assert tokenizer_digest(used) == tokenizer_digest(fresh)
     larger.add_tokens(["<one more>"])
     assert tokenizer_digest(larger) != tokenizer_digest(fresh)
