@@ -21,6 +21,7 @@ from surogate_core.errors import SurogateError
 from surogate_core.events import Event, Progress, RunEnd, RunStart
 from surogate_core.hf.contents import Contents
 from surogate_core.hf.export import check_place
+from surogate_core.imports import quick_import
 from surogate_core.mesh.lifeline import PeerFailed
 from surogate_core.mesh.mesh import CalledOff, Mesh
 from surogate_core.run import unwatched
@@ -226,6 +227,7 @@ class _Run:
             if base.device.type == "cuda" and self.config.compiler != "fx":
                 # Now, to be ready when the blocks are traced. The other ranks find on disk what this one compiles.
                 start_workers()
+                quick_import("torch._inductor.compile_fx")
             self.mesh.gather([base.config.model.path, base.config.model.revision])
             return base
         path, revision = self.mesh.gather(None)[0]
