@@ -185,8 +185,8 @@ def _factors(node: fx.Node, output: fx.Node) -> Sequence[tuple[fx.Node, bool]] |
         reader, node = node, node.all_input_nodes[0]
     if list(node.users) != [reader]:
         return None
-    if node.target is aten._scaled_mm.default and not transposed and _is_sum_of_codes(node):
-        return [(factor, False) for factor in node.all_input_nodes]
+    if node.target is aten._scaled_mm.default and not transposed:
+        return _coded_factors(node)
     if node.target is not aten.mm.default:
         return None
     left, right = node.args
@@ -195,13 +195,17 @@ def _factors(node: fx.Node, output: fx.Node) -> Sequence[tuple[fx.Node, bool]] |
     return ((right, True), (left, True)) if transposed else ((left, False), (right, False))
 
 
-def _is_sum_of_codes(node: fx.Node) -> bool:
-    """Whether a scaled product has one scale a factor, nothing added to it, and the digits of fp32 in its sums."""
-    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))  # type: ignore[union-attr]
+def _coded_factors(node: fx.Node) -> Sequence[tuple[fx.Node, bool]] | None:
+    """The factors of a scaled product and their inverses, if it has one scale a factor, nothing added to it, and the
+    digits of fp32 in its sums.
+    """
+    named: Any = node.target
+    given: dict[str, Any] = dict(zip((a.name for a in named._schema.arguments), node.args, strict=False))
     given |= node.kwargs
-    scales = given["scale_a"].meta["val"], given["scale_b"].meta["val"]  # type: ignore[union-attr]
-    alone = len(node.all_input_nodes) == 4 and not given.get("use_fast_accum")
-    return alone and all(scale.numel() == 1 for scale in scales)
+    factors = [given.pop(name) for name in ("self", "mat2", "scale_a", "scale_b")]
+    given.pop("out_dtype", None)
+    one_each = all(scale.meta["val"].numel() == 1 for scale in factors[2:])
+    return [(factor, False) for factor in factors] if one_each and not any(given.values()) else None
 
 
 def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:

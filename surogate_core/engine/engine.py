@@ -368,7 +368,7 @@ class Engine:
         tokens = sum(batch.tokens for batch in batches)
         # Sums in a store have those of the step before until a micro-step begins them anew.
         numbers = share.numbers or [len(batches)] * bool(batches and self.stores.streams_gradients)
-        if not numbers:
+        if not (numbers or self._sums_hold):
             # Without a micro-step nothing writes them.
             for sums in self.parameters.flat.sums() if self.stores.written_first else ():
                 sums.zero_()

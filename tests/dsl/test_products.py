@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from surogate_recipe_fp8.gemm import FP8Hybrid
@@ -94,6 +96,40 @@ def test_products_of_codes_give_their_codes_and_scales(compiler: str, recompute:
         sums = total.clone()
         (product.add_to if add else product.write_to)(sums)
         torch.testing.assert_close(sums.double(), expected - (0 if add else total), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shared", "bias", "coded"), [(True, False, True), (True, True, False), (False, True, False)])
+def test_a_product_of_codes_with_a_bias_is_not_taken_apart(shared: bool, bias: bool, coded: bool) -> None:
+    """Also where both factors have one scale, so that a bias is a fourth tensor."""
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight_OI: Tensor, x_NI: Tensor, scale: Tensor, other: Tensor, bias_I: Tensor) -> Tensor:
+            ctx.save_for_backward(x_NI, weight_OI, scale, other, bias_I)
+            return x_NI @ weight_OI.t()
+
+        @staticmethod
+        def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+            x_NI, weight_OI, scale, other, bias_I = ctx.saved_tensors
+            left_ON, right_IN = (t.t().contiguous().to(fp8.E4M3) for t in (dy_NO, x_NI))
+            scales = (scale, scale if shared else other)
+            added = bias_I if bias else None
+            dweight = torch._scaled_mm(left_ON, right_IN.t(), *scales, added, out_dtype=torch.bfloat16)
+            return dweight, dy_NO @ weight_OI, None, None, None
+
+    values = [random(16, 16).bfloat16(), random(16, 16, seed=3).bfloat16(), torch.tensor(0.5), torch.tensor(0.25)]
+    values.append(random(16, seed=4).bfloat16())
+    inputs = [Signature.of(v, requires_grad=number < 2) for number, v in enumerate(values)]
+    program = differentiate(Linear.apply, inputs, recompute=Recompute(block=False), compiler="fx", summed=1)
+    _, *kept = program.forward(values)
+    dy = random(16, 16, seed=5).bfloat16()
+    gradient, *_ = program.backward([*values, *kept, dy])
+    assert isinstance(gradient, Product) == coded
+    codes = dy.to(fp8.E4M3).double().t() @ values[1].to(fp8.E4M3).double()
+    expected = codes * 0.5 * (0.5 if shared else 0.25) + (values[4].double() if bias else 0)
+    total = torch.zeros(16, 16)
+    write_gradients([(total, gradient)])
+    torch.testing.assert_close(total.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_products_of_codes_are_not_merged() -> None:

@@ -92,6 +92,15 @@ def test_what_the_first_micro_step_writes_is_what_it_would_add_to_zeros(
     assert all(torch.equal(masters[name], others[name]) for name in others)
 
 
+def test_a_step_without_a_micro_batch_takes_the_gradients_that_are_there() -> None:
+    made, other = (tiny.engine(optimizer=tiny.ADAMW) for _ in range(2))
+    made.accumulate(tiny.batches(0))
+    made.accumulate([])
+    _, norm = made.train_step([], step=0, lr=1e-2).read()
+    assert norm == other.train_step(tiny.batches(0), step=0, lr=1e-2).read()[1]
+    assert made.train_step([], step=1, lr=1e-2).read() == (0.0, 0.0)
+
+
 def test_adapters_and_several_ranks_have_sums_that_are_cleared() -> None:
     lora = Engine(tiny.assembly(tiny.CONFIG, lora=tiny.lora(), optimizer=tiny.ADAMW), tiny.random_source())
     assert not lora.stores.written_first

@@ -91,6 +91,19 @@ def test_slots_of_one_input_share_its_codes(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(recipe._inputs) == 0
 
 
+def test_an_input_that_was_changed_in_place_has_new_codes() -> None:
+    x, w, _ = operands()
+    row = torch.zeros(3)
+
+    def run(weight: Tensor, x: Tensor, *, in_place: bool) -> Tensor:
+        slot = dsl.TracedSlot.of(SLOT, seed=None, row=row, packed=False)
+        h = x + 1
+        y = RECIPE.linear(h, weight, slot)
+        return y + RECIPE.linear(h.mul_(3) if in_place else h * 3, weight, slot)
+
+    assert torch.equal(run(w, x, in_place=True), run(w, x, in_place=False))
+
+
 def test_an_infinite_activation_saturates_and_is_observed() -> None:
     x, w, dy = operands()
     x[0, 0] = torch.inf

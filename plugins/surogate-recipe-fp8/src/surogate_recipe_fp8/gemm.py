@@ -43,7 +43,7 @@ class FP8Hybrid(bundles.Recipe):
         self.expert_codes = expert_codes if experts.native else None
         self.panel_op = ScaledPanels(margin) if native else None
         self._inputs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """The input of the last slot → its codes."""
+        """The input of the last slot → (its version, its codes)."""
 
     @classmethod
     def of(cls, options: FP8Options, reason: str | None, *, experts: str | None = None) -> FP8Hybrid:
@@ -74,15 +74,15 @@ class FP8Hybrid(bundles.Recipe):
 
     def _input_codes(self, x_NI: Tensor, weight_OI: Tensor, row: Tensor) -> Codes:
         """The codes of x, with the transpose's if the weight has a gradient; those of the slot before if it read the
-        same x: their rows have seen the same values, so their scales are equal.
+        same x, unchanged: their rows have seen the same values, so their scales are equal.
         """
         both = torch.is_grad_enabled() and weight_OI.requires_grad
-        known = self._inputs.get(x_NI)
-        if known is None or (both and known[1] is None):
+        version, known = self._inputs.get(x_NI, (-1, None))
+        if known is None or version != x_NI._version or (both and known[1] is None):
             with torch.no_grad():
                 known = _codes(x_NI, row, fp8.ACTIVATION, self.margin, both=both)
             self._inputs.clear()
-            self._inputs[x_NI] = known
+            self._inputs[x_NI] = x_NI._version, known
         return known
 
     def grouped(
