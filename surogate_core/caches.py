@@ -6,6 +6,7 @@ first can put code into the runs of the user with that name.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import stat
@@ -17,6 +18,8 @@ from pathlib import Path
 from surogate_core.errors import UserError
 from surogate_core.files.private import private_directory
 
+VECTOR = ("avx", "fma", "amx", "f16c", "asimd", "neon", "sve", "bf16", "vx")
+"""Beginnings of the names of vector instructions in the list of a CPU's features."""
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUPY_CACHE_DIR": "cupy"}
 """Variable that the library reads → name of the directory."""
 
@@ -55,8 +58,25 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="surogate-compiled-")
 
 
+@cache
+def instructions() -> str:
+    """A digest of the vector instructions of the CPU, for which torch writes code and by which it does not key it.
+
+    Code for wider registers than the CPU has gave NaN where two machines share a home directory.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+    vector = sorted(flag for flag in set(flags.split()) if flag.startswith(VECTOR))
+    # What the user has torch's own kernels take, Inductor takes too.
+    chosen = [platform.machine(), os.environ.get("ATEN_CPU_CAPABILITY", ""), *vector]
+    return hashlib.sha256(" ".join(chosen).encode()).hexdigest()[:8]
+
+
 def _versions() -> str:
-    found = [f"python-{platform.python_version()}"]
+    found = [f"python-{platform.python_version()}", f"cpu-{instructions()}"]
     for name in ("torch", "triton"):
         try:
             found.append(f"{name}-{version(name)}")

@@ -37,7 +37,26 @@ def test_the_caches_are_the_users_own_and_keyed_by_versions(home: Path) -> None:
         assert place.name == kind
         assert "python-" in place.parent.name
         assert "torch-" in place.parent.name
+        assert f"cpu-{caches.instructions()}" in place.parent.name
     assert stat.S_IMODE((home / "surogate" / "compiled").stat().st_mode) == 0o700
+
+
+def test_they_are_keyed_by_the_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with AVX-512 and one without may share a home directory."""
+
+    def key(flags: str, capability: str = "") -> str:
+        monkeypatch.setattr(Path, "read_text", lambda *args, **named: f"processor: 0\nflags\t\t: {flags}\n")
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        caches.instructions.cache_clear()
+        return caches.instructions()
+
+    try:
+        wide = key("fpu sse4_2 avx avx2 avx512f")
+        assert wide == key("avx512f avx2 fpu avx rdseed")
+        assert len({wide, key("fpu sse4_2 avx avx2"), key("fpu avx avx2 avx512f", "avx2")}) == 3
+    finally:
+        monkeypatch.undo()
+        caches.instructions.cache_clear()
 
 
 @pytest.mark.parametrize("trap", ["writable", "link", "parent", "file"])

@@ -7,7 +7,8 @@ rules choose while the code is generated, so kernels that another process left o
 
 torch keeps compiled graphs on disk (AOTAutogradCache, FxGraphCache), by the text of the graph, its inputs, torch's own
 code and its settings. What a custom op returns and writes is not in that text: it follows from the code of a plugin or
-from the number of ranks. So `facts_of` a graph is a part of the key.
+from the number of ranks. Nor are the vector instructions in it for which code for a CPU is written. So `facts_of` a
+graph is a part of the key.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from surogate_core.caches import use_private_caches
+from surogate_core.caches import instructions, use_private_caches
 from surogate_core.dsl.adjacent import join_columns_apart
 from surogate_core.kernels.building.ahead import compiling
 from surogate_core.kernels.registry import write_in_place
@@ -101,6 +102,9 @@ def facts_of(graph: fx.Graph) -> str | None:
             lines.append([_signature(value) for value in tree_leaves(node.meta["val"])])
         elif node.op == "call_function" and not _says_itself(node.target):
             return None
+    values = (value for node in graph.nodes for value in tree_leaves(node.meta.get("val")))
+    if any(isinstance(value, Tensor) and value.device.type == "cpu" for value in values):
+        lines.append((instructions(), torch.get_num_threads()))
     return hashlib.sha256(repr(lines).encode()).hexdigest()
 
 

@@ -266,6 +266,13 @@ def test_what_an_op_returns_is_a_part_of_the_key(monkeypatch: pytest.MonkeyPatch
     assert inductor.facts_of(before) == inductor.facts_of(traced(read_out, 4, 4))
 
 
+def test_the_instructions_of_a_cpu_are_a_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = traced(read_out, 4, 4)
+    before = inductor.facts_of(graph)
+    monkeypatch.setattr(inductor, "instructions", lambda: "others")
+    assert inductor.facts_of(graph) != before
+
+
 def test_a_graph_of_which_too_little_is_known_is_not_looked_up() -> None:
     graph = traced(read_out, 4, 4)
     (node,) = (n for n in graph.nodes if n.target is torch.ops.surogate_test.laid_out.default)
