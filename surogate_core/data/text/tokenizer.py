@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,8 @@ def load_tokenizer(
 
 def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTokenizerBase:
     # Up to version 5.23 or so, transformers imports scikit-learn here, with SciPy and pandas: for assisted generation.
-    with imported_when_called("sklearn.metrics", "roc_curve"):
+    # A version that takes more of it fails, and is imported as it is below.
+    with suppress(Exception), imported_when_called("sklearn.metrics", "roc_curve"):
         quick_import("transformers.models.auto.tokenization_auto")
     from transformers import AutoTokenizer
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from surogate_core.data.text import tokenizer as module
 from surogate_core.data.text.tokenizer import (
     check_vocabulary,
     load_tokenizer,
@@ -25,6 +26,17 @@ def test_a_saved_tokenizer_loads_and_is_the_same(tokenizer: Any, tmp_path: Path)
     loaded = load_tokenizer(str(tmp_path))
     assert loaded("w5 w6")["input_ids"] == [5, 6]
     assert tokenizer_digest(load_tokenizer(str(tmp_path))) == tokenizer_digest(loaded)
+
+
+def test_a_version_that_needs_more_of_scikit_learn_is_imported_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path
+) -> None:
+    def fails(name: str) -> None:
+        raise ImportError("cannot import name 'f1_score' from 'sklearn.metrics'")
+
+    monkeypatch.setattr(module, "quick_import", fails)
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).get_vocab() == tokenizer.get_vocab()
 
 
 def test_a_config_that_transformers_cannot_read_is_named(tokenizer: Any, tmp_path: Path) -> None:
