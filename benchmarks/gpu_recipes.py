@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+OPTIMIZERS = ("adamw", "adamw_8bit")
 RECIPES = ("bf16", "fp8-hybrid")
 BASE = "bf16"
 """The recipe with which the others are compared."""
@@ -143,6 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", nargs="*", default=["0.6b", "1.7b", "4b", "8b"], help="for LoRA")
     parser.add_argument("--full", nargs="*", default=[], metavar="SIZE", help="with all weights trained")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of the lines with --full")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--together", type=int, default=1, help="lines set up at the same time")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a line")
@@ -162,7 +164,7 @@ def main() -> None:
     wanted = configurations(options)
     lines = []
     for size, full, recipe in wanted:
-        flags = ["--full"] if full else []
+        flags = ["--full", "--optimizer", options.optimizer] if full else []
         flags += ["--profile"] if options.profile and recipe != BASE else []
         log = options.out / f"gpu_recipes_{size}_{'full' if full else 'lora'}_{recipe}.log"
         lines.append(Line([size, "--recipe", recipe, "--steps", str(options.steps), *flags], log))
