@@ -85,6 +85,7 @@ def test_a_line_is_measured(side: str, mode: str) -> None:
     assert trained == 1 if mode == "full" else trained < 0.2
 
 
+@pytest.mark.slow
 def test_both_sides_train_as_many_adapters() -> None:
     counts = [gpu_peers.work_line(line(side=s), started=0.0)["facts"]["trained"] for s in ("surogate", "transformers")]
     assert counts[0] == counts[1]

@@ -77,7 +77,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow_cases("all rows on one rank", "every expert", "three of eight", "recompute", "even loads")
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CASES)
 def test_outputs_are_those_of_one_rank(changes: dict[str, Any]) -> None:
     """With rows to the bit: each rank's own batch, on 2, 4 and 8 ranks."""
@@ -99,7 +99,7 @@ def trained(engine: Engine) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.slow_cases("all rows on one rank", "adapters of experts", "losses of routers", "masters in bf16")
-@pytest.mark.slow_cases("equal logits")
+@pytest.mark.slow_cases("all weights", "equal logits")
 @pytest.mark.slow_cases("two groups, masters shared out")
 @pytest.mark.parametrize(
     ("world", "expert", "changes"),
@@ -128,7 +128,7 @@ def test_training_is_that_of_one_rank(world: int, expert: int, changes: dict[str
 BALANCED: Mapping[str, Any] = {"expert_balance": 1.0, "source": to_two_experts}
 
 
-@pytest.mark.slow_cases("all weights of two groups", "every expert", "recompute", "eight ranks")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "expert", "changes"),
     [
@@ -224,7 +224,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Mapping[int, Any]:
     return going
 
 
-@pytest.mark.slow_cases("inductor", "fx-half", "fx-none")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute",
     [

@@ -117,6 +117,7 @@ def test_prompts_that_slots_keep_begin_again(trained: Any, stepped: bool, monkey
     assert list(done.ids) == own[len(longer[0].prompt) - 1 : -1].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_layers_of_two_windows_are_two_programs() -> None:
     made = hybrid_family.engine(config={"kinds": ["window", "full", "window", "delta"]})
     tiny.train(made, 1, lr=0.0)

@@ -155,11 +155,13 @@ def test_an_error_counts_at_once_also_if_its_process_lives_on(
     assert not (tmp_path / "run/outlived").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_with_an_error_has_time_to_report_it(start: Start) -> None:
     with pytest.raises(UserError, match=r"^rank 1: the error of rank 1\.$"):
         start("searches_after_its_error", silence=1)
 
 
+@pytest.mark.slow
 def test_an_error_that_is_never_reported_ends_the_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "REPORT", 2)
     message = r"(?s)^rank 1 .* met an error and did not report it within 2 seconds\..*waits_in_vain"

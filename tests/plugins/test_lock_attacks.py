@@ -283,6 +283,7 @@ def test_an_isolated_interpreter_reads_no_variable(place: Path) -> None:
     assert not (place / "canary").exists()
 
 
+@pytest.mark.slow
 def test_list_and_show_say_what_is_altered(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

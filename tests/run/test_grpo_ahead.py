@@ -153,6 +153,7 @@ def test_each_generation_is_sampled_with_the_weights_of_one_step_before(
         assert "generate" not in one["seconds"]
 
 
+@pytest.mark.slow
 def test_runs_are_equal_also_one_that_was_killed(
     tmp_path: Path, run: Callable[..., int], digests: Digests, records: Records
 ) -> None:

@@ -182,6 +182,7 @@ def steps(records: Records, run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records(run, "step_end")]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, base: list[str], ranks: World) -> None:
     with pytest.raises(ConfigError, match=r"ep_size.*does not divide gpus=1"):
         ranks.run(1, tmp_path / "run", *base, *LORA, *KEYS, *SHARED)

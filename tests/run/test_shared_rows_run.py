@@ -30,7 +30,8 @@ def losses(records: Records, run: Path) -> list[float]:
     return [record["loss"] for event in ("eval_end", "step_end") for record in records(run, event)]
 
 
-@pytest.mark.parametrize("mode", [pytest.param(LORA, id="lora"), pytest.param(FULL, id="full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [pytest.param(LORA, id="lora"), pytest.param(FULL, id="full")])
 def test_two_processes_share_rows(
     tmp_path: Path, base: list[str], ranks: World, records: Records, mode: tuple[str, ...]
 ) -> None:

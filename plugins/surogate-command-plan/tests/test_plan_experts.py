@@ -85,6 +85,7 @@ def test_which_is_faster_is_said_where_the_estimates_can_tell(rate: float, how: 
     assert notes(mine)[1].startswith(f"ep_size=1 zero_level=3 would be {how} and fits: about ")
 
 
+@pytest.mark.slow
 def test_unequal_gpus_get_a_remark(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["NVIDIA H200", "NVIDIA H100"]
     monkeypatch.setattr("surogate_command_plan.command._number_here", lambda device: 2)

@@ -178,7 +178,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(mode: str) -> None:
 
 
 @pytest.mark.slow_cases("search_scales")
-@pytest.mark.parametrize("options", [{"search_scales": True}, {"frozen_blocks": "1x16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"search_scales": True}, {"frozen_blocks": "1x16"}], ids=["search_scales", "frozen_blocks"]
+)
 def test_frozen_weights_with_smaller_errors_train(options: dict[str, Any]) -> None:
     parts = {"build": tiny.SmallModel, "optimizer": tiny.ADAMW, "lora": MODES["lora"]}
     made = tiny.engine(tiny.SMALL_CONFIG, recipe=recipe_on(CPU, **options), **parts)
