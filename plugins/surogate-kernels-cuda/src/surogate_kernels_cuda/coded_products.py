@@ -141,7 +141,7 @@ def sum_coded_product(
     assert device.index is not None
     plan = _plan(
         device.index,
-        (left_ON.shape[0], *right_NI.shape),  # type: ignore[arg-type]
+        (left_ON.shape[0], *right_NI.shape),
         (left_ON.dtype, right_NI.dtype),
         tuple(map(_aligned, operands)),
     )
