@@ -239,8 +239,11 @@ def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) 
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
-    except BrokenProcessPool as error:
+    except BaseException as error:
+        # A signal to the group ends the processes too, and this one with another exception than theirs.
         _end_writes(pool)
+        if not isinstance(error, BrokenProcessPool):
+            raise
         raise MachineError(
             "A process that tokenises was killed, most likely because memory ran out; the finished part is kept. "
             "Fix: run it again with a smaller `dataloader_num_workers` (0 uses only this process)."
