@@ -30,7 +30,7 @@ class Product:
     left_ON: Tensor
     right_NI: Tensor
     inverses: tuple[Tensor, Tensor] | None = None
-    """Of the scales of the factors' codes, 0-d fp32."""
+    """The inverses of the scales of both factors, 0-d fp32."""
 
     def add_to(self, total_OI: Tensor) -> None:
         """Add the product to a sum of its dtype or a wider one; on a GPU it is not rounded before it is added to a

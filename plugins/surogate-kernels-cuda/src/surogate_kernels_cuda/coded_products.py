@@ -31,6 +31,9 @@ MOST_WORKSPACE, LEAST_ALIGNMENTS = 1, (5, 6, 7, 8)
 """Of ``cublasLtMatmulPreferenceAttributes_t``; the alignments are of A, B, C and D."""
 ALIGNED = 256
 """Bytes; a better alignment changes nothing."""
+WITHOUT = (
+    "Fix: leave out the kernels of this pack, with plugins.block=[kernels-cuda]: torch then computes the same products."
+)
 
 
 class _Found(ctypes.Structure):
@@ -64,7 +67,7 @@ def _library() -> ctypes.CDLL:
 def _call(name: str, *arguments: object) -> None:
     status = getattr(_library(), name)(*arguments)
     if status:
-        raise MachineError(f"{name} of cuBLASLt gave status {status}. Fix: leave this kernel out with recipe=bf16.")
+        raise MachineError(f"{name} of cuBLASLt gave status {status}. {WITHOUT}")
 
 
 def _set(name: str, target: ctypes.c_void_p, attribute: int, value: object) -> None:
@@ -73,7 +76,7 @@ def _set(name: str, target: ctypes.c_void_p, attribute: int, value: object) -> N
 
 @cache
 def _handle(device: int) -> ctypes.c_void_p:
-    """Of a device; it lives as long as the process."""
+    """The handle of a device. It lives as long as the process."""
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         _call("cublasLtCreate", ctypes.byref(handle))
@@ -123,7 +126,7 @@ def _plan(
     )
     _call("cublasLtMatmulPreferenceDestroy", preference)
     if count.value == 0:
-        raise MachineError(f"cuBLASLt has no product of FP8 codes for sides of {sides}. Fix: set recipe=bf16.")
+        raise MachineError(f"cuBLASLt has no product of FP8 codes for sides of {sides}. {WITHOUT}")
     return _Plan(operation, layouts, found)
 
 
