@@ -140,7 +140,7 @@ class BoundPanel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Slots that read the same input and whose trained weights are contiguous: one product for all of them."""
+    """Slots that read the same input and whose weights are contiguous: one product for all of them."""
 
     slots: tuple[LinearSlot, ...]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from surogate_core.dsl.slots import Panel
+from surogate_core.dsl.slots import Join, Panel
 from surogate_core.engine.planning.pieces import PackedWeight, Piece
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Panels:
         there).
         """
         self._tensors, self._loads = self._allocate_panels()
+        self._joined = self._allocate_joined(plan.joins if plan else {})
         self.rooms = self._allocate_rooms()
         """HF name of a weight in a weight format → its workspace."""
 
@@ -50,13 +51,14 @@ class Panels:
         return list(zip(self._panels.get(piece.key, ()), self._tensors[piece.key], strict=True))
 
     def frozen_weights(self, piece: Piece) -> dict[str, Tensor]:
-        """Name of a frozen weight in a panel of the piece → its place there."""
-        return {
+        """Name of a frozen weight in a panel or a join of the piece → its place there."""
+        in_panels = {
             f"{slot.name}.weight": panel.shape.weight(tensor, number)
             for panel, tensor in self.of(piece)
             if panel.shape.frozen
             for number, slot in enumerate(panel.slots)
         }
+        return in_panels | self._joined.get(piece.key, {})
 
     def refresh(self) -> None:
         """Fill the copies of A's and B's from their masters."""
@@ -127,6 +129,20 @@ class Panels:
             return [("A", a, 1.0), ("B", b, shape.scale)]
 
         return [shared[panel]] * len(members), places
+
+    def _allocate_joined(self, joins: Mapping[str, Sequence[Join]]) -> dict[str, dict[str, Tensor]]:
+        """Key of a piece → name of a frozen weight of its joins → its rows of the matrix of the join."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for piece in self._pieces:
+            for join in joins.get(piece.key, ()):
+                if piece.spec(f"{join.slots[0].name}.weight").trainable:
+                    continue
+                rows = [slot.outputs for slot in join.slots]
+                shape = sum(rows), join.slots[0].inputs
+                parts = torch.empty(shape, dtype=self._dtype, device=self._device).split(rows)
+                names = (f"{slot.name}.weight" for slot in join.slots)
+                found.setdefault(piece.key, {}).update(zip(names, parts, strict=True))
+        return found
 
     def _allocate_rooms(self) -> dict[str, Tensor]:
         """HF name of a weight in a weight format → its workspace."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +12,18 @@ import torch
 from surogate_offload_host import surogate_offloader
 from tiny_qwen3 import make_engine, tiny_config
 
+from surogate_core.bundles import RolloutSettings
 from surogate_core.engine.engine import Engine
+from surogate_core.engine.planning import weight_plan
+from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.weights import Weights
+from surogate_core.mesh.axes import Axes
 from surogate_testing import tiny
 
 TOKENS, BORDERS = 64, 6
 CONFIG = tiny_config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=128, head_dim=32)
+
+JOINED = (("q", "k", "v"), ("gate", "up"))
 
 
 def engine(compiler: str = "inductor", **more: Any) -> Engine:
@@ -36,7 +45,7 @@ def joined(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def test_projections_of_one_input_are_joined(joined: Engine) -> None:
-    assert names(joined) == {(("q", "k", "v"), ("gate", "up"))}
+    assert names(joined) == {JOINED}
 
 
 def test_a_join_is_a_view_of_the_weights(joined: Engine) -> None:
@@ -84,3 +93,47 @@ def test_what_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not engine(lora=tiny.lora(4)).parameters.joins
     gap = tiny_config(hidden_size=24, intermediate_size=40, num_hidden_layers=1, vocab_size=128, head_dim=12)
     assert names(engine(config=gap)) == {()}
+
+
+def test_frozen_weights_are_joined_where_a_gpu_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are rows of one matrix, with which the numbers stay."""
+    adapted = engine("fx", lora=tiny.lora(4)).plan.assembly
+    frozen = replace(tiny.lora(4), targets=frozenset[str]())
+    assembly = replace(adapted, lora=frozen, settings=replace(adapted.settings, compiler="inductor"))
+    document = tiny.documents((30,), vocabulary=128)[0]
+
+    def loaded() -> tuple[Weights, list[float]]:
+        weights = Weights.load(assembly, tiny.random_source(std=0.05))
+        (logprobs,) = NativeEngine(weights, RolloutSettings(slots=1, context=32)).logprobs([document])
+        return weights, logprobs
+
+    plain, expected = loaded()
+    assert not any(plain.parameters.joins.values())
+    monkeypatch.setattr(weight_plan, "_stays_on_a_gpu", lambda assembly: True)
+    joined, found = loaded()
+    piece = joined.plan.layers[0]
+    assert [tuple(s.name for s in join.slots) for join in joined.parameters.joins[piece.key]] == [*JOINED]
+    tensors = joined.parameters.inputs(piece)
+    weights = {s.name: tensor for s, tensor in zip(piece.specs, tensors, strict=True)}
+    for join, tensor in joined.parameters.join_tensors(piece, tensors):
+        assert tensor.data_ptr() == weights[f"{join.slots[0].name}.weight"].data_ptr()
+    assert found == pytest.approx(expected, rel=1e-5)
+    kept = dict(plain.parameters.base_tensors())
+    assert all(torch.equal(value, kept.pop(name)) for name, value in joined.parameters.base_tensors())
+    assert not kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"device": torch.device("cuda")}, True),
+        ({"device": torch.device("cpu")}, False),
+        ({"device": torch.device("cuda"), "axes": Axes(shard=2, zero_level=3)}, False),
+    ],
+)
+def test_which_frozen_weights_stay_on_a_gpu(settings: dict[str, Any], kept: bool) -> None:
+    assembly = engine("fx", lora=tiny.lora(4)).plan.assembly
+    changed = replace(assembly, settings=replace(assembly.settings, **settings))
+    assert weight_plan._stays_on_a_gpu(changed) == kept
+    assert not weight_plan._stays_on_a_gpu(replace(changed, offloader=surogate_offloader()))
+    assert not weight_plan._stays_on_a_gpu(replace(changed, weight_format=SimpleNamespace()))

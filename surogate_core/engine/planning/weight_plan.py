@@ -6,6 +6,7 @@ The engine and the memory prediction both use it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -113,25 +114,43 @@ def plan_joins(
     assembly: Assembly, found: Sequence[Piece], *, tables: Mapping[str, Signature]
 ) -> dict[str, tuple[Join, ...]]:
     """The joins of each piece, by key: slots that read the same input and whose trained weights are contiguous in their
-    flat group.
+    flat group, or whose frozen ones a GPU keeps as they are, so that they can be.
 
     There are none if products are not plain, or if programs are not compiled, because a CPU's kernels would copy the
     parts.
     """
     if not assembly.recipe.plain:
         return {}
+    frozen = _stays_on_a_gpu(assembly)
+    pieces_of = Counter(spec.hf_name for piece in found for spec in piece.specs)
     planned: dict[Any, tuple[Join, ...]] = {}
     joins: dict[str, tuple[Join, ...]] = {}
     for piece in found if assembly.settings.compiler == "inductor" else ():
         if piece.block is None or any(slot.adapter for slot in piece.slots):
             continue
-        kind = piece.block.identity, piece.slots
+        kept = [s for s in piece.specs if frozen and not s.trainable and pieces_of[s.hf_name] == 1]
+        kind = piece.block.identity, piece.slots, tuple(spec.name for spec in kept)
         if kind not in planned:
             groups = _shared_inputs(assembly, piece, tables)
             row = [s for s in piece.specs if s.trainable and s.decayed]
-            planned[kind] = tuple(Join(slots=tuple(g)) for g in groups if len(g) > 1 and _in_a_row(g, row))
+            planned[kind] = tuple(
+                Join(slots=tuple(g)) for g in groups if len(g) > 1 and (_in_a_row(g, row) or _alike(g, kept))
+            )
         joins[piece.key] = planned[kind]
     return joins
+
+
+def _alike(group: Sequence[LinearSlot], kept: Sequence[TensorSpec]) -> bool:
+    """Whether the weights of the slots are all among these and can be the rows of one matrix."""
+    found = [spec for slot in group for spec in kept if spec.name == f"{slot.name}.weight"]
+    return len(found) == len(group) and all(
+        spec.dtype is None and math.prod(spec.shape) % FLAT_ALIGNMENT == 0 for spec in found
+    )
+
+
+def _stays_on_a_gpu(assembly: Assembly) -> bool:
+    """Whether a GPU keeps frozen weights in the model's dtype."""
+    return assembly.settings.device.type == "cuda" and not (assembly.weight_format or assembly.streams_frozen)
 
 
 def _in_a_row(group: Sequence[LinearSlot], row: Sequence[TensorSpec]) -> bool:

@@ -399,7 +399,7 @@ def scaled_linears(
     """`fp8.scaled_linears`; gradients of the adapters are fp32. FP8 sums stay within the tensor cores."""
     p = 0.0 if seed is None else shape.dropout
     if seed is None:
-        seed = torch.empty((), dtype=torch.int32, device=x.device)  # not read
+        seed = torch.empty(0, dtype=torch.int32, device=x.device)  # not read; one element would be a launch
     found: tuple[Tensor, ...] = _ScaledLinears.apply(x, panel, seed, shape, margin, p, *weights, *rows, *parameters)
     return found
 

@@ -252,7 +252,7 @@ def adapted_linears(
     """`ops.adapted_linears`; gradients of the adapters are fp32."""
     p = 0.0 if seed is None else shape.dropout
     if seed is None:
-        seed = torch.empty((), dtype=torch.int32, device=x.device)  # not read
+        seed = torch.empty(0, dtype=torch.int32, device=x.device)  # not read; one element would be a launch
     found: tuple[Tensor, ...] = _AdaptedLinears.apply(x, panel, seed, shape, p, *adapters)
     return found
 
