@@ -49,8 +49,10 @@ ROWS, LENGTH, MICRO_STEPS, RANK, WARM_UP = 2, 2048, 4, 16, 3
 RECIPES, OPTIMIZERS = ("bf16", "fp8-hybrid", "nvfp4"), ("adamw", "adamw_8bit")
 BASES = ("bf16", "nf4", "fp8", "nvfp4", "mxfp4")
 TARGETS = {"all": ("all",), "attention": ("q_proj", "k_proj", "v_proj", "o_proj")}
-MEAN_LENGTH, SIGMA = 400.0, 0.8
-"""Mean, and sigma of the logarithm, of the log-normal document lengths."""
+DOCUMENTS = {"row": 0.0, "lognormal": 400.0, "tiny": 40.0}
+"""Mean length of documents; those of `row` fill one."""
+SIGMA = 0.8
+"""Of the logarithm of their lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +91,15 @@ def lengths_of_row(documents: str, random: np.random.Generator) -> list[int]:
     if documents == "row":
         return [LENGTH]
     found: list[int] = []
-    mean = np.log(MEAN_LENGTH) - SIGMA**2 / 2
+    mean = np.log(DOCUMENTS[documents]) - SIGMA**2 / 2
     while (rest := LENGTH - sum(found)) > 0:
         found.append(min(rest, max(8, int(random.lognormal(mean, SIGMA)))))
     return found
+
+
+def borders_of(documents: str) -> int:
+    """Document borders for which a micro-batch has room."""
+    return ROWS + 1 if documents == "row" else 64 if documents == "lognormal" else 64 + ROWS * LENGTH // 16
 
 
 def make_batches(documents: str, vocab: int, borders: int) -> list[MicroBatch]:
@@ -252,8 +259,8 @@ def profile(step: Callable[[], Any], steps: int) -> dict[str, Any]:
 def measure(options: argparse.Namespace, turn: Callable[[], None] = lambda: None) -> Result:
     """Build the engine, wait for this process' `turn`, warm the engine up, time it."""
     device = torch.device("cuda", torch.cuda.current_device())
-    borders = ROWS + 1 if options.documents == "row" else 64
-    batches = make_batches(options.documents, PRESETS[options.preset]["vocab_size"], max(borders, options.borders))
+    borders = max(borders_of(options.documents), options.borders)
+    batches = make_batches(options.documents, PRESETS[options.preset]["vocab_size"], borders)
     started = time.perf_counter()
     engine = make_engine(options, device, batches[0].cu_seqlens.numel())
     number, losses = 0, []
@@ -310,7 +317,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=0, help="fewer than the shape has")
     parser.add_argument("--targets", choices=list(TARGETS), default="all", help="the adapted projections")
     parser.add_argument("--recipe", choices=RECIPES, default="bf16")
-    parser.add_argument("--documents", choices=["row", "lognormal"], default="row", help="one a row, or mean 400")
+    parser.add_argument("--documents", choices=list(DOCUMENTS), default="row", help="one a row, or mean 400, or 40")
     parser.add_argument("--borders", type=int, default=0, help="at least this many document borders a micro-batch")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
     parser.add_argument("--full", action="store_true", help="train all weights")

@@ -1,10 +1,11 @@
 """Our training step and the installed peers' on one GPU: one run, one table as Markdown and JSON.
 
     python benchmarks/gpu_peers.py [--sizes 0.6b 1.7b 4b 8b] [--modes lora full pretrain] [--recompute off on]
-                                   [--peers transformers liger unsloth] [--documents row] [--out DIR]
+                                   [--peers transformers liger unsloth] [--out DIR]
+                                   [--batches 2x2048 8x512 1x8192] [--documents row lognormal tiny]
     python benchmarks/gpu_peers.py --only full:1.7b pretrain:0.6b
 
-Every line of the table is a process of its own. All sides get the same random tokens, 2 rows of 2048 a
+Every line of the table is a process of its own. All sides get the same random tokens, `--batches` a
 micro-step and 4 micro-steps an optimizer step, and Qwen3's published shapes with random weights. A line
 is the median of whole optimizer steps by CUDA events, after three to warm up. Each process measures the
 product of 8192³ first; the ceiling is the median of all lines'. Set-up is wall-clock time from the start
@@ -41,6 +42,7 @@ WARM_UP = 3
 """Steps before the clock starts; the first of them ends the set-up."""
 TINY = {"LENGTH": 64, "MICRO_STEPS": 2}
 """What `--tiny` makes of the constants of gpu_lora.py."""
+BATCH = "2x2048"
 OURS, MODES = "surogate", ("lora", "full", "pretrain")
 PEERS = {
     "transformers": ("transformers", "peft"),
@@ -72,18 +74,20 @@ class Line:
     ours: str
     """Further options of gpu_lora.py for ours."""
     profile: bool
+    batch: str = BATCH
+    """Rows of a micro-step, and tokens of a row."""
     again: bool = False
     """A second start of ours for its set-up alone."""
 
     @property
-    def group(self) -> tuple[str, str, str, bool]:
+    def group(self) -> tuple[str, str, str, str, bool]:
         """The settings that compared lines share."""
-        return self.size, self.mode, self.documents, self.recompute
+        return self.size, self.mode, self.batch, self.documents, self.recompute
 
     def __str__(self) -> str:
         recompute = "on" if self.recompute else "off"
         again = " again" if self.again else ""
-        return f"{self.size} {self.mode} {self.documents} recompute {recompute} {self.side}{again}"
+        return f"{self.size} {self.mode} {self.batch} {self.documents} recompute {recompute} {self.side}{again}"
 
 
 # --------------------------------------------------------------------- the process of a line
@@ -102,6 +106,7 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
 
     # What this script itself takes is none of a side's set-up; ours needs these modules anyway.
     own = 0.0 if line.side == OURS else time.time() - before
+    gpu_lora.ROWS, gpu_lora.LENGTH = map(int, line.batch.split("x"))
     if line.tiny:
         for name, value in TINY.items():
             setattr(gpu_lora, name, value)
@@ -113,9 +118,10 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     imported, before = time.time() - started - own, time.time()
     gemm = ceiling(device)
     own += time.time() - before
-    borders = gpu_lora.ROWS + 1 if line.documents == "row" else 64
     vocabulary = PRESETS[line.size]["vocab_size"]
-    batches = gpu_lora.make_batches(line.documents, vocabulary, max(borders, options.borders))
+    batches = gpu_lora.make_batches(
+        line.documents, vocabulary, max(gpu_lora.borders_of(line.documents), options.borders)
+    )
     if line.side == OURS:
         assembly = gpu_lora.make_assembly(options, device, batches[0].cu_seqlens.numel())
         side = _ours(gpu_lora.engine_of(assembly), batches)
@@ -244,7 +250,9 @@ def plan(options: argparse.Namespace, peers: Sequence[str]) -> list[Line]:
     """The lines in their order: those that are compared follow each other, ours first."""
     pairs = [tuple(pair.split(":")) for pair in options.only] or list(product(options.modes, options.sizes))
     lines = []
-    for (mode, size), documents, recompute in product(pairs, options.documents, options.recompute):
+    for (mode, size), batch, documents, recompute in product(
+        pairs, options.batches, options.documents, options.recompute
+    ):
         for side in (OURS, *peers):
             line = Line(
                 size=size,
@@ -258,6 +266,7 @@ def plan(options: argparse.Namespace, peers: Sequence[str]) -> list[Line]:
                 attention=options.attention,
                 ours=options.ours,
                 profile=options.profile,
+                batch=batch,
             )
             lines.append(line)
             if side == OURS and options.again:
@@ -333,12 +342,24 @@ def markdown(report: Mapping[str, Any]) -> str:
     if report["gemm_tflops"]:
         each = report["gemm_tflops_each"]
         text += [f"Product of 8192³: {report['gemm_tflops']:.0f} TFLOP/s, {min(each):.0f} to {max(each):.0f} by line."]
-    heads = ["model", "mode", "documents", "recompute", "side", "tok/s", "ours ÷ this", "ms a step", "SOL", "GiB"]
+    heads = [
+        "model",
+        "mode",
+        "rows",
+        "documents",
+        "recompute",
+        "side",
+        "tok/s",
+        "ours ÷ this",
+        "ms a step",
+        "SOL",
+        "GiB",
+    ]
     heads += ["planned", "set-up", "loss first … last"]
     text += ["", "| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
     for row in report["lines"]:
         recompute = "on" if row["recompute"] else "off"
-        cells = [row["size"], row["mode"], row["documents"], recompute, _title(row)]
+        cells = [row["size"], row["mode"], row["batch"], row["documents"], recompute, _title(row)]
         if "error" in row:
             cells += ["failed: " + row["error"].replace("|", "\\|"), *[""] * 7]
         else:
@@ -409,7 +430,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["lora"])
     parser.add_argument("--only", nargs="+", default=[], metavar="MODE:SIZE", help="these instead of modes × sizes")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--documents", nargs="+", choices=["row", "lognormal"], default=["row"])
+    parser.add_argument("--documents", nargs="+", choices=["row", "lognormal", "tiny"], default=["row"])
+    parser.add_argument("--batches", nargs="+", default=[BATCH], metavar="ROWSxLENGTH", help="of a micro-step")
     parser.add_argument("--recompute", nargs="+", choices=["off", "on"], default=["off"])
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a line, after 3 that are not")
     parser.add_argument("--limit", type=float, default=120, help="seconds that a line may take")

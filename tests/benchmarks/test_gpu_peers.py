@@ -65,13 +65,20 @@ def test_ours_comes_first_in_every_group() -> None:
     options = gpu_peers.make_parser().parse_args(["--sizes", "0.6b", "8b", "--recompute", "off", "on", "--again"])
     lines = gpu_peers.plan(options, ["transformers"])
     assert [str(one) for one in lines[:3]] == [
-        "0.6b lora row recompute off surogate",
-        "0.6b lora row recompute off surogate again",
-        "0.6b lora row recompute off transformers",
+        "0.6b lora 2x2048 row recompute off surogate",
+        "0.6b lora 2x2048 row recompute off surogate again",
+        "0.6b lora 2x2048 row recompute off transformers",
     ]
     assert len(lines) == 2 * 2 * 3
     only = gpu_peers.make_parser().parse_args(["--only", "full:1.7b", "pretrain:0.6b"])
     assert [(one.mode, one.size) for one in gpu_peers.plan(only, [])] == [("full", "1.7b"), ("pretrain", "0.6b")]
+    more = gpu_peers.make_parser().parse_args(["--sizes", "8b", "--batches", "8x512", "1x8192"])
+    assert [one.batch for one in gpu_peers.plan(more, ["unsloth"])] == ["8x512"] * 2 + ["1x8192"] * 2
+
+
+def test_rows_of_another_length() -> None:
+    found = gpu_peers.work_line(line(batch="3x64", documents="tiny"), started=0.0)
+    assert found["tokens_per_step"] == 2 * 3 * 64
 
 
 @pytest.mark.parametrize(("side", "mode"), [("surogate", "lora"), ("transformers", "lora"), ("transformers", "full")])
@@ -185,7 +192,7 @@ def test_the_table() -> None:
         }
     )
     table = [row for row in text.splitlines() if row.startswith("|")]
-    assert {row.count("|") for row in table} == {14}
+    assert {row.count("|") for row in table} == {15}
     assert "| Surogate | 80.0k |  | 1.0 | 40.0% | 5.0 |  | 6.0 s | 7.000 … 6.000 |" in text
     assert "failed: out of memory" in text
     assert "- Unsloth: not installed." in text
