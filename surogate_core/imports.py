@@ -1,14 +1,17 @@
-"""Importing torch and all that a run needs, without the garbage collector."""
+"""Importing torch and all that a run needs, without the garbage collector and without what nobody asked for."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -63,3 +66,44 @@ def _when_called(module: str, function: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), function)(*arguments, **named)
 
     return call
+
+
+class Distributions(Mapping[str, list[str]]):
+    """`importlib.metadata.packages_distributions()`, which reads the files of everything installed only for a package
+    whose distribution has another name.
+    """
+
+    def __init__(self, whole: Callable[[], Mapping[str, list[str]]]):
+        self._whole = whole
+
+    def __getitem__(self, package: str) -> list[str]:
+        try:
+            own = metadata.distribution(package)
+        except (metadata.PackageNotFoundError, ValueError):
+            return self._all[package]
+        if any(Path(str(own.locate_file(name))).exists() for name in (package, f"{package}.py")):
+            return [own.metadata["Name"]]
+        return self._all[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @cached_property
+    def _all(self) -> Mapping[str, list[str]]:
+        return self._whole()
+
+
+@contextmanager
+def distributions_when_asked() -> Iterator[None]:
+    """Inside, `importlib.metadata.packages_distributions` gives a `Distributions`. transformers asks for all of them
+    while it is imported, for the versions of a few: a second where hundreds are installed.
+    """
+    whole = metadata.packages_distributions
+    metadata.packages_distributions = lambda: Distributions(whole)
+    try:
+        yield
+    finally:
+        metadata.packages_distributions = whole

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from surogate_core.imports import imported_when_called, quick_import
+from surogate_core.imports import distributions_when_asked, imported_when_called, quick_import
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +62,23 @@ def test_a_function_of_a_large_package_is_imported_when_it_is_called(
         assert sys.modules["large.part"].__file__ == str(tmp_path / "large/part.py"), "it was imported before"
     with imported_when_called("absent.part", "double"):
         assert "absent" not in sys.modules
+
+
+def test_distributions_are_read_when_another_name_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = metadata.packages_distributions(), []
+
+    def counted() -> dict[str, list[str]]:
+        calls.append(None)
+        return dict(whole)
+
+    monkeypatch.setattr(metadata, "packages_distributions", counted)
+    with distributions_when_asked():
+        found = metadata.packages_distributions()
+    assert metadata.packages_distributions is counted
+    for name in ("torch", "transformers", "numpy"):
+        assert found[name] == [*dict.fromkeys(whole[name])]
+    assert not calls
+    assert found["yaml"] == whole["yaml"], "its distribution is PyYAML"
+    assert found.get("no_such_package", []) == []
+    assert dict(found) == {name: found[name] for name in whole}
+    assert len(calls) == 1

@@ -15,7 +15,7 @@ from surogate_core.errors import UserError, printable
 from surogate_core.files.hub import absent, fetch, one_revision
 from surogate_core.files.paths import is_hub_id, resolve_package_path
 from surogate_core.files.tokenizers import check_files, named_panics
-from surogate_core.imports import imported_when_called, quick_import
+from surogate_core.imports import distributions_when_asked, imported_when_called, quick_import
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ def load_tokenizer(
 def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTokenizerBase:
     # Up to version 5.23 or so, transformers imports scikit-learn here, with SciPy and pandas: for assisted generation.
     # A version that takes more of it fails, and is imported as it is below.
-    with suppress(Exception), imported_when_called("sklearn.metrics", "roc_curve"):
+    with suppress(Exception), imported_when_called("sklearn.metrics", "roc_curve"), distributions_when_asked():
         quick_import("transformers.models.auto.tokenization_auto")
     from transformers import AutoTokenizer
 
