@@ -4,12 +4,14 @@
     python benchmarks/generate.py --model qwen3-8b --sequences 128 --cases bf16 lora nf4 fp8 transformers
     python benchmarks/generate.py --cases bf16 --operations      # layers operation by operation, not compiled
     python benchmarks/generate.py --cases bf16 schema --sequences 32      # answers that are held to a JSON schema
+    python benchmarks/generate.py --cases drafts undrafted --sequences 4  # text that repeats itself; also --sequences 1
     python benchmarks/generate.py --small                        # tiny, on a CPU
 
 Cases: `bf16`, `schema` (each sequence held to a list of integers, with a drawn vocabulary), `lora` (rank 16 on every
-projection, not merged), `nf4` and `fp8` (the base in that weight format), `transformers` (its `generate` with SDPA and
-the same shape) and `vllm` (its `LLM` as it is by default, without shared prefixes, which the prompts do not have; it
-captures the batches that occur, which shortens its start alone).
+projection, not merged), `nf4` and `fp8` (the base in that weight format), `drafts` and `undrafted` (greedy, by which
+random weights repeat themselves, with drafts and without; more than eight sequences have none), `transformers` (its
+`generate` with SDPA and the same shape) and `vllm` (its `LLM` as it is by default, without shared prefixes, which the
+prompts do not have; it captures the batches that occur, which shortens its start alone).
 Prompts differ, tokens are sampled at temperature 1 (with `--top-k` and `--top-p` from the most probable ones), and
 nothing stops early. Each case runs in a process of its own; one that fails costs only itself.
 
@@ -17,7 +19,8 @@ nothing stops early. Each case runs in a process of its own; one that fails cost
 right after a call with all sequences, `first_call` the time of the first such call of the process after loading, which
 compiles and captures. `prefill`: the time of one token for every sequence, once passes of that shape are captured.
 `step`: the median time of a captured step by CUDA events, with all sequences at half of their length; steps without the
-host would give `roof` tokens a second. `memory`: GiB of the GPU at most.
+host would give `roof` tokens a second. `right`: accepted drafts of a step with drafts. `memory`: GiB of the GPU at
+most.
 """
 
 from __future__ import annotations
@@ -44,9 +47,14 @@ from surogate_core.engine.planning.pieces import RandomSource
 from surogate_core.generate.constraints import Grammars
 from surogate_core.generate.decoding import SteppedRunner
 from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.passes import FixedRunner
 from surogate_core.generate.weights import Weights
 
-FORMATS: Mapping[str, str | None] = {"bf16": None, "schema": None, "lora": None, "nf4": "nf4", "fp8": "fp8"}
+FORMATS: Mapping[str, str | None] = {
+    **dict.fromkeys(("bf16", "schema", "lora", "drafts", "undrafted")),
+    "nf4": "nf4",
+    "fp8": "fp8",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,7 @@ class Found:
     prefill: float | None = None
     step: float | None = None
     roof: float | None = None
+    right: float | None = None
     profile: dict[str, Any] | None = None
     """Kernel times of that step, with `--profile`."""
     memory: float | None = None
@@ -114,9 +123,11 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
     assembly = assemble(family.build(config), settings, lora=lora, weight_format=FORMATS[case])
     weights = Weights.load(assembly, RandomSource(seed=0, std=0.02, device=device))
     slots = min(words.sequences, words.slots)
-    engine = NativeEngine(weights, RolloutSettings(slots=slots, context=words.prompt + words.new))
+    room = RolloutSettings(slots=slots, context=words.prompt + words.new)
+    engine = NativeEngine(weights, room, drafts=case != "undrafted")
     ids = prompts(words.sequences, words.prompt, config["vocab_size"]).tolist()
-    sampling = Sampling(top_k=words.top_k, top_p=words.top_p)
+    greedy = case in ("drafts", "undrafted")
+    sampling = Sampling(temperature=0.0 if greedy else 1.0, top_k=words.top_k, top_p=words.top_p)
     held: Mapping[str, Any] = {}
     if case == "schema":
         held = {"grammar": integers(config["vocab_size"]), "stop_ids": frozenset((0,))}
@@ -130,7 +141,8 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
 
     def figures() -> dict[str, Any]:
         runner = engine._runner
-        step = found = None
+        assert isinstance(runner, SteppedRunner | FixedRunner)
+        drafts, step, found = runner.drafts, None, None
         replay = captured(runner, slots, words.prompt + words.new // 2) if isinstance(runner, SteppedRunner) else None
         if replay is not None:
             step = seconds_of(replay)
@@ -140,6 +152,7 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
             "eager": getattr(runner, "eager", None),
             "step": step,
             "roof": slots / step if step else None,
+            "right": drafts.right / drafts.steps if drafts.steps else None,
             "profile": found,
         }
 
@@ -167,7 +180,7 @@ def integers(size: int) -> Grammar:
 
 def captured(runner: SteppedRunner, slots: int, length: int) -> Callable[[], None] | None:
     """The largest captured step with all slots at this length; None if none was captured."""
-    kinds = [kind for kind in runner._graphs if kind.rows >= slots and kind.longest > length]
+    kinds = [k for k in runner._graphs if k.rows >= slots and k.longest > length and not k.drafted]
     if not kinds:
         return None
     state, graph = runner._state, runner._graphs[min(kinds, key=lambda kind: (kind.rows, kind.longest))]
@@ -326,6 +339,8 @@ def shown(found: Found) -> str:
     parts = [f"{found.tokens_per_second:10,.0f} tok/s, {found.seconds:.2f} s"]
     if found.step is not None:
         parts.append(f"step {found.step * 1e3:.2f} ms ({found.roof:,.0f} tok/s)")
+    if found.right is not None:
+        parts.append(f"{found.right:.1f} drafts right a step")
     if found.prefill is not None:
         parts.append(f"prefill {found.prefill * 1e3:.0f} ms")
     if found.first_token is not None:

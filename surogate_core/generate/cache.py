@@ -223,17 +223,22 @@ class WholePrompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastTokens:
-    """One row of each sequence, for its last token."""
+    """One row of each sequence, for its last token, and perhaps rows for drafts behind it."""
 
     slots_N: Tensor
     positions_N: Tensor
     longest: int
     """At least the largest position + 1."""
+    drafted: bool = False
+    """Whether a slot may have several rows."""
 
     def attend(
         self, spec: KeyValues, kept: AttentionCache, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> Tensor:
         """[N, H, F]: every row writes its key and value, and reads its slot up to itself."""
+        if self.drafted:
+            # A kernel's rows run side by side, so what one writes another may not see.
+            kept.write(self.slots_N, self.positions_N, k, v)
         keys, values = kept.now
         slots, positions, named = self.slots_N, self.positions_N, spec.named(sinks)
         return slot_attention(q, k, v, keys, values, slots, positions, self.longest, spec.scale, **named)

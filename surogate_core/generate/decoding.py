@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from surogate_core.dsl.mixers import KeyValues, Spec, States, mixing
 from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.generate.cache import Cache, FromCache, LastTokens, places_of
+from surogate_core.generate.drafts import Drafts, StepRow, rows_of, separate
 from surogate_core.generate.masks import packed_masks, unpacked, words_of
 from surogate_core.generate.passes import tables_of
 from surogate_core.generate.programs import Layers
@@ -60,6 +61,8 @@ SHORTEST = 256
 """Positions of the shortest step if attention has no kernel. Lengths are powers of two, up to the slots' own."""
 GATHER = 16
 """Slots are filled again when one in GATHER is free: a pass with few tokens costs nearly as much as one with many."""
+PAYS = 0.75
+"""Right drafts of a step, for each running sequence, for which the host may be waited for after every step."""
 PAIR_BYTES = 20
 """Bytes that it takes for the score of a pair of tokens and a head: the score, hidden, with a sink, and its weight."""
 LOGIT_BYTES = 40
@@ -80,6 +83,8 @@ class StepKind:
     """Whether some row has a repetition penalty."""
     masked: bool
     """Whether some row has a constraint. Its mask depends on the token before, so the host writes it for each step."""
+    drafted: bool = False
+    """Whether a sequence may have several rows."""
 
 
 def why_eager(assembly: Assembly) -> str | None:
@@ -155,17 +160,17 @@ class State:
         for tensor in (self.ids_N, self.positions_N, self.live_N, self.numbers_N, self.done):
             tensor.zero_()
 
-    def load(self, running: Sequence[Running]) -> None:
-        """The rows of these sequences; the others do not count."""
-        rest = len(self.ids_N) - len(running)
-        samplings = [s.request.sampling for s in running]
+    def load(self, rows: Sequence[StepRow]) -> None:
+        """These rows; the others do not count."""
+        rest = len(self.ids_N) - len(rows)
+        samplings = [row.sequence.request.sampling for row in rows]
         one = samplings[0]
         ints = torch.tensor(
             [
-                [s.ids[-1] for s in running] + [0] * rest,
-                [s.slot for s in running] + [self.dummy] * rest,
-                [s.length - 1 for s in running] + [0] * rest,
-                [1] * len(running) + [0] * rest,
+                [row.token for row in rows] + [0] * rest,
+                [row.sequence.slot for row in rows] + [self.dummy] * rest,
+                [row.position for row in rows] + [0] * rest,
+                [1] * len(rows) + [0] * rest,
             ],
             device=self.device,
         )
@@ -173,8 +178,8 @@ class State:
             target.copy_(values)
         chosen = Rows.of(
             samplings + [one] * rest,
-            [s.key for s in running] + [(0, 0)] * rest,
-            [len(s.ids) for s in running] + [0] * rest,
+            [row.sequence.key for row in rows] + [(0, 0)] * rest,
+            [row.number for row in rows] + [0] * rest,
             self.device,
         )
         for target, values in (
@@ -233,18 +238,22 @@ class StartedSteps:
 
     def read(self) -> dict[int, Chosen]:
         """id of a sequence → its tokens. Waits for the device."""
+        return {id(s): chosen for s, chosen in zip(self.running, self.of_rows(len(self.running)), strict=True)}
+
+    def of_rows(self, count: int) -> list[Chosen]:
+        """The tokens of the first rows. Waits for the device."""
         if self._ready is not None:
             self._ready.synchronize()
-        tokens, logprobs = (result[:, : len(self.running)].t().tolist() for result in self._results)
-        return {id(s): list(zip(t, p, strict=True)) for s, t, p in zip(self.running, tokens, logprobs, strict=True)}
+        tokens, logprobs = (result[:, :count].t().tolist() for result in self._results)
+        return [list(zip(t, p, strict=True)) for t, p in zip(tokens, logprobs, strict=True)]
 
 
 class SteppedRunner:
-    """Runs the layers in blocks of steps."""
+    """Runs the layers in blocks of steps, or a step with drafts."""
 
     least_shared = SHORTEST
 
-    def __init__(self, weights: Weights, cache: Cache):
+    def __init__(self, weights: Weights, cache: Cache, *, drafts: bool):
         self.weights, self.cache = weights, cache
         assembly = weights.plan.assembly
         self.eager = why_eager(assembly)
@@ -254,6 +263,7 @@ class SteppedRunner:
         compiles = assembly.settings.compiler == "inductor"
         self._shortest = SHORTEST_OF_KERNELS if self._has_kernel("slot_attention") else SHORTEST
         self.gather = max(1, cache.slots // GATHER)
+        self.drafts = Drafts(allowed=drafts and self._exact(), pays=PAYS)
         self.prompts = Prompts(
             weights,
             cache,
@@ -283,6 +293,18 @@ class SteppedRunner:
         self._masks_NW: Tensor | None = None
         """For each row of a step the tokens that it may choose."""
 
+    def _exact(self) -> bool:
+        """Whether drafts change no bit.
+
+        They change which tokens of different sequences are chosen in one step. So how many rows an expert has may not
+        matter, nor `longest`, up to which attention without a kernel adds up, nor which texts change their angles
+        together and are prefilled together.
+        """
+        model, plan = self.weights.model, self.weights.plan
+        by_position = self._has_kernel("slot_attention") or self.cache.context <= self._shortest
+        separately = separate(plan.assembly, self.cache.mixers) and not any(piece.experts for piece in plan.layers)
+        return by_position and separately and not model.switches
+
     def _has_kernel(self, op: str) -> bool:
         """Whether a pack has a kernel of an op of attention for every attention of the model."""
         return all(_offered(self.weights, spec, op) for spec in attentions(self.cache.mixers))
@@ -293,27 +315,45 @@ class SteppedRunner:
 
     # ---------------------------------------------------------------------------- steps
 
-    def advance(self, running: Sequence[Running]) -> list[Chosen]:
-        """A token of those that were prefilled, otherwise a block of tokens of each."""
+    def advance(self, running: Sequence[Running], *, queued: bool) -> list[Chosen]:
+        """A token of those that were prefilled, otherwise a block of tokens of each, or a step with drafts.
+
+        Requests that wait are prefilled together when sequences end, which drafts may change, and so the rows of a
+        pass; then there are none.
+        """
         new = [sequence for sequence in running if sequence.filled]
         if new:
             self._loaded = []
             found: dict[int, Chosen] = {id(s): [pair] for s, pair in zip(new, self._first(new), strict=True)}
         else:
-            found = self._next(running)
+            found = self._next(running, drafting=not queued)
         return [found.get(id(sequence), ()) for sequence in running]
 
-    def _next(self, running: Sequence[Running]) -> dict[int, Chosen]:
-        """A block of tokens of each, or of those that were running already. The block after it is started first."""
+    def _next(self, running: Sequence[Running], *, drafting: bool) -> dict[int, Chosen]:
+        """A block of tokens of each, or of those that were running already. The block after it is started first, unless
+        drafts, which need the tokens before, probably pay.
+        """
         block, self._ahead = self._ahead, None
         ids = {id(sequence) for sequence in running}
         if block is None or not any(id(sequence) in ids for sequence in block.running):
+            drafts = self.drafts.of(running) if drafting and not self._keeps_rows else []
+            if drafts:
+                return self._checked(running, drafts)
             block = self._start(running)
         left = max(s.remaining for s in running) - block.steps
         held = any(sequence.constraint is not None for sequence in self._loaded)
-        if self._loaded and not held and left > 0 and self._rows_for(len(running)) == self._rows:
+        waits = drafting and self.drafts.likely(running)
+        if self._loaded and not (held or waits) and left > 0 and self._rows_for(len(running)) == self._rows:
             self._ahead = self._go_on(running, min(BLOCK, left))
         return block.read()
+
+    def _checked(self, running: Sequence[Running], drafts: Sequence[Sequence[int]]) -> dict[int, Chosen]:
+        """The tokens of a step with drafts. Its results are read at once, and the next step is loaded anew."""
+        rows = rows_of(running, drafts)
+        self._rows = self._rows_for(len(running))
+        step = self._load(running, rows, 1)
+        self._loaded = []
+        return self.drafts.checked(rows, [pair for (pair,) in step.of_rows(len(rows))])
 
     def _first(self, new: Sequence[Running]) -> list[tuple[int, float]]:
         """The token after each prefill."""
@@ -361,14 +401,18 @@ class SteppedRunner:
         """Start a block of tokens of each; of one token if some row has a constraint."""
         held = any(sequence.constraint is not None for sequence in running)
         steps = 1 if held else min(BLOCK, max(s.remaining for s in running))
-        self._reach = max(s.length for s in running) - 1
         if not self._keeps_rows:
             self._rows = self._rows_for(len(running))
         self._keeps_rows = False
-        kind = self._kind(running, steps)
+        return self._load(running, rows_of(running), steps)
+
+    def _load(self, running: Sequence[Running], rows: Sequence[StepRow], steps: int) -> StartedSteps:
+        """Start steps with these rows."""
+        self._reach = max(row.position for row in rows)
+        kind = replace(self._kind(running, steps), drafted=len(rows) > len(running))
         if self.eager is None and kind not in self._graphs:
             self._capture(kind)
-        self._state.load(running)
+        self._state.load(rows)
         self._load_masks(running)
         self._loaded = list(running)
         return self._queue(kind, steps)
@@ -411,7 +455,7 @@ class SteppedRunner:
         slots_N, positions_N = state.slots_N[:count], state.positions_N[:count]
         tables = tables_of(self.weights, state.ids_N[:count], positions_N, positions_N, state.live_N[:count] > 0)
         x_ND, relayed = self.weights.embedded(state.ids_N[:count]), dict[tuple[int, str], Tensor]()
-        reader = LastTokens(slots_N=slots_N, positions_N=positions_N, longest=kind.longest)
+        reader = LastTokens(slots_N=slots_N, positions_N=positions_N, longest=kind.longest, drafted=kind.drafted)
         with using(self._table), mixing(self._mixing):
             for number, layer in enumerate(self._layers.of(count)):
                 self._mixing.begin(number, reader)

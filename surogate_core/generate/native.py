@@ -35,8 +35,12 @@ LOGIT_ROWS = 256
 class NativeEngine:
     """Generation with the weights of a run where they are."""
 
-    def __init__(self, weights: ModelWeights, settings: RolloutSettings, *, stepped: bool | None = None):
-        """`stepped`: whether layers run as on a GPU; by default on a GPU only."""
+    def __init__(
+        self, weights: ModelWeights, settings: RolloutSettings, *, stepped: bool | None = None, drafts: bool = True
+    ):
+        """`stepped`: whether layers run as on a GPU; by default on a GPU only. `drafts`: whether steps may check some
+        (`generate.drafts`), which changes no bit.
+        """
         own = whole(Weights, weights)
         self.weights, self.slots, self.frozen = own, settings.slots, settings.frozen
         self.context = -(-settings.context // SEGMENT) * SEGMENT
@@ -45,7 +49,7 @@ class NativeEngine:
             mixers_of(own), slots=self.slots, context=self.context, dtype=parameters.dtype, device=parameters.device
         )
         on_cpu = parameters.device.type == "cpu" if stepped is None else not stepped
-        self._runner: Runner = FixedRunner(own, self.cache) if on_cpu else SteppedRunner(own, self.cache)
+        self._runner: Runner = (FixedRunner if on_cpu else SteppedRunner)(own, self.cache, drafts=drafts)
         self._prompts: list[tuple[int, ...]] = [()] * self.slots
         """For each slot the prompt whose keys and values it begins with."""
         self._used, self._uses = [0] * self.slots, count(1)
@@ -104,7 +108,8 @@ class NativeEngine:
             if not running or len(free) >= min(self._runner.gather, len(waiting)):
                 running += self._begin(waiting, free)
             going = []
-            for sequence, chosen in zip(running, self._runner.advance(running), strict=True):
+            advanced = self._runner.advance(running, queued=bool(waiting))
+            for sequence, chosen in zip(running, advanced, strict=True):
                 reason = self._take(sequence, chosen, on_token)
                 if reason is None:
                     going.append(sequence)

@@ -20,16 +20,17 @@ from surogate_core.dsl.mixers import mixing
 from surogate_core.dsl.sides import IDS, REAL
 from surogate_core.engine.planning.pieces import Relayed
 from surogate_core.generate.cache import Cache, FromCache, SlotPlaces, with_own
+from surogate_core.generate.drafts import ROWS, Drafts, StepRow, rows_of, separate
 from surogate_core.generate.masks import packed_masks, unpacked
 from surogate_core.generate.sampling import Rows, choose
 from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Running
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import using
 
-ROWS = 16
-"""Rows of a product while decoding."""
 SEGMENTS = 4
 """Segments that are prefilled at a time."""
+PAYS = 0.1
+"""Right drafts of a step, for each running sequence, that are worth its further rows of attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +44,14 @@ class _Pass:
 
 
 class FixedRunner:
-    """Runs the layers with fixed numbers of rows, one token at a time."""
+    """Runs the layers with fixed numbers of rows, one token of each sequence at a time or one with its drafts."""
 
     gather = 1
     least_shared = SEGMENT
 
-    def __init__(self, weights: Weights, cache: Cache):
+    def __init__(self, weights: Weights, cache: Cache, *, drafts: bool):
         self.weights, self.cache = weights, cache
+        self.drafts = Drafts(allowed=drafts and separate(weights.plan.assembly, cache.mixers), pays=PAYS)
         self._mixing = FromCache(cache)
         self._table = with_own(weights.programs.kernels, grouped_product=tiled_product)
 
@@ -79,13 +81,18 @@ class FixedRunner:
             found[number].append(x_ND)
         return [torch.cat(parts) for parts in found]
 
-    def advance(self, running: Sequence[Running]) -> list[Chosen]:
-        """One token of each."""
-        self._decode([sequence for sequence in running if not sequence.filled])
-        found: list[Chosen] = []
-        for first in range(0, len(running), ROWS):
-            found += self._choose(running[first : first + ROWS])
-        return found
+    def advance(self, running: Sequence[Running], *, queued: bool) -> list[Chosen]:
+        """One token of each, or more by drafts; whatever waits, no bit depends on it."""
+        drafts = [] if any(sequence.filled for sequence in running) else self.drafts.of(running)
+        rows = rows_of(running, drafts)
+        decoded = iter(self._decode([row for row in rows if not row.sequence.filled]))
+        hidden = [row.sequence.hidden_D if row.sequence.filled else next(decoded) for row in rows]
+        pairs: list[tuple[int, float]] = []
+        for first in range(0, len(rows), ROWS):
+            some = slice(first, first + ROWS)
+            pairs += self._choose(rows[some], hidden[some])
+        found = self.drafts.checked(rows, pairs)
+        return [found[id(sequence)] for sequence in running]
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """[N, V], in products of as many rows as are decoded at a time."""
@@ -96,38 +103,37 @@ class FixedRunner:
                 parts.append(self.weights.logits(padded)[: len(part_ND)])
         return torch.cat(parts)
 
-    def _decode(self, running: Sequence[Running]) -> None:
-        """Run the layers for the last token of each."""
+    def _decode(self, rows: Sequence[StepRow]) -> list[Tensor]:
+        """The last layer's output of each row."""
         passes = []
-        for first in range(0, len(running), ROWS):
-            some = running[first : first + ROWS]
+        for first in range(0, len(rows), ROWS):
+            some = rows[first : first + ROWS]
             rest = ROWS - len(some)
-            ids = [s.ids[-1] for s in some] + [0] * rest
-            lasts = [s.length - 1 for s in some] + [0] * rest
-            places = [(s.slot, s.length - 1) for s in some] + [(self.cache.slots, 0)] * rest
+            ids = [row.token for row in some] + [0] * rest
+            lasts = [row.position for row in some] + [0] * rest
+            places = [(row.sequence.slot, row.position) for row in some] + [(self.cache.slots, 0)] * rest
             passes.append(self._pass(ids, lasts, places, width=1))
-        for number, x_ND in enumerate(self._run(passes)):
-            for sequence, x_D in zip(running[number * ROWS :], x_ND, strict=False):
-                sequence.hidden_D = x_D
+        return [x_D for x_ND in self._run(passes) for x_D in x_ND][: len(rows)]
 
-    def _choose(self, some: Sequence[Running]) -> list[Chosen]:
-        padded = [*some, *[some[0]] * (ROWS - len(some))]
-        samplings = [s.request.sampling for s in padded]
-        rows = Rows.of(samplings, [s.key for s in padded], [len(s.ids) for s in padded], self.weights.device)
+    def _choose(self, some: Sequence[StepRow], hidden: Sequence[Tensor]) -> list[tuple[int, float]]:
+        rest = ROWS - len(some)
+        padded = [*some, *[some[0]] * rest]
+        sequences = [row.sequence for row in padded]
+        samplings = [s.request.sampling for s in sequences]
+        rows = Rows.of(samplings, [s.key for s in sequences], [row.number for row in padded], self.weights.device)
         seen_NV = None
         size = self.weights.plan.assembly.model.vocab_size
         if any(s.repetition_penalty != 1 for s in samplings):
             seen_NV = torch.zeros(ROWS, size, dtype=torch.bool)
-            for row, sequence in enumerate(padded):
-                seen_NV[row, list(sequence.text)] = True
-        allowed_NV, masks_NW = None, packed_masks(some, size)
+            for number, sequence in enumerate(sequences):
+                seen_NV[number, list(sequence.text)] = True
+        allowed_NV, masks_NW = None, packed_masks(sequences[: len(some)], size)
         if masks_NW is not None:
-            masks_NW = torch.nn.functional.pad(masks_NW, (0, 0, 0, ROWS - len(some)), value=-1)
+            masks_NW = torch.nn.functional.pad(masks_NW, (0, 0, 0, rest), value=-1)
             allowed_NV = unpacked(masks_NW, size)
-        logits_NV = self.logits(torch.stack([s.hidden_D for s in padded]))
+        logits_NV = self.logits(torch.stack([*hidden, *[hidden[0]] * rest]))
         tokens_N, logprobs_N = choose(logits_NV, rows, seen_NV, allowed_NV)
-        pairs = zip(tokens_N.tolist(), logprobs_N.tolist(), strict=True)
-        return [[pair] for pair, _ in zip(pairs, some, strict=False)]
+        return list(zip(tokens_N.tolist(), logprobs_N.tolist(), strict=True))[: len(some)]
 
     def _pass(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Constraint, Request
+from surogate_core.generate.drafts import Repeats
 
 SEGMENT = 16
 """Tokens of a segment of a prompt. Segments are counted from the beginning of the prompt."""
@@ -24,13 +25,15 @@ class Running:
     slot: int
     key: tuple[int, int]
     hidden_D: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The last layer's output for the last token that went through the layers."""
+    """The last layer's output for the token with which a prefill ended."""
     filled: bool = True
-    """Whether that is its last token, since a prefill ended with it."""
+    """Whether that is its last token."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     constraint: Constraint | None = None
     """What the request's grammar allows after these tokens."""
+    repeats: Repeats | None = None
+    """Its text, once it may get drafts."""
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -78,9 +81,9 @@ class Runner(Protocol):
         any rows behind them.
         """
 
-    def advance(self, running: Sequence[Running]) -> Sequence[Chosen]:
+    def advance(self, running: Sequence[Running], *, queued: bool) -> Sequence[Chosen]:
         """The next tokens of each, at least one of them has some. The caller adds them to `ids`, up to an end, and
-        clears `filled`.
+        clears `filled`. `queued`: whether requests wait for slots of these.
         """
 
     def logits(self, x_ND: Tensor) -> Tensor:

@@ -108,8 +108,8 @@ def slot_attention(
 
     `slots_N`, `positions_N`: int64. `longest`: more than every position; kernels may read, and cut their work, by it.
     Rows of the last slot do not count: their result is 0, and what that slot holds afterwards is undefined. Every other
-    slot has at most one row. H is a multiple of K (grouped queries). The reference reads `longest` positions of each
-    row.
+    slot has one row at most, or holds the keys and values of its rows already. H is a multiple of K (grouped queries).
+    The reference reads `longest` positions of each row.
 
     `window`, `softcap` and `sinks` as in `ops.attention`. With a window a slot is a ring: position p is at place
     p mod T, and T is at least the window.

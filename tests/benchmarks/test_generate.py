@@ -15,7 +15,7 @@ def test_a_line_for_each_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "found.json"
-    cases = ["bf16", "lora", "nf4", "transformers"]
+    cases = ["bf16", "lora", "nf4", "drafts", "transformers"]
     monkeypatch.setattr("sys.argv", ["generate.py", "--small", "--within", "--cases", *cases, "--out", str(out)])
     generate.main()
     found = json.loads(out.read_text())

@@ -172,6 +172,7 @@ def test_a_step_reads_nothing_on_the_host(shared, name):
         tempered=tempered([sampling]),
         penalty=sampling.repetition_penalty != 1,
         masked=name == "filters",
+        drafted=name == "plain",
     )
     with torch.no_grad(), NoHost():
         runner._state.done.zero_()

@@ -20,6 +20,7 @@ from tiny_qwen3 import make_engine, tiny_config
 from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
 from surogate_core.engine.engine import Engine
 from surogate_core.generate.decoding import BLOCK, SteppedRunner
+from surogate_core.generate.drafts import Repeats
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.torch_pack import TORCH_PACK
@@ -54,8 +55,8 @@ def weights(
     return Weights.load(tiny.assembly(config, lora=adapters, packs=list(packs), **changes), source)
 
 
-def opened(made: Weights, *, slots: int = 6, compiled: bool = True) -> NativeEngine:
-    engine = NativeEngine(made, RolloutSettings(slots=slots, context=400))
+def opened(made: Weights, *, slots: int = 6, compiled: bool = True, drafts: bool = True) -> NativeEngine:
+    engine = NativeEngine(made, RolloutSettings(slots=slots, context=400), drafts=drafts)
     if compiled and made.device.type == "cuda":
         runner(engine)._layers.least_rows = 16
     return engine
@@ -182,6 +183,34 @@ def test_graphs_give_the_bits_of_steps_without(name, compiled):
     for ids, completion in zip(whole, found, strict=True):
         values = torch.tensor(captured.logprobs([ids])[0][-len(completion.ids) :])
         assert (values - torch.tensor(completion.logprobs)).abs().median() < (0.3 if name == "fp8-hybrid" else 0.05)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["operations", "compiled"])
+@pytest.mark.parametrize("name", ["plain", "lora", "nf4", "fp8"])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled", "filters"])
+def test_drafts_change_no_bit(name, sampling, compiled, monkeypatch):
+    """Most of them are right; one in five is wrong."""
+    changes = dict(CASES[name])
+    if "weight_format" in changes:
+        changes["weight_format"] = built(import_module(f"surogate_quant_{name}").surogate_weight_format())
+    made = weights(packs=triton_packs(), dtype=torch.bfloat16, **GPU, **changes)
+    asked = requests(SAMPLINGS[sampling], new=60)[:3]
+    expected = opened(made, compiled=compiled, drafts=False).generate(asked)
+    texts = [(*request.prompt, *completion.ids) for request, completion in zip(asked, expected, strict=True)]
+
+    def guess(self: Repeats, count: int) -> list[int]:
+        known = len(self.text)
+        text = next(text for text in texts if text[:known] == tuple(self.text))
+        return [0 if place % 5 == 0 else token for place, token in enumerate(text[known : known + count], known)]
+
+    monkeypatch.setattr(Repeats, "next", guess)
+    drafting = opened(made, compiled=compiled)
+    drafts = runner(drafting).drafts
+    drafts.pays = -1.0
+    for _ in range(3):
+        assert drafting.generate(asked) == expected
+    assert any(kind.drafted for kind in runner(drafting)._graphs)
+    assert drafts.right > 3 * 80 > drafts.steps
 
 
 def engine(config: Any = CONFIG) -> Engine:

@@ -121,6 +121,27 @@ def test_lengths_at_borders(device: str, length: int) -> None:
 
 
 @devices
+@pytest.mark.parametrize("named", [{}, {"window": 40}], ids=["all", "window"])
+def test_rows_of_one_slot_have_the_bits_of_a_row_at_a_time(device: str, named: dict[str, Any]) -> None:
+    """If the slot has their keys and values before, in chunks and in a ring."""
+    attend, context = kernel("slot_attention"), 64 if named else 700
+    q, k, v, keys, values, _, _ = case([0] * 16, context=context, device=device)
+    keys[5], values[5] = keys[5].nan_to_num(), values[5].nan_to_num()
+    slots, positions = torch.full((16,), 5, device=device), torch.arange(250, 266, device=device)
+    one_by_one, together = (keys.clone(), values.clone()), (keys.clone(), values.clone())
+    expected = []
+    for n in range(16):
+        row = slice(n, n + 1)
+        expected.append(attend(q[row], k[row], v[row], *one_by_one, slots[row], positions[row], 300, 0.2, **named))
+    for cache, rows in zip(together, (k, v), strict=True):
+        cache[slots, positions % context] = rows
+    for _ in range(1 if device == "cpu" else 20):
+        found = attend(q, k, v, *together, slots, positions, 300, 0.2, **named)
+        assert torch.equal(found, torch.cat(expected))
+    assert torch.equal(together[0][5], one_by_one[0][5])
+
+
+@devices
 def test_a_rows_bits_do_not_depend_on_the_batch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither on the other rows, nor on whether chunks are split over programs, nor on `longest`."""
     from surogate_kernels_triton import decoding

@@ -19,8 +19,8 @@ from surogate_testing.kernel_inputs import normal
 
 REFERENCE: Callable[..., Tensor] = slot_attention
 """The op outside of a table of kernels."""
-SLOTS, POSITIONS, PLACES = (2, 0, 3), (0, 6, 19), 24
-"""Slots and positions of three rows, and places of a slot. The last of five slots takes rows that do not count."""
+SLOTS, POSITIONS, PLACES = (2, 0, 3, 3), (0, 6, 19, 20), 24
+"""Slots and positions of four rows, and places of a slot. The last of five slots takes rows that do not count."""
 RING = 12
 """Places of a slot with a window."""
 SETTINGS: Mapping[str, Any] = {"window": 5, "softcap": 1.5, "sinks": normal(4, seed=5)}
@@ -62,4 +62,7 @@ def ensure_slots_are_filled(kernel: bundles.Kernel, device: torch.device, dtype:
 def _arguments(places: int) -> list[Tensor]:
     q, k, v = (normal(len(SLOTS), heads, 64, seed=heads) for heads in (4, 2, 2))
     keys, values = (normal(5, places, 2, 64, seed=seed) for seed in (7, 8))
+    for row in (2, 3):  # as the op's contract has it for rows of one slot
+        for cache, rows in ((keys, k), (values, v)):
+            cache[SLOTS[row], POSITIONS[row] % places] = rows[row]
     return [q, k, v, keys, values, torch.tensor(SLOTS), torch.tensor(POSITIONS)]
