@@ -5,8 +5,9 @@ Shape suffixes: N tokens, I input features, O output features, R adapter rank.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -109,9 +110,36 @@ class Panel:
         return cls(slots=tuple(slots), shape=shape, op=op) if shape.fits else None
 
 
+class _Together(ABC):
+    """Slots whose outputs are computed together. What was handed out is not kept: without a graph it would stay until
+    the garbage collector comes by.
+    """
+
+    __slots__ = ("_input", "_outputs", "_slots")
+
+    def __init__(self, slots: Sequence[LinearSlot]):
+        self._slots = slots
+        self._input: Tensor | None = None
+        self._outputs: dict[str, Tensor] = {}
+
+    def output(self, name: str, x_NI: Tensor) -> Tensor:
+        """A slot's output without bias. A call with another input, or a second one, computes it again."""
+        if x_NI is not self._input or name not in self._outputs:
+            names = (slot.name for slot in self._slots)
+            self._input, self._outputs = x_NI, dict(zip(names, self._computed(x_NI), strict=True))
+        found = self._outputs.pop(name)
+        if not self._outputs:
+            self._input = None
+        return found
+
+    @abstractmethod
+    def _computed(self, x_NI: Tensor) -> Sequence[Tensor]:
+        """The output of each slot."""
+
+
 @dataclass(slots=True)
-class BoundPanel:
-    """A panel with its tensor inside a block's forward: its slots' outputs are computed together."""
+class BoundPanel(_Together):
+    """A panel with its tensor inside a block's forward."""
 
     panel: Panel
     tensor: Tensor
@@ -122,20 +150,15 @@ class BoundPanel:
     weights: Sequence[Tensor] = ()
     """The kept weight of each slot, and its row of the recipe's state, if the panel has only adapters."""
     rows: Sequence[Tensor] = ()
-    _input: Tensor | None = None
-    _outputs: dict[str, Tensor] = field(default_factory=dict)
 
-    def output(self, name: str, x_NI: Tensor) -> Tensor:
-        """A slot's output without bias. A call with another input computes it again."""
-        if x_NI is not self._input:
-            shape, op = self.panel.shape, self.panel.op
-            if op is None:
-                outputs = ops.adapted_linears(x_NI, self.tensor, self.masks, shape, *self.adapters)
-            else:
-                outputs = op.multiply(x_NI, self.tensor, self.masks, shape, self.weights, self.rows, self.adapters)
-            names = (slot.name for slot in self.panel.slots)
-            self._input, self._outputs = x_NI, dict(zip(names, outputs, strict=True))
-        return self._outputs[name]
+    def __post_init__(self) -> None:
+        _Together.__init__(self, self.panel.slots)
+
+    def _computed(self, x_NI: Tensor) -> Sequence[Tensor]:
+        shape, op = self.panel.shape, self.panel.op
+        if op is None:
+            return ops.adapted_linears(x_NI, self.tensor, self.masks, shape, *self.adapters)
+        return op.multiply(x_NI, self.tensor, self.masks, shape, self.weights, self.rows, self.adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +189,7 @@ class _Joined(Function):
 
 
 @dataclass(slots=True)
-class BoundJoin:
+class BoundJoin(_Together):
     """A join with its weights inside a block's forward."""
 
     join: Join
@@ -174,16 +197,13 @@ class BoundJoin:
     """[Q, I], the weights of all its slots."""
     weights: Sequence[Tensor]
     """The weight of each slot, which receives the gradient."""
-    _input: Tensor | None = None
-    _outputs: dict[str, Tensor] = field(default_factory=dict)
 
-    def output(self, name: str, x_NI: Tensor) -> Tensor:
-        """A slot's output without bias. A call with another input computes it again."""
-        if x_NI is not self._input:
-            outputs = _Joined.apply(x_NI, self.joined, *self.weights)
-            names = (slot.name for slot in self.join.slots)
-            self._input, self._outputs = x_NI, dict(zip(names, outputs, strict=True))
-        return self._outputs[name]
+    def __post_init__(self) -> None:
+        _Together.__init__(self, self.join.slots)
+
+    def _computed(self, x_NI: Tensor) -> Sequence[Tensor]:
+        found: tuple[Tensor, ...] = _Joined.apply(x_NI, self.joined, *self.weights)
+        return found
 
 
 @dataclass(slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -18,6 +20,23 @@ _MODE = "thread_local"
 """NCCL's watchdog is a thread that asks about its events during a capture."""
 Kind = tuple[bool, bool, bool]
 """(first, last, fresh) of a micro-step, as `MicroStep.train` takes them; equal where the work is equal."""
+
+
+@contextmanager
+def _recorded(graph: torch.cuda.CUDAGraph, beside: torch.cuda.CUDAGraph | None) -> Iterator[None]:
+    """Inside, work goes into the graph. `beside`: as in `capture_forward`.
+
+    The collector rests: what it frees, such as the graphs of an engine that is gone, may be what no capture allows.
+    """
+    enabled = gc.isenabled()
+    pool = None if beside is None else beside.pool()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode=_MODE):
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 @torch.no_grad()
@@ -68,16 +87,16 @@ def capture(
     torch.cuda.empty_cache()
     graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
     for kind in kinds:
-        pool = next((graph.pool() for graph in graphs.values()), None)
+        beside = next(iter(graphs.values()), None)
         graphs[kind] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[kind], pool=pool, capture_error_mode=_MODE):
+        with _recorded(graphs[kind], beside):
             micro_step(*kind)
     first = graphs[kinds[0]]
     replays = {kind: graph.replay for kind, graph in graphs.items()}
     if update_on_cpu:
         return replays, update, first
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured, pool=first.pool(), capture_error_mode=_MODE):
+    with _recorded(captured, first):
         update()
     return replays, captured.replay, first
 
@@ -90,7 +109,7 @@ def capture_evaluation(evaluate: Callable[[], None], beside: torch.cuda.CUDAGrap
     """
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, pool=beside.pool(), capture_error_mode=_MODE):
+        with _recorded(graph, beside):
             evaluate()
     except torch.OutOfMemoryError:
         return evaluate
@@ -113,6 +132,6 @@ def capture_forward(
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=None if beside is None else beside.pool(), capture_error_mode=_MODE):
+    with _recorded(graph, beside):
         forward()
     return graph

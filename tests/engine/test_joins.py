@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from surogate_offload_host import surogate_offloader
 from tiny_qwen3 import make_engine, tiny_config
 
 from surogate_core.bundles import RolloutSettings
+from surogate_core.dsl.slots import BoundJoin, Join, LinearSlot
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning import weight_plan
 from surogate_core.generate.native import NativeEngine
@@ -137,3 +139,19 @@ def test_which_frozen_weights_stay_on_a_gpu(settings: dict[str, Any], kept: bool
     assert weight_plan._stays_on_a_gpu(changed) == kept
     assert not weight_plan._stays_on_a_gpu(replace(changed, offloader=surogate_offloader()))
     assert not weight_plan._stays_on_a_gpu(replace(changed, weight_format=SimpleNamespace()))
+
+
+def test_what_a_join_has_handed_out_is_not_kept() -> None:
+    """Launched one by one, layers would otherwise keep it until the collector comes by: gigabytes for long prompts."""
+    shape = {"inputs": 8, "outputs": 8, "bias": False, "adapter": None, "region": "qkv"}
+    slots = [LinearSlot(name=n, module=n, index=i, **shape) for i, n in enumerate("qkv")]
+    weights = torch.randn(3, 8, 8).unbind()
+    join = BoundJoin(Join(slots=tuple(slots)), torch.cat(weights), weights)
+    x = torch.randn(5, 8)
+    found = {slot.name: join.output(slot.name, x) for slot in slots}
+    assert all(torch.allclose(found[n], x @ w.t(), atol=1e-5) for n, w in zip("qkv", weights, strict=True))
+    assert torch.equal(join.output("k", x), found["k"])
+    join.output("q", x), join.output("v", x)
+    kept = weakref.ref(x)
+    del x, found
+    assert kept() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,8 @@ def test_every_program_compiles(capability: int, monkeypatch: pytest.MonkeyPatch
         for vocabulary in (49152, 151936):
             choose(8, vocabulary, torch.bfloat16)
             choose(8, vocabulary, torch.float32)
-        for rank, slots in ((16, 3), (32, 1), (64, 2), (128, 1)):
-            adapt(128, rank, slots, 4096)
+        for rows, (rank, slots) in product((128, 256), ((16, 3), (32, 1), (64, 2), (128, 1))):
+            adapt(rows, rank, slots, 4096)
     assert {launch.program.__name__ for launch in launches} == PROGRAMS
     check_compiled(launches, capability, tmp_path / "program.cubin")
 
