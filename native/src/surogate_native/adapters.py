@@ -88,7 +88,7 @@ def down(
     n, inputs = x.shape[0], a_RI.shape[1]
     rank = a_RI.shape[0] // slots
     if n <= FEW and p == 0:
-        _down_few(x, a_RI, u_NR, room, slots)
+        down_few(x, a_RI, u_NR, room, slots)
         return
     tile, step, stages = _down_tile(slots)
     programs.down[triton.cdiv(n, tile) * slots,](
@@ -112,8 +112,11 @@ def down(
     )
 
 
-def _down_few(x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int) -> None:
-    """`down` of few rows, as in generation: several programs share a tile, since a single one waits for memory."""
+def down_few(x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int, *, copies: bool = False) -> None:
+    """`down` of few rows, as in generation: several programs share a tile, since a single one waits for memory.
+
+    `copies`: x is also written to the columns before `room`.
+    """
     n, inputs = x.shape[0], a_RI.shape[1]
     rank = a_RI.shape[0] // slots
     # Measured on an H200 at ranks of 16: with these a launch takes 3.2 to 4.8 µs.
@@ -139,6 +142,7 @@ def _down_few(x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int) -
         K=step,
         PART=part,
         PARTS=triton.next_power_of_2(shared),
+        COPIES=copies,
         num_warps=4,
         num_stages=_stages(x.device, tile, rank, step, 3, drops=False),
     )

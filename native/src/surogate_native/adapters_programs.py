@@ -84,8 +84,11 @@ def down_split(
     K: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """`down` without dropout, for few rows: PART inputs a program. parts [tiles·S, IN/PART, M, R].
+
+    COPIES: x is also written to the IN columns before those of u in `wide`.
 
     The last to come of those that share a tile adds their parts in a fixed order, whoever it is. PARTS: a power of two
     from IN/PART on. `counters` are 0 at the start, one for each tile and projection, and 0 again at the end.
@@ -102,6 +105,10 @@ def down_split(
         offsets = rows.to(tl.int64)[:, None] * x_row + columns[None, :]
         value = tl.load(x + offsets, mask=inside[:, None] & (columns < IN)[None, :], other=0.0)
         weight = tl.load(a + ranks[:, None] * a_row + columns[None, :], mask=(columns < IN)[None, :], other=0.0)
+        if COPIES:
+            copied = inside & (slot == 0)
+            to = wide + rows.to(tl.int64)[:, None] * wide_row - IN + columns[None, :]
+            tl.store(to, value, mask=copied[:, None] & (columns < IN)[None, :])
         acc = tl.dot(value, weight.T, acc)
     place = tl.arange(0, M)[:, None] * R + tl.arange(0, R)[None, :]
     own = parts + tile * (tl.num_programs(1) * M * R)

@@ -40,10 +40,11 @@ def choose(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
 
 
 def adapt(rows: int, rank: int, slots: int, inputs: int) -> None:
-    from surogate_native.adapters import down
+    from surogate_native.adapters import down_few
 
     x, a, u = empty(rows, inputs + 128), empty(rank * slots, inputs), empty(rows, rank * slots)
-    down(x, a, u, x[:, inputs:], empty(1, dtype=torch.int32), slots, 0.0, range(slots))
+    for copies in (False, True):
+        down_few(x, a, u, x[:, inputs:], slots, copies=copies)
 
 
 @pytest.mark.parametrize("capability", SHARED)

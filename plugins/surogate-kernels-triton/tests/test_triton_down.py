@@ -29,7 +29,7 @@ def test_in_the_interpreter() -> None:
 
 @devices
 @pytest.mark.parametrize(("inputs", "slots", "rank"), [(96, 2, 16), (4112, 3, 16), (2048, 1, 64), (560, 4, 16)])
-@pytest.mark.parametrize("rows", [1, 16, 37])
+@pytest.mark.parametrize("rows", [1, 16, 37, 130])
 def test_few_rows(device: str, inputs: int, slots: int, rank: int, rows: int) -> None:
     """u stands in both places, columns beside it are left alone, and a second call gives the same bits."""
     from surogate_native import adapters
@@ -64,12 +64,32 @@ class Names(TorchDispatchMode):
 
 
 @devices
+@pytest.mark.parametrize("rows", [1, 37, 200])
+def test_few_rows_without_a_backward_have_the_bits_of_others(device: str, rows: int) -> None:
+    """The kernel of u copies x: nothing is concatenated."""
+    from surogate_kernels_triton.adapters import adapted_linears
+
+    shape = compute.PanelShape(inputs=4112, outputs=(48, 32), rank=16, scale=2.0, dropout=0.0, salts=(0, 1))
+    panel = random(112, 4144, seed=3, scale=0.1, dtype=DTYPE).to(device)
+    x = random(rows, 4112, seed=4, dtype=DTYPE).to(device)
+    expected = adapted_linears(x.clone().requires_grad_(), panel, None, shape)
+    spread = torch.empty(rows, 2 * 4112, dtype=DTYPE, device=device)[:, ::2].copy_(x)
+    for given in (x, spread):
+        with Names() as names:
+            found = adapted_linears(given, panel, None, shape)
+        assert "cat" not in names.found
+        assert "adapted_linears_of_few" in names.found
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@devices
 def test_without_a_trace_x_is_copied_once_and_has_the_bits_of_a_traced_call(device: str) -> None:
     from surogate_kernels_triton.adapters import adapted_linears
 
     shape = compute.PanelShape(inputs=96, outputs=(48, 32), rank=16, scale=2.0, dropout=0.0, salts=(0, 1))
     panel = random(112, 128, seed=3, scale=0.1, dtype=DTYPE).to(device)
-    x = random(16, 96, seed=4, dtype=DTYPE).to(device)
+    x = random(520, 96, seed=4, dtype=DTYPE).to(device)
 
     def run(x: Tensor, panel: Tensor) -> Sequence[Tensor]:
         return [y.clone() for y in adapted_linears(x, panel, None, shape)]

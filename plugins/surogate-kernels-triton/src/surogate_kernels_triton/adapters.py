@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from surogate_native.adapters import (
+    FEW,
     ROOM,
     add_dropped,
     chunk_of,
     down,
+    down_few,
     down_gradient,
     dropped_gradient,
     gradients,
@@ -88,6 +90,28 @@ compute.in_place[torch.ops.surogate_triton.adapted_linears.default] = compute.In
 )
 
 
+@compute.compiled_ahead
+@torch.library.custom_op("surogate_triton::adapted_linears_of_few", mutates_args=())
+def _forward_of_few(x: Tensor, panel_QP: Tensor, inputs: int, outputs: Sequence[int], rank: int) -> Tensor:
+    """y of few rows without dropout or backward: the kernel of u copies x, which needs no launch of its own."""
+    n, width, ranks = x.shape[0], sum(outputs), rank * len(outputs)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    wide, u_NR = x.new_empty(n, inputs + _room(ranks)), x.new_empty(n, ranks)
+    down_few(x, panel_QP[width:, :inputs], u_NR, wide[:, inputs:], len(outputs), copies=True)
+    return torch.mm(wide[:, : inputs + ranks], panel_QP[:width, : inputs + ranks].t())
+
+
+@_forward_of_few.register_fake
+def _(x: Tensor, panel_QP: Tensor, inputs: int, outputs: Sequence[int], rank: int) -> Tensor:
+    return x.new_empty(x.shape[0], sum(outputs))
+
+
+def _room(ranks: int) -> int:
+    """Columns behind x, in which u has the first."""
+    return -(-ranks // ROOM) * ROOM
+
+
 @register_flop_formula(torch.ops.surogate_triton.adapted_linears)
 def _flops(
     x_shape: Sequence[int],
@@ -101,6 +125,13 @@ def _flops(
 ) -> int:
     ranks = rank * len(outputs)
     return 2 * x_shape[0] * (sum(outputs) * (inputs + ranks) + inputs * ranks)
+
+
+@register_flop_formula(torch.ops.surogate_triton.adapted_linears_of_few)
+def _flops_of_few(
+    x_shape: Sequence[int], panel: Any, inputs: int, outputs: Sequence[int], rank: int, **named: Any
+) -> int:
+    return _flops(x_shape, panel, None, inputs, outputs, rank)
 
 
 @compute.compiled_ahead
@@ -206,6 +237,15 @@ def _backward_bytes(
     return copied + max(gradients_bytes(dy, outputs, rank, n * inputs * dy.itemsize), dropped)
 
 
+def _parts(y_NQ: Tensor, outputs: Sequence[int]) -> tuple[Tensor, ...]:
+    """The columns of each projection."""
+    if len(outputs) == 1:
+        return (y_NQ,)
+    n, granule = len(y_NQ), chunk_of(outputs, 128)
+    parts = y_NQ.view(n, -1, granule).split([o // granule for o in outputs], dim=1)
+    return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
+
+
 class _AdaptedLinears(Function):
     @staticmethod
     def forward(
@@ -213,18 +253,13 @@ class _AdaptedLinears(Function):
     ) -> tuple[Tensor, ...]:
         n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
         # One sum in fp32, rounded once: bf16 would swallow what a young adapter adds to a y already rounded.
-        room = x_NI.new_empty(n, -(-shape.ranks // ROOM) * ROOM)
-        x_NI = torch.cat((x_NI, room), dim=1)
+        x_NI = torch.cat((x_NI, x_NI.new_empty(n, _room(shape.ranks))), dim=1)
         # Nobody else has these columns where nothing is traced, so u needs no copy of x.
         run = _forward_in_place if type(x_NI) is Tensor else _forward
         y, u_NR = run(x_NI, panel_QP, seed, shape.inputs, outputs, shape.rank, p, salts)
         ctx.save_for_backward(x_NI, u_NR, panel_QP, seed)
         ctx.shape, ctx.p = shape, p
-        if len(outputs) == 1:
-            return (y,)
-        granule = chunk_of(outputs, 128)
-        parts = y.view(n, -1, granule).split([o // granule for o in outputs], dim=1)
-        return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
+        return _parts(y, outputs)
 
     @staticmethod
     @once_differentiable
@@ -251,6 +286,11 @@ def adapted_linears(
 ) -> Sequence[Tensor]:
     """`ops.adapted_linears`; gradients of the adapters are fp32."""
     p = 0.0 if seed is None else shape.dropout
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *adapters))
+    if p == 0 and x.shape[0] <= FEW and not differentiated:
+        outputs = list(shape.outputs)
+        y = torch.ops.surogate_triton.adapted_linears_of_few(x, panel, shape.inputs, outputs, shape.rank)
+        return _parts(y, outputs)
     if seed is None:
         seed = torch.empty(0, dtype=torch.int32, device=x.device)  # not read; one element would be a launch
     found: tuple[Tensor, ...] = _AdaptedLinears.apply(x, panel, seed, shape, p, *adapters)
