@@ -55,8 +55,6 @@ FEWEST = 16
 Which of the two is used depends on the requests alone and not on what was captured before: it decides how products are
 added up, and the same requests give the same bits in every process.
 """
-COMPILED_ROWS = 32
-"""Rows from which layers are compiled: fewer, such as those of a chat, should not wait for a compiler."""
 SHORTEST = 256
 """Positions of the shortest step if attention has no kernel. Lengths are powers of two, up to the slots' own."""
 GATHER = 16
@@ -260,7 +258,6 @@ class SteppedRunner:
         """Why nothing is captured, or None."""
         self._mixing = FromCache(cache)
         self._table = weights.programs.kernels
-        compiles = assembly.settings.compiler == "inductor"
         self._shortest = SHORTEST_OF_KERNELS if self._has_kernel("slot_attention") else SHORTEST
         self.gather = max(1, cache.slots // GATHER)
         self.drafts = Drafts(allowed=drafts and self._exact(), pays=PAYS)
@@ -271,7 +268,7 @@ class SteppedRunner:
             captured=captured_rows(weights.plan) if self.eager is None else 0,
             capture=lambda forward: self._captured(forward, forward),
         )
-        self._layers = Layers(weights, COMPILED_ROWS if compiles else None)
+        self._layers = Layers(weights, compiles=assembly.settings.compiler == "inductor")
         self._state = State(self._rows_for(cache.slots), cache.slots, weights.device)
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._beside: torch.cuda.CUDAGraph | None = None

@@ -102,16 +102,14 @@ class Layers:
     """The layers of a model, whose mixers read the cache of the `mixing` in which they run."""
 
     weights: Weights
-    least_rows: int | None
-    """Fewest rows for which the run's compiler makes programs. With fewer, or None, operations run one by one."""
+    compiles: bool
+    """Whether the run's compiler makes programs; otherwise operations run one by one."""
     _by_key: dict[tuple[str, int], Function] = field(default_factory=dict)
     """(key of a piece, rows) → its program."""
 
     def of(self, rows: int) -> Iterator[Layer]:
         """The layers in order for this number of rows."""
-        if self.least_rows is None or rows < self.least_rows:
-            return self.weights.layers()
-        return self.weights.layers(lambda piece: self._program(piece, rows))
+        return self.weights.layers((lambda piece: self._program(piece, rows)) if self.compiles else None)
 
     def _program(self, piece: Piece, rows: int) -> Function:
         found = self._by_key.get((piece.key, rows))

@@ -187,12 +187,12 @@ def test_one_traced_program_serves_prompts_steps_and_all_layers(shared):
     engine = opened(shared, slots=3)
     runner = engine._runner
     assert isinstance(runner, SteppedRunner)
-    runner._layers.least_rows = 16
+    runner._layers.compiles = True
     same(engine.generate(asked), opened(shared, stepped=False).generate(asked))
     assert [rows for _, rows in shared.compiled] == [16]
     assert len(runner._layers._by_key) == 2
     again = opened(shared, slots=5)
-    again._runner._layers.least_rows = 16
+    again._runner._layers.compiles = True
     again.generate(asked[:1])
     assert len(shared.compiled) == 1
 

@@ -58,7 +58,7 @@ def weights(
 def opened(made: Weights, *, slots: int = 6, compiled: bool = True, drafts: bool = True) -> NativeEngine:
     engine = NativeEngine(made, RolloutSettings(slots=slots, context=400), drafts=drafts)
     if compiled and made.device.type == "cuda":
-        runner(engine)._layers.least_rows = 16
+        runner(engine)._layers.compiles = True
     return engine
 
 
