@@ -281,8 +281,10 @@ class SteppedRunner:
         """The row of the results of the block that was started last."""
         self._rows = 0
         """The rows of the last step."""
-        self._keeps_rows = False
-        """Whether the next block has as many, although it is loaded anew: its step was not captured in time."""
+        self._late: list[Running] = []
+        """The sequences of the block after the one that was read last, if its step was not captured in time. It is
+        loaded anew with as many rows.
+        """
         self._reach = 0
         """The largest position of a row of the buffers."""
         self._seen_SV: Tensor | None = None
@@ -332,11 +334,15 @@ class SteppedRunner:
         """
         block, self._ahead = self._ahead, None
         ids = {id(sequence) for sequence in running}
-        if block is None or not any(id(sequence) in ids for sequence in block.running):
-            drafts = self.drafts.of(running) if drafting and not self._keeps_rows else []
+        late, self._late = [sequence for sequence in self._late if id(sequence) in ids], []
+        if late:
+            block = self._start(late, rows=self._rows)
+            self._loaded = late if len(late) == len(running) else []
+        elif block is None or not any(id(sequence) in ids for sequence in block.running):
+            drafts = self.drafts.of(running) if drafting else []
             if drafts:
                 return self._checked(running, drafts)
-            block = self._start(running)
+            block = self._start(running, rows=self._rows_for(len(running)))
         left = max(s.remaining for s in running) - block.steps
         held = any(sequence.constraint is not None for sequence in self._loaded)
         waits = drafting and self.drafts.likely(running)
@@ -394,13 +400,11 @@ class SteppedRunner:
         if masks_NW is not None:
             self._masks()[: len(running)].copy_(masks_NW)
 
-    def _start(self, running: Sequence[Running]) -> StartedSteps:
+    def _start(self, running: Sequence[Running], *, rows: int) -> StartedSteps:
         """Start a block of tokens of each; of one token if some row has a constraint."""
         held = any(sequence.constraint is not None for sequence in running)
         steps = 1 if held else min(BLOCK, max(s.remaining for s in running))
-        if not self._keeps_rows:
-            self._rows = self._rows_for(len(running))
-        self._keeps_rows = False
+        self._rows = rows
         return self._load(running, rows_of(running), steps)
 
     def _load(self, running: Sequence[Running], rows: Sequence[StepRow], steps: int) -> StartedSteps:
@@ -418,7 +422,7 @@ class SteppedRunner:
         """Start the block after one that the host has not read; None if its step is not captured."""
         kind = self._kind(running, steps)
         if self.eager is None and kind not in self._graphs:
-            self._keeps_rows = True
+            self._late = self._loaded
             return None
         return self._queue(kind, steps)
 

@@ -251,6 +251,31 @@ def test_the_kind_of_a_step_depends_on_the_requests_alone(shared, monkeypatch):
     assert {(kind.rows, kind.longest) for kind in kinds[0]} == {(32, 64), (32, 80), (16, 80)}
 
 
+def test_a_block_that_was_not_captured_in_time_is_that_of_its_sequences(shared, monkeypatch):
+    """Not of a later call with more of them than it has rows."""
+    monkeypatch.setattr(decoding, "SHORTEST", 64)
+
+    class Graph:
+        def __init__(self, runner: SteppedRunner, kind: StepKind):
+            self.replay = lambda: runner.step(kind)
+
+    def capture(self, kind):
+        self._state.clear()
+        self._graphs[kind] = Graph(self, kind)
+
+    monkeypatch.setattr(SteppedRunner, "_capture", capture)
+    engine = opened(shared, slots=20)
+    runner = engine._runner
+    assert isinstance(runner, SteppedRunner)
+    runner.eager = None
+    one = Request(prompt=tuple(PROMPTS[2][:26] * 2), max_new_tokens=28, sampling=GREEDY)
+    (text,) = opened(shared, stepped=False).generate([one])
+    engine.generate([replace(one, stop_ids=frozenset({text.ids[5]}))])
+    assert runner._late, "the next block would reach position 64"
+    asked = [replace(r, sample=n // 6) for n, r in enumerate(requests(GREEDY) * 3)]
+    same(engine.generate(asked), opened(shared, stepped=False).generate(asked))
+
+
 def test_lengths_of_steps():
     assert [longest_of(n, 4096, shortest=256) for n in (5, 257, 3000)] == [256, 512, 4096]
     assert longest_of(5, 80, shortest=256) == longest_of(5, 80, shortest=4096) == 80
