@@ -108,11 +108,11 @@ def choose(
     if seen_NV is not None or rows.tempered or allowed_NV is not None:
         logits_NV = logits_NV.float() / rows.logprob_temperature_N[:, None]
         all_N = torch.log_softmax(logits_NV, dim=-1).gather(1, tokens_N[:, None])[:, 0]
-        # A row that may choose every token keeps its bits.
-        free = seen_NV is None and not rows.tempered and allowed_NV is not None
-        logprobs_N = (
-            torch.where(allowed_NV.all(dim=-1), logprobs_N, all_N) if free and allowed_NV is not None else all_N
-        )
+        # A row that asks for none of these keeps its bits: kernels add up in another order.
+        plain_N = (rows.penalty_N == 1) & (rows.logprob_temperature_N == 1)
+        if allowed_NV is not None:
+            plain_N = plain_N & allowed_NV.all(dim=-1)
+        logprobs_N = torch.where(plain_N, logprobs_N, all_N)
     return tokens_N, logprobs_N
 
 

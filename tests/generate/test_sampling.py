@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import generation
 
-from surogate_core.bundles import Request, Sampling
+from surogate_core.bundles import Kernel, Request, Sampling
 from surogate_core.generate.sampling import Rows, choose, filtered, key_of
-from surogate_core.kernels.decoding import kept, token_bounds
+from surogate_core.kernels.decoding import choose_tokens, kept, token_bounds
+from surogate_core.kernels.registry import KernelTable, using
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -82,6 +83,26 @@ def test_greedy_and_sampled_rows_share_a_batch():
     assert tokens[0] == logits()[0].argmax()
     assert tokens[2] == logits()[2].argmax()
     assert tokens[1] in logits()[1].topk(3).indices
+
+
+def test_a_rows_bits_do_not_depend_on_what_its_neighbours_ask_for():
+    """Although a kernel adds up in another order than torch."""
+
+    def function(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, logprobs = choose_tokens.__wrapped__(*arguments)
+        return tokens, logprobs.nextafter(torch.tensor(0.0))
+
+    kernel = Kernel(op="choose_tokens", name="other", function=function, supports=lambda device, dtype: True)
+    plain, tempered = Sampling(), Sampling(temperature=0.5, tempered_logprobs=True)
+    seen, allowed = torch.ones(2, 4, VOCABULARY, dtype=torch.bool)
+    allowed[1, :20] = False
+    with using(KernelTable(device=CPU, kernels=(kernel,))):
+        alone, logprobs = choose(logits(), rows(plain, plain, plain, plain))
+        for one, named in ((tempered, {}), (Sampling(repetition_penalty=2.0), {"seen_NV": seen}), (plain, {})):
+            for held in ({}, {"allowed_NV": allowed}):
+                tokens, found = choose(logits(), rows(plain, one, plain, one), **named, **held)
+                assert torch.equal(tokens[::2], alone[::2])
+                assert torch.equal(found[::2], logprobs[::2])
 
 
 @pytest.mark.parametrize(
