@@ -380,6 +380,8 @@ def attention(
     order_T = torch.arange(keys_GTKE.shape[1], device=q_NHE.device)
     visible = seen(positions_N.view(groups, 1, 1, width, 1), order_T, spec.window, kept.now[0].shape[1])
     weights = attention_weights(scores, visible, None if sinks_H is None else sinks_H.view(kv_heads, -1, 1, 1))
+    # What no row sees may be anything, such as of a draft that was rejected: zero times NaN would be NaN.
+    values_GTKF.masked_fill_(~visible.any(dim=-2).view(groups, -1, 1, 1), 0.0)
     found = torch.einsum("gkmwt,gtkf->gwkmf", weights, wide(values_GTKF))
     return found.reshape(len(q_NHE), heads, -1).to(q_NHE.dtype)
 

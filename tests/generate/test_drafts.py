@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from surogate_recipe_fp8.gemm import FP8Hybrid
 from tiny_qwen3 import tiny_config
 
 from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
+from surogate_core.dsl.tensors import TensorSpec
+from surogate_core.engine.planning.pieces import Source
 from surogate_core.generate.decoding import BLOCK, StepKind, SteppedRunner
 from surogate_core.generate.drafts import ROWS, Drafts, Repeats, StepRow, accepted, rows_of
 from surogate_core.generate.native import NativeEngine
@@ -39,8 +42,8 @@ SAMPLINGS = {
 }
 
 
-def weights(**changes: Any) -> Weights:
-    return Weights.load(tiny.assembly(**{"lora": tiny.lora(), **changes}), tiny.random_source())
+def weights(*, source: Source | None = None, **changes: Any) -> Weights:
+    return Weights.load(tiny.assembly(**{"lora": tiny.lora(), **changes}), source or tiny.random_source())
 
 
 def mixture() -> Weights:
@@ -191,6 +194,35 @@ def test_texts_that_repeat_themselves_take_fewer_steps(stepped):
     counts = drafts.steps, drafts.right
     assert engine.generate(asked) == expected
     assert (drafts.steps, drafts.right) == (2 * counts[0], 2 * counts[1])
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("kinds", ["full", "window"])
+def test_a_rejected_draft_may_have_no_number(kinds, stepped, monkeypatch):
+    """It does not stay in what the next rows read, which is all places of a ring."""
+    config = {**hybrid_family.CONFIG, "kinds": [kinds, "full"]}
+    plain, asked = tiny.random_source(), requests(count=2, new=50)
+
+    def made(broken: Sequence[int] = ()) -> Weights:
+        def source(spec: TensorSpec) -> torch.Tensor:
+            value = plain(spec).clone()
+            if spec.hf_name == "embed.weight":
+                value[[*broken]] = math.nan
+            return value
+
+        return weights(config=config, build=hybrid_family.Hybrid, lora=tiny.lora(targets=()), source=source)
+
+    expected = opened(made(), stepped=stepped, drafts=False).generate(asked)
+    used = {token for r, c in zip(asked, expected, strict=True) for token in (*r.prompt, *c.ids)}
+    unused = next(token for token in range(64) if token not in used)
+    right = guessing(asked, expected, 0.0, 61)
+
+    def guess(text: Sequence[int], count: int) -> list[int]:
+        return [*right(text, 1), *[unused] * count][:count]
+
+    engine = guessed(opened(made([unused]), stepped=stepped), guess, monkeypatch)
+    assert engine.generate(asked) == expected
+    assert drafts_of(engine).right > 30
 
 
 def test_angles_that_change_with_the_length_of_a_text(monkeypatch):
