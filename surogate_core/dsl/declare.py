@@ -345,16 +345,11 @@ class Block:
     def shared_inputs(
         self, slots: tuple[LinearSlot, ...], tensors: Mapping[str, Tensor], x: Tensor, tables: Mapping[str, Tensor]
     ) -> list[list[LinearSlot]]:
-        """The slots grouped by the tensor that they are called with, found by running `forward` on fake tensors."""
-        readers: list[tuple[Tensor, list[LinearSlot]]] = []
+        """The slots grouped by the tensor that each is called with first, by running `forward` on fake tensors."""
+        first: dict[str, Tensor] = {}
 
         def record(x_NI: Tensor, weight_OI: Tensor, slot: LinearSlot) -> Tensor:
-            for seen, group in readers:
-                if seen is x_NI:
-                    group.append(slot)
-                    break
-            else:
-                readers.append((x_NI, [slot]))
+            first.setdefault(slot.name, x_NI)
             return x_NI.new_empty(x_NI.shape[0], slot.outputs)
 
         plain = tuple(replace(s, adapter=None) for s in slots)
@@ -362,7 +357,10 @@ class Block:
         bound.taken = {spec.name: x.new_empty(len(x), *spec.shape) for spec in self.taken_specs()}
         bound.outputs(x, tables)
         known = {s.name: s for s in slots}
-        return [[known[s.name] for s in group] for _, group in readers]
+        groups: dict[int, list[LinearSlot]] = {}
+        for name, x_NI in first.items():
+            groups.setdefault(id(x_NI), []).append(known[name])
+        return [*groups.values()]
 
 
 def _canonical(config: Mapping[str, Any]) -> str:

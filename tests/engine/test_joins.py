@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,10 @@ import pytest
 import torch
 from surogate_offload_host import surogate_offloader
 from tiny_qwen3 import make_engine, tiny_config
+from torch import Tensor
 
 from surogate_core.bundles import RolloutSettings
+from surogate_core.dsl import Dim, Stack
 from surogate_core.dsl.slots import BoundJoin, Join, LinearSlot
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning import weight_plan
@@ -33,7 +35,7 @@ def engine(compiler: str = "inductor", **more: Any) -> Engine:
     return make_engine(more.pop("config", CONFIG), **settings, **more)
 
 
-def names(e: Engine) -> set[tuple[tuple[str, ...], ...]]:
+def names(e: Engine | Weights) -> set[tuple[tuple[str, ...], ...]]:
     return {tuple(tuple(s.name for s in join.slots) for join in joins) for joins in e.parameters.joins.values()}
 
 
@@ -123,6 +125,29 @@ def test_frozen_weights_are_joined_where_a_gpu_keeps_them(monkeypatch: pytest.Mo
     kept = dict(plain.parameters.base_tensors())
     assert all(torch.equal(value, kept.pop(name)) for name, value in joined.parameters.base_tensors())
     assert not kept
+
+
+def test_a_slot_that_is_called_twice_is_in_one_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its matrix would be allocated, or copied in every call, for each."""
+
+    class Twice(tiny.TinyBlock):
+        def forward(self, x: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+            y = self.k(x) + self.q(x) + self.k(x)
+            return super().forward(x + self.q(y), tables)
+
+    class Model(tiny.TinyModel):
+        layers = Stack(Twice, Dim("num_hidden_layers"), "layers.{i}.")
+
+    assembly = tiny.assembly(build=Model, lora=tiny.lora(targets=()))
+    assembly = replace(assembly, settings=replace(assembly.settings, compiler="inductor"))
+    document = tiny.documents((30,))[0]
+    found = []
+    for kept in (False, True):
+        monkeypatch.setattr(weight_plan, "_stays_on_a_gpu", lambda assembly, kept=kept: kept)
+        weights = Weights.load(assembly, tiny.random_source(std=0.05))
+        assert names(weights) == ({(("k", "q"), ("gate", "up"))} if kept else {()})
+        found += NativeEngine(weights, RolloutSettings(slots=1, context=32)).logprobs([document])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
