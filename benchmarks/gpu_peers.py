@@ -266,7 +266,7 @@ def plan(options: argparse.Namespace, peers: Sequence[str]) -> list[Line]:
                 attention=options.attention,
                 ours=options.ours,
                 profile=options.profile,
-                batch=batch,
+                batch=f"{batch.partition('x')[0]}x{TINY['LENGTH']}" if options.tiny else batch,
             )
             lines.append(line)
             if side == OURS and options.again:

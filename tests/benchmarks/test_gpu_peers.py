@@ -128,7 +128,7 @@ def test_the_command_writes_both_files(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "gpu_peers.json").read_text())
     assert [row.get("error") for row in report["lines"]] == [None]
     assert report["lines"][0]["setup_seconds"] > report["lines"][0]["import_seconds"] > 0
-    assert "| tiny | lora | row | off | Surogate |" in (tmp_path / "gpu_peers.md").read_text()
+    assert "| tiny | lora | 2x64 | row | off | Surogate |" in (tmp_path / "gpu_peers.md").read_text()
 
 
 @pytest.mark.parametrize(
