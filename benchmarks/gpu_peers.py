@@ -118,10 +118,8 @@ def work_line(line: Line, started: float) -> dict[str, Any]:
     imported, before = time.time() - started - own, time.time()
     gemm = ceiling(device)
     own += time.time() - before
-    vocabulary = PRESETS[line.size]["vocab_size"]
-    batches = gpu_lora.make_batches(
-        line.documents, vocabulary, max(gpu_lora.borders_of(line.documents), options.borders)
-    )
+    borders = max(gpu_lora.borders_of(line.documents), options.borders)
+    batches = gpu_lora.make_batches(line.documents, PRESETS[line.size]["vocab_size"], borders)
     if line.side == OURS:
         assembly = gpu_lora.make_assembly(options, device, batches[0].cu_seqlens.numel())
         side = _ours(gpu_lora.engine_of(assembly), batches)
