@@ -153,4 +153,5 @@ def test_ops_of_an_adapted_projection_on_a_gpu() -> None:
             for case in kernels._cases(pack):
                 if case.device.type == "cuda" and case.kernel.op == "adapted_linears":
                     kernels._run(case.kernel.function, case.inputs, case.leaves)
-    assert honest.seen >= {f"surogate_triton::adapted_linears{form}" for form in ("", "_backward")}
+    # Where nothing is traced, the forward writes into the copy of x that it made.
+    assert honest.seen >= {f"surogate_triton::adapted_linears{form}" for form in ("_", "_backward")}
