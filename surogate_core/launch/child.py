@@ -28,6 +28,8 @@ LEAVE = 10.0
 """Seconds that a process has to end after its work, and the other ranks after rank 0."""
 LEAVE_0 = 300.0
 """The same for the process of rank 0, where a monitor may still send what it has."""
+WRITING, PAUSE = 1.0, 0.1
+"""Seconds in which a process says where its threads are, at most, and between two looks at what it has said."""
 LAST_LINES = 20
 RESUME = "Fix: run the same command again, which resumes the last checkpoint, or set max_restarts=1."
 """What a user does after a process of the run was lost."""
@@ -163,12 +165,10 @@ class Child:
         """Have the process write where each of its threads is, into its log."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR2)
-        stacks, until = self._shared / worker.STACKS.format(self.rank), time.monotonic() + 0.5
-        while stacks.is_file() and not stacks.stat().st_size and time.monotonic() < until:
-            time.sleep(0.02)
+        stacks = _whole(self._shared / worker.STACKS.format(self.rank))
         if self._log is not None:
             with suppress(OSError), open(self._log, "ab", opener=private) as log:
-                log.write(stacks.read_bytes())
+                log.write(stacks)
 
     def kill(self) -> None:
         """Kill the process and all that it has started.
@@ -237,3 +237,20 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def _whole(dump: Path) -> bytes:
+    """What faulthandler is writing into a file, thread by thread: when the thread that it runs in is there, the main one
+    and the last, and nothing more comes.
+
+    A process that is stopped writes nothing, and one on a busy machine takes its time.
+    """
+    found, until = b"", time.monotonic() + WRITING
+    while time.monotonic() < until:
+        time.sleep(PAUSE)
+        before = found
+        with suppress(OSError):
+            found = dump.read_bytes()
+        if b"Current thread" in found and found == before:
+            break
+    return found

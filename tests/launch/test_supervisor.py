@@ -315,3 +315,21 @@ def test_processes_that_cannot_start_are_the_machines_fault(start: Start, monkey
     monkeypatch.setattr(subprocess, "Popen", full)
     with pytest.raises(MachineError, match=r"the 2 processes of the run cannot be started: .*ulimit -u"):
         start("runs")
+
+
+def test_a_dump_of_stacks_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine its threads come one after the other."""
+    dump = tmp_path / "stacks"
+    coming = iter((b"", b"Thread 1:\n", b"  in wait\n", b"", b"Current thread 2:\n", b"  in <module>\n", b""))
+
+    def sleep(seconds: float) -> None:
+        with dump.open("ab") as file:
+            file.write(next(coming))
+
+    monkeypatch.setattr(child.time, "sleep", sleep)
+    assert child._whole(dump) == b"Thread 1:\n  in wait\nCurrent thread 2:\n  in <module>\n"
+
+
+def test_a_process_that_is_stopped_dumps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "WRITING", 0.15)
+    assert child._whole(tmp_path / "none") == b""
