@@ -240,8 +240,8 @@ def _state(pid: int) -> str:
 
 
 def _whole(dump: Path) -> bytes:
-    """What faulthandler is writing into a file, thread by thread: when the thread that it runs in is there, the main one
-    and the last, and nothing more comes.
+    """What faulthandler is writing into a file, thread by thread: when the thread in which it runs is there, the main
+    one and the last, and nothing more comes.
 
     A process that is stopped writes nothing, and one on a busy machine takes its time.
     """
