@@ -154,7 +154,7 @@ def check(program: Program, trained: str, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.slow_cases("qkv", "ffn", "rmsnorm", "swiglu-", "att-")
+@pytest.mark.slow_cases("qkv", "ffn", "rmsnorm", "swiglu", "att")
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "references"])
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("policy", [*POLICIES, *BUDGETS])

@@ -85,7 +85,7 @@ def expected(engine: Engine, batches: Sequence[MicroBatch]) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow_cases("of sequences", "-1")
+@pytest.mark.slow_cases("of sequences", "1")
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("by_sequence", [False, True, tiny.lora()], ids=["by token", "by sequence", "frozen head"])
 @pytest.mark.parametrize("more", [TOKENS, SEQUENCES, BOTH], ids=["of tokens", "of sequences", "of both"])

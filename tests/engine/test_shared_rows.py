@@ -172,7 +172,7 @@ def test_ranks_that_share_rows_train_like_one(world: int, context: int, changes:
     close_to_one_rank(world, context, **changes)
 
 
-@pytest.mark.slow_cases("-default", "-linear", "-llama3", "-proportional", "rows apart-yarn")
+@pytest.mark.slow_cases("default", "linear", "llama3", "proportional", "rows apart-yarn")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("context", [1, 2], ids=["rows apart", "shared rows"])
 def test_every_rope_has_the_angles_of_one_rank(kind: str, context: int) -> None:

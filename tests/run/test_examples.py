@@ -36,7 +36,7 @@ def command(name: str, index: int = 0) -> list[str]:
     return example_commands.commands(example_commands.ROOT / "examples" / f"{name}.yaml")[index]
 
 
-@pytest.mark.slow_cases("qwen2_sft_lora", "qlora_nvfp4", "llama3_sft_lora", "instruction_data", "full_finetune", "dpo")
+@pytest.mark.slow_cases("qlora_nvfp4", "instruction_data", "full_finetune", "dpo")
 @pytest.mark.parametrize(
     ("name", "result"),
     [

@@ -187,7 +187,8 @@ def _kept(weights: Any) -> int:
 
 @pytest.mark.slow_cases("lora", "level 0", "level 1 in bf16", "level 2", "shared base on the host")
 @pytest.mark.slow_cases("level 1, weights, exact", "level 1, weights on the host")
-@pytest.mark.slow_cases("cpu_training in bf16", "shared base, cpu_training", "fp32 parameters, ", "even loads")
+@pytest.mark.slow_cases("cpu_training in bf16", "shared base, cpu_training", "even loads")
+@pytest.mark.slow_cases(*(name for name in RANKS if name.startswith("fp32 parameters, ")))
 @pytest.mark.slow_cases("adapters of experts", "even loads, rows")
 @pytest.mark.parametrize(("adapters", "ranks", "keys"), RANKS.values(), ids=list(RANKS))
 def test_bytes_of_a_rank_are_those_of_its_engine(adapters: bool, ranks: int, keys: dict[str, Any]) -> None:
