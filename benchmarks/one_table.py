@@ -1,9 +1,9 @@
 """Ours and every installed peer on the card at hand, in one run: one table as Markdown and JSON.
 
-    python benchmarks/one_table.py --out DIR [--budget 1500] [--only lora full generation grpo]
+    python benchmarks/one_table.py --out DIR [--budget 1500] [--only lora rows full generation grpo]
     python benchmarks/one_table.py --out DIR --device cpu --tiny      # without a GPU: the script itself
 
-- lora: gpu_peers.py, with transformers and PEFT, Liger's kernels, and Unsloth.
+- lora: gpu_peers.py, with transformers and PEFT, Liger's kernels, and Unsloth; rows: other lengths, with Unsloth.
 - full: all weights in bf16 and FP8: several_gpus.py on one GPU, with FSDP2, torchao's float8 and torchtitan.
 - generation: generate.py, with vLLM.
 - grpo: grpo.py, with TRL's generation by transformers and by vLLM. Its tokens are those of the completions.
@@ -85,13 +85,13 @@ class Part:
         return found
 
 
-def _lora(*sizes: str) -> Part:
-    titles = {title: name for name, title in gpu_peers.TITLES.items()}
+def _lora(*lines: tuple[str, Sequence[str]], sides: Sequence[str] = tuple(gpu_peers.TITLES)) -> Part:
+    """`lines`: (name of the work, further options)."""
     return Part(
-        commands=[["gpu_peers.py", "--modes", "lora", "--sizes", size, "--peers"] for size in sizes],
+        commands=[["gpu_peers.py", "--modes", "lora", *more, "--peers"] for _, more in lines],
         works=[
-            Work(name=f"{size.upper()} LoRA", sides={side: (n, name) for side, name in titles.items()})
-            for n, size in enumerate(sizes)
+            Work(name=name, sides={gpu_peers.TITLES[side]: (n, side) for side in sides})
+            for n, (name, _) in enumerate(lines)
         ],
     )
 
@@ -123,7 +123,13 @@ def _generation(*models: tuple[str, int]) -> Part:
 
 
 PARTS: Mapping[str, Part] = {
-    "lora": _lora("0.6b", "8b"),
+    "lora": _lora(("0.6B LoRA", ["--sizes", "0.6b"]), ("8B LoRA", ["--sizes", "8b"])),
+    "rows": _lora(
+        ("0.6B LoRA, 8 rows of 512", ["--sizes", "0.6b", "--batches", "8x512"]),
+        ("0.6B LoRA, documents of 40 tokens", ["--sizes", "0.6b", "--documents", "tiny"]),
+        ("8B LoRA, a row of 8192", ["--sizes", "8b", "--batches", "1x8192"]),
+        sides=(gpu_peers.OURS, "unsloth"),  # the best peer
+    ),
     "full": _full("4B", "8B"),
     "generation": _generation(("qwen3-0.6b", 256), ("qwen3-8b", 128)),
     "grpo": Part(

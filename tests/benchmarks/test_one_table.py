@@ -104,6 +104,7 @@ def test_the_table_of_a_run(
     assert "torch" in report["versions"]
     rows = {(row["work"], row["side"]): row for row in report["rows"]}
     assert rows["0.6B LoRA", "transformers + PEFT"]["ours_over_this"] == 2.0
+    assert [side for work, side in rows if work == "8B LoRA, a row of 8192"] == ["Surogate", "Unsloth"]
     assert rows["8B all weights, FP8", "torchtitan float8"]["ours_over_this"] == 2.0
     assert rows["8B all weights, FP8", "FSDP2 float8"]["error"].endswith("out of memory")
     assert rows["qwen3-0.6b LoRA, 128 completions", "Surogate"]["tokens_per_second"] == 2000
@@ -119,7 +120,7 @@ def test_the_table_of_a_run(
     text = (tmp_path / "one_table.md").read_text()
     assert text in capsys.readouterr().out
     assert "a GPU; torch" in text
-    assert "800 before lora, 800 before full, 800 before generation, 800 before grpo, 800 at the end." in text
+    assert "800 before lora, 800 before rows, 800 before full, 800 before generation, 800 before grpo, 800 at the end." in text
     assert "| 0.6B LoRA | Unsloth | not installed (unsloth) |  |  |" in text
     assert "| 4B all weights, bf16 | FSDP2 | out of memory |  |  |" in text
     assert text.endswith("- x: stopped\n")
