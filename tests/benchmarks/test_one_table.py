@@ -120,7 +120,10 @@ def test_the_table_of_a_run(
     text = (tmp_path / "one_table.md").read_text()
     assert text in capsys.readouterr().out
     assert "a GPU; torch" in text
-    assert "800 before lora, 800 before rows, 800 before full, 800 before generation, 800 before grpo, 800 at the end." in text
+    assert (
+        "800 before lora, 800 before rows, 800 before full, 800 before generation, 800 before grpo, 800 at the end."
+        in text
+    )
     assert "| 0.6B LoRA | Unsloth | not installed (unsloth) |  |  |" in text
     assert "| 4B all weights, bf16 | FSDP2 | out of memory |  |  |" in text
     assert text.endswith("- x: stopped\n")
