@@ -52,7 +52,7 @@ TARGETS = {"all": ("all",), "attention": ("q_proj", "k_proj", "v_proj", "o_proj"
 DOCUMENTS = {"row": 0.0, "lognormal": 400.0, "tiny": 40.0}
 """Mean length of documents; those of `row` fill one."""
 SIGMA = 0.8
-"""Of the logarithm of their lengths."""
+"""The standard deviation of the logarithm of a length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ WARM_UP = 3
 TINY = {"LENGTH": 64, "MICRO_STEPS": 2}
 """What `--tiny` makes of the constants of gpu_lora.py."""
 BATCH = "2x2048"
+"""Rows of a micro-step, and tokens of a row."""
 OURS, MODES = "surogate", ("lora", "full", "pretrain")
 PEERS = {
     "transformers": ("transformers", "peft"),
@@ -75,7 +76,6 @@ class Line:
     """Further options of gpu_lora.py for ours."""
     profile: bool
     batch: str = BATCH
-    """Rows of a micro-step, and tokens of a row."""
     again: bool = False
     """A second start of ours for its set-up alone."""
 
@@ -340,20 +340,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     if report["gemm_tflops"]:
         each = report["gemm_tflops_each"]
         text += [f"Product of 8192³: {report['gemm_tflops']:.0f} TFLOP/s, {min(each):.0f} to {max(each):.0f} by line."]
-    heads = [
-        "model",
-        "mode",
-        "rows",
-        "documents",
-        "recompute",
-        "side",
-        "tok/s",
-        "ours ÷ this",
-        "ms a step",
-        "SOL",
-        "GiB",
-    ]
-    heads += ["planned", "set-up", "loss first … last"]
+    heads = ["model", "mode", "rows", "documents", "recompute", "side", "tok/s", "ours ÷ this", "ms a step", "SOL"]
+    heads += ["GiB", "planned", "set-up", "loss first … last"]
     text += ["", "| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
     for row in report["lines"]:
         recompute = "on" if row["recompute"] else "off"

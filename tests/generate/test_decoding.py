@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from replayed_steps import replays
 from surogate_model_qwen3 import surogate_model_family as qwen3
 from surogate_model_qwen3_moe import surogate_model_family as qwen3_moe
 from tiny_qwen3 import tiny_config
@@ -220,33 +221,15 @@ def test_log_probabilities_of_documents(shared):
 def test_the_kind_of_a_step_depends_on_the_requests_alone(shared, monkeypatch):
     """Whatever was captured before; one with a new kind may come while a block is not read yet."""
     monkeypatch.setattr(decoding, "SHORTEST", 64)
-    used: list[tuple[StepKind, int]] = []
-
-    class Graph:
-        def __init__(self, runner: SteppedRunner, kind: StepKind):
-            self.runner, self.kind = runner, kind
-
-        def replay(self) -> None:
-            live = int(self.runner._state.live_N[: self.kind.rows].sum())
-            used.append((self.kind, live))
-            self.runner.step(self.kind)
-
-    def capture(self, kind):
-        self._state.clear()
-        self._graphs[kind] = Graph(self, kind)
-
-    monkeypatch.setattr(SteppedRunner, "_capture", capture)
     engine = opened(shared, slots=20)
-    runner = engine._runner
-    assert isinstance(runner, SteppedRunner)
-    runner.eager = None
+    _, used = replays(engine, monkeypatch)
     asked = [replace(one, sample=n // 6, max_new_tokens=40 - n) for n, one in enumerate(requests(GREEDY) * 3)]
     expected = opened(shared, stepped=False).generate(asked)
     kinds = []
     for _ in range(2):
         used.clear()
         same(engine.generate(asked), expected)
-        kinds.append([kind for kind, _ in used])
+        kinds.append([*used])
     assert kinds[0] == kinds[1]
     assert {(kind.rows, kind.longest) for kind in kinds[0]} == {(32, 64), (32, 80), (16, 80)}
 
@@ -254,20 +237,8 @@ def test_the_kind_of_a_step_depends_on_the_requests_alone(shared, monkeypatch):
 def test_a_block_that_was_not_captured_in_time_is_that_of_its_sequences(shared, monkeypatch):
     """Not of a later call with more of them than it has rows."""
     monkeypatch.setattr(decoding, "SHORTEST", 64)
-
-    class Graph:
-        def __init__(self, runner: SteppedRunner, kind: StepKind):
-            self.replay = lambda: runner.step(kind)
-
-    def capture(self, kind):
-        self._state.clear()
-        self._graphs[kind] = Graph(self, kind)
-
-    monkeypatch.setattr(SteppedRunner, "_capture", capture)
     engine = opened(shared, slots=20)
-    runner = engine._runner
-    assert isinstance(runner, SteppedRunner)
-    runner.eager = None
+    runner, _ = replays(engine, monkeypatch)
     one = Request(prompt=tuple(PROMPTS[2][:26] * 2), max_new_tokens=28, sampling=GREEDY)
     (text,) = opened(shared, stepped=False).generate([one])
     engine.generate([replace(one, stop_ids=frozenset({text.ids[5]}))])

@@ -12,6 +12,7 @@ import hybrid_family
 import pytest
 import relaying_family
 import torch
+from replayed_steps import replays
 from surogate_model_qwen3 import surogate_model_family as qwen3
 from surogate_model_qwen3_moe import surogate_model_family as qwen3_moe
 from surogate_recipe_fp8 import FP8Options
@@ -21,7 +22,7 @@ from tiny_qwen3 import tiny_config
 from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
 from surogate_core.dsl.tensors import TensorSpec
 from surogate_core.engine.planning.pieces import Source
-from surogate_core.generate.decoding import BLOCK, StepKind, SteppedRunner
+from surogate_core.generate.decoding import BLOCK, SteppedRunner
 from surogate_core.generate.drafts import ROWS, Drafts, Repeats, StepRow, accepted, rows_of
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import FixedRunner
@@ -333,19 +334,7 @@ def test_a_step_with_drafts_is_captured_for_itself(shared, monkeypatch):
     engine = guessed(
         opened(shared, stepped=True), lambda text, count: right(text, count * (len(text) % 7 < 4)), monkeypatch
     )
-    runner = engine._runner
-    assert isinstance(runner, SteppedRunner)
-    runner.eager = None
-
-    class Graph:
-        def __init__(self, kind: StepKind):
-            self.replay = lambda: runner.step(kind)
-
-    def capture(self, kind):
-        self._state.clear()
-        self._graphs[kind] = Graph(kind)
-
-    monkeypatch.setattr(SteppedRunner, "_capture", capture)
+    runner, _ = replays(engine, monkeypatch)
     for _ in range(2):
         assert engine.generate(asked) == expected
     assert {kind.drafted for kind in runner._graphs} == {False, True}

@@ -113,8 +113,8 @@ def _shared_inputs(assembly: Assembly, piece: Piece, tables: Mapping[str, Signat
 def plan_joins(
     assembly: Assembly, found: Sequence[Piece], *, tables: Mapping[str, Signature]
 ) -> dict[str, tuple[Join, ...]]:
-    """The joins of each piece, by key: slots that read the same input and whose trained weights are contiguous in their
-    flat group, or whose frozen ones a GPU keeps as they are, so that they can be.
+    """The joins of each piece, by key: slots that read the same input. Their trained weights are contiguous in their
+    flat group; frozen ones that a GPU keeps unchanged are loaded contiguously (`Panels.frozen_weights`).
 
     There are none if products are not plain, or if programs are not compiled, because a CPU's kernels would copy the
     parts.
