@@ -2,6 +2,7 @@
 
     python benchmarks/one_table.py --out DIR [--budget 1500] [--only lora rows full generation grpo]
     python benchmarks/one_table.py --out DIR --device cpu --tiny      # without a GPU: the script itself
+    python benchmarks/one_table.py --out DIR --join DIR1 DIR2         # one table of runs on GPUs of one host side by side
 
 - lora: gpu_peers.py, with transformers and PEFT, Liger's kernels, and Unsloth; rows: other lengths, with Unsloth.
 - full: all weights in bf16 and FP8: several_gpus.py on one GPU, with FSDP2, torchao's float8 and torchtitan.
@@ -228,6 +229,27 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(text).rstrip() + "\n"
 
 
+def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report of runs on GPUs of one host, or of peers that do not fit into one environment."""
+
+    def each(key: str) -> str:
+        return "; ".join(dict.fromkeys(report[key] for report in reports))
+
+    def all_of(key: str) -> list[Any]:
+        return [one for report in reports for one in report[key]]
+
+    rows = sorted(all_of("rows"), key=lambda row: list(PARTS).index(row["part"]))
+    return {"card": each("card"), "versions": each("versions"), "rows": rows} | {
+        key: all_of(key) for key in ("rates", "failed")
+    }
+
+
+def write(report: Mapping[str, Any], out: Path) -> None:
+    """Both files."""
+    (out / f"{FILE}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    (out / f"{FILE}.md").write_text(markdown(report), encoding="utf-8")
+
+
 def _when(part: str) -> str:
     return "at the end" if part == END else f"before {part}"
 
@@ -267,8 +289,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             report["card"] = rate["card"]
             report["rates"].append({"part": name, "tflops": rate["tflops"]})
         report["rows"] += [asdict(row) for row in rows_of(name, part, places[1:], lack)]
-        (options.out / f"{FILE}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-        (options.out / f"{FILE}.md").write_text(markdown(report), encoding="utf-8")
+        write(report, options.out)
     return report
 
 
@@ -280,6 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU, to try the script itself")
+    parser.add_argument("--join", nargs="+", type=Path, metavar="DIR", help="only join the tables of these directories")
     parser.add_argument("--rate", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.tiny = options.tiny or options.device == "cpu"
@@ -287,7 +309,11 @@ def main(arguments: list[str] | None = None) -> int:
         measure_rate(options)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    report = run(options)
+    if options.join:
+        report = joined([json.loads((one / f"{FILE}.json").read_text(encoding="utf-8")) for one in options.join])
+        write(report, options.out)
+    else:
+        report = run(options)
     print(markdown(report))
     return int(bool(report["failed"]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,25 @@ def test_the_table_of_a_run(
     assert "| 4B all weights, bf16 | FSDP2 | out of memory |  |  |" in text
     assert text.endswith("- x: stopped\n")
     assert {row.count("|") for row in text.splitlines() if row.startswith("|")} == {6}
+
+
+def test_tables_of_runs_side_by_side_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def report(part: str, failed: list[str]) -> dict[str, Any]:
+        row = one_table.Row(part=part, work=f"work of {part}", side="vLLM", tokens_per_second=5.0)
+        rates = [{"part": part, "tflops": 800.0}]
+        return {"card": "a GPU", "versions": f"of {part}", "rates": rates, "rows": [asdict(row)], "failed": failed}
+
+    for part, failed in (("grpo", []), ("lora", ["lora.0.1: stopped"])):
+        (tmp_path / part).mkdir()
+        one_table.write(report(part, failed), tmp_path / part)
+    words = ["--out", str(tmp_path), "--join", str(tmp_path / "grpo"), str(tmp_path / "lora")]
+    assert one_table.main(words) == 1
+    text = (tmp_path / "one_table.md").read_text()
+    assert text in capsys.readouterr().out
+    assert text.startswith(
+        "a GPU; of grpo; of lora.\nProduct of 8192³ in bf16, TFLOP/s: 800 before grpo, 800 before lora."
+    )
+    assert text.index("work of lora") < text.index("work of grpo") < text.index("- lora.0.1: stopped")
 
 
 @pytest.mark.slow
