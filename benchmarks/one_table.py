@@ -2,7 +2,7 @@
 
     python benchmarks/one_table.py --out DIR [--budget 1500] [--only lora rows full generation grpo]
     python benchmarks/one_table.py --out DIR --device cpu --tiny      # without a GPU: the script itself
-    python benchmarks/one_table.py --out DIR --join DIR1 DIR2         # one table of runs on GPUs of one host side by side
+    python benchmarks/one_table.py --out DIR --join DIR1 DIR2         # one table of runs side by side
 
 - lora: gpu_peers.py, with transformers and PEFT, Liger's kernels, and Unsloth; rows: other lengths, with Unsloth.
 - full: all weights in bf16 and FP8: several_gpus.py on one GPU, with FSDP2, torchao's float8 and torchtitan.
