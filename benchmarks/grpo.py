@@ -2,6 +2,7 @@
 
     python benchmarks/grpo.py [--model qwen3-0.6b] [--cases full lora sft-full trl-full] [--out found.json]
     python benchmarks/grpo.py --model qwen3-8b --cases lora lora-fp8 nf4 sft-lora trl-lora
+    python benchmarks/grpo.py --cases lora --options rollout=dedicated max_staleness=1     # on two GPUs
     python benchmarks/grpo.py --small                            # tiny, on a CPU
 
 A case is `full`, `lora` (rank 16, every projection) or `nf4` (the same on a base in NF4), with `-fp8` under the recipe
@@ -174,14 +175,17 @@ def ours(case: str, words: argparse.Namespace, directory: Path) -> dict[str, Any
     if not rolled:
         rate = median(end["tokens"] / end["seconds"] for end in counted)
         return {**found, "phases": {"train": median(end["seconds"] for end in counted)}, "trained_per_second": rate}
-    phases = {name: [rolled[end["step"]]["seconds"].get(name, 0.0) for end in counted] for name in rolled[1]["seconds"]}
+    # What ran beside the step before is a phase too, though it delays nothing.
+    laps = {step: {**event.get("overlapped", {}), **event["seconds"]} for step, event in rolled.items()}
+    names = dict.fromkeys(name for lap in laps.values() for name in lap)
+    phases = {name: [laps[end["step"]].get(name, 0.0) for end in counted] for name in names}
     rest = [end["seconds"] - sum(rolled[end["step"]]["seconds"].values()) for end in counted]
     gaps = [end["figures"].get("logprob_gap/mean") for end in counted if end.get("figures")]
     return {
         **found,
         "phases": {name: median(values) for name, values in {**phases, "train": rest}.items()},
         "generated_per_second": median(
-            rolled[end["step"]]["tokens"] / max(rolled[end["step"]]["seconds"]["generate"], 1e-9) for end in counted
+            rolled[end["step"]]["tokens"] / max(laps[end["step"]]["generate"], 1e-9) for end in counted
         ),
         "trained_per_second": median(
             end["tokens"] / seconds for end, seconds in zip(counted, rest, strict=True) if seconds > 0

@@ -87,9 +87,12 @@ def surogate_kernel_pack() -> bundles.KernelPack:
 
 
 @hookimpl
-def surogate_rollout_engine() -> bundles.RolloutEngineSpec:
-    """Generation by the blocks of the model itself."""
-    return bundles.RolloutEngineSpec(name="native", open=_native, constrains=True)
+def surogate_rollout_engine() -> list[bundles.RolloutEngineSpec]:
+    """Generation by the blocks of the model itself: on the GPU that trains, or on one of its own."""
+    return [
+        bundles.RolloutEngineSpec(name="native", open=_native, constrains=True),
+        bundles.RolloutEngineSpec(name="dedicated", open=_dedicated, caches=False, apart=True, constrains=True),
+    ]
 
 
 @hookimpl
@@ -132,6 +135,12 @@ COMMANDS = (
 def surogate_command() -> list[bundles.CommandSpec]:
     """The core's commands."""
     return [*COMMANDS]
+
+
+def _dedicated(weights: bundles.ModelWeights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
+    from surogate_core.inference.dedicated import DedicatedEngine
+
+    return DedicatedEngine(weights, settings)
 
 
 def _native(weights: bundles.ModelWeights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:

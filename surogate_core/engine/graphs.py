@@ -11,9 +11,13 @@ import torch
 
 
 @cache
+def _side_stream_of(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def _side_stream() -> torch.cuda.Stream:
-    """The stream of every warm-up: cuBLAS keeps a workspace for each stream that it has seen."""
-    return torch.cuda.Stream()
+    """The stream of every warm-up on the current device: cuBLAS keeps a workspace for each stream that it has seen."""
+    return _side_stream_of(torch.cuda.current_device())
 
 
 _MODE = "thread_local"

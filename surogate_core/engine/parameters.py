@@ -82,7 +82,8 @@ class Parameters:
         """Key of a piece → the slots whose weights its programs read as one matrix."""
         self.packed: Mapping[str, PackedWeight] = plan.packed if plan else {}
         """HF name of a frozen weight → how the recipe or the weight format keeps it."""
-        self._source: Source | None = None
+        self.source: Source | None = None
+        """What `fill` read, and reads again for weights that are rounded."""
         self.weights, self._shared_weights = weights, shared_weights
         self.master_dtype = master_dtype
         assert seed is not None or master_dtype == torch.float32, "narrow masters are rounded with a seed"
@@ -126,7 +127,7 @@ class Parameters:
 
     def fill(self, source: Source, *, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Set every tensor from the source and put the frozen ones into the weights store."""
-        self._source = source
+        self.source = source
         total = len(self.specs)
         in_panel = {
             spec.hf_name: place
@@ -290,8 +291,8 @@ class Parameters:
                     value = value.clone()
                 elif spec.hf_name in self.packed:
                     # The recipe's kept form is rounded, so the weight itself is read or drawn again.
-                    assert self._source is not None
-                    again = self._source(spec)
+                    assert self.source is not None
+                    again = self.source(spec)
                     assert isinstance(again, Tensor)
                     value = again
                 if spec.role != "adapter" and spec.hf_name not in seen:
@@ -303,8 +304,8 @@ class Parameters:
         """A frozen weight of all experts, of which this rank has a part: read or drawn again, and in a weight format
         rounded again.
         """
-        assert isinstance(self._source, ExpertsOfRank)
-        value, packed = self._source.source(of_all(spec)), self.packed.get(spec.hf_name)
+        assert isinstance(self.source, ExpertsOfRank)
+        value, packed = self.source.source(of_all(spec)), self.packed.get(spec.hf_name)
         if packed is None or packed.unpack is None:
             assert isinstance(value, Tensor)
             return value

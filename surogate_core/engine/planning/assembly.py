@@ -99,6 +99,8 @@ class Assembly:
     """The storage format of frozen projections; None keeps them unchanged, or as the recipe packs them."""
     keeps_as_it_is: Callable[[str], bool] = _keeps_none
     """HF name → whether the weight format skips this weight."""
+    packs: bool = True
+    """Whether the recipe packs frozen weights; otherwise it multiplies with them as with trained ones."""
 
     offload_experts: bool = False
     """Whether the offloader's store of weights has the frozen experts, if it has not all frozen weights."""

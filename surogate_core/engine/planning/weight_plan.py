@@ -43,7 +43,8 @@ class WeightPlan:
         panels = plan_panels(assembly, found, plain=plain, tables=tables)
         joins = plan_joins(assembly, found, tables=tables)
         packed = plan_format(found, assembly.weight_format, assembly.keeps_as_it_is)
-        packed = packed or plan_packing(assembly, found, plain=plain, panels=panels)
+        if not packed and assembly.packs:
+            packed = plan_packing(assembly, found, plain=plain, panels=panels)
         if assembly.streams_frozen:
             packed = {**_into_panels(found, panels, assembly.settings.dtype), **packed}
         return cls(panels=panels, joins=joins, packed=packed)

@@ -69,7 +69,7 @@ def _of_staleness(
     rollout, key, fix = config.rollout.name, "max_staleness", "max_staleness=0"
     if not registry.get("rollout", rollout).apart:
         message = f"is {options.max_staleness}, and rollout={rollout} samples with the weights that are being trained."
-        yield Problem(key=key, message=message, fix=f"{fix}, or rollout=vllm")
+        yield Problem(key=key, message=message, fix=f"{fix}, or rollout=dedicated with a second GPU")
     # Both need the run's device while it trains.
     if options.reward_model is not None:
         message = f"is {options.max_staleness}, and reward_model scores completions on the device that trains."

@@ -1,0 +1,184 @@
+"""The core's rollout engine on a GPU of its own, with a copy of a run's weights: it generates while the run trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Request, RolloutSettings
+from surogate_core.bundles.handed import ModelWeights, whole
+from surogate_core.dsl.tensors import TensorSpec
+from surogate_core.engine.planning.assembly import Assembly
+from surogate_core.engine.planning.pieces import Source
+from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
+from surogate_core.errors import MachineError
+from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.weights import Weights
+from surogate_core.inference.generation import untrained
+from surogate_core.inference.texts import fitting_slots
+from surogate_core.kernels.registry import KernelTable
+
+
+class DedicatedEngine:
+    """Generation by `NativeEngine` on the next GPU. On a CPU the copy is beside the weights."""
+
+    def __init__(self, weights: ModelWeights, settings: RolloutSettings):
+        """Copies the weights. Raises `MachineError` if there is no other GPU, or if it lacks memory for them."""
+        own = whole(Weights, weights)
+        self._device = _beside(own.device)
+        try:
+            self._copy = WeightsCopy.of(own, self._device)
+        except torch.OutOfMemoryError as error:
+            message = f"rollout=dedicated: GPU {self._device.index} lacks memory for the model's weights."
+            raise MachineError(f"{message} Fix: rollout=native") from error
+        with on(self._device):
+            fix = "a shorter sequence_len, or rollout=native"
+            slots = fitting_slots(self._copy.weights, settings.context, settings.slots, fix=fix)
+            self._engine = NativeEngine(self._copy.weights, replace(settings, slots=slots))
+        self._stale = False
+
+    # --------------------------------------------------------------------------- public
+
+    def generate(self, requests: Sequence[Request], *, on_token: OnToken | None = None) -> list[Completion]:
+        """A completion of each request, in their order."""
+        self._update()
+        with on(self._device):
+            return self._engine.generate(requests, on_token=on_token)
+
+    def serve(self, arriving: Arriving, on_token: OnChosen) -> None:
+        """Completes requests that arrive while others run, until none runs and none arrives."""
+        self._update()
+        with on(self._device):
+            self._engine.serve(arriving, on_token)
+
+    def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log-probability of every token of each document but its first."""
+        self._update()
+        with on(self._device):
+            return self._engine.logprobs(documents)
+
+    def forget(self) -> None:
+        """The weights may have changed: they are copied again before the next completion."""
+        self._stale = True
+
+    def copy_weights(self, documents: Sequence[Sequence[int]]) -> None:
+        """Take the weights as they are now; the copy is exact, so no document is compared."""
+        self._stale = True
+        self._update()
+
+    def close(self) -> None:
+        """Nothing is held elsewhere than in this process."""
+
+    def _update(self) -> None:
+        if self._stale:
+            self._copy.refresh()
+            self._engine.forget()
+            self._stale = False
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Streams, graphs and Triton's kernels are those of a thread's current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _beside(device: torch.device) -> torch.device:
+    """The GPU after the one that trains."""
+    if device.type != "cuda":
+        return device
+    following = (device.index or 0) + 1
+    if following >= torch.cuda.device_count():
+        raise MachineError(
+            f"rollout=dedicated: it needs a GPU after GPU {following - 1}, which trains, and torch sees none. "
+            "Fix: rollout=native, or let CUDA_VISIBLE_DEVICES name two GPUs"
+        )
+    return torch.device("cuda", following)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsCopy:
+    """A copy of a run's weights, as loaded for generation alone, that follows them."""
+
+    original: Weights
+    weights: Weights
+
+    @classmethod
+    def of(cls, original: Weights, device: torch.device) -> WeightsCopy:
+        """Copy the weights to a device."""
+        source, assembly = _source(original), _assembly(original.plan.assembly, device)
+        with torch.no_grad(), on(device):
+            made = cls(original=original, weights=Weights.load(assembly, source))
+        made.refresh()
+        return made
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy what the run trains. The devices wait for each other, and the host for neither."""
+        theirs, own = self.original.parameters.masters(), self.weights.parameters
+        for name, master in own.masters().items():
+            master.copy_(theirs[name], non_blocking=True)
+        with on(own.device):
+            own.refresh()
+        for key, trained in _tensors(self.original, lambda spec: spec.trainable):
+            self._set(key, trained)
+        if self.weights.rows is not None and self.original.rows is not None:
+            state = self.original.rows.state.state()
+            for name, tensor in self.weights.rows.state.state().items():
+                tensor.copy_(state[name], non_blocking=True)
+
+    def _set(self, key: str, values: Mapping[str, Tensor]) -> None:
+        """Set weights of a piece that the copy does not train."""
+        own = self.weights.parameters
+        (piece,) = (piece for piece in own.pieces if piece.key == key)
+        stored = [spec.hf_name for spec in piece.specs if spec.hf_name not in own.flat.compute]
+        for name, kept in zip(stored, own.weights.fetch(key), strict=True):
+            if name in values:
+                kept.copy_(values[name], non_blocking=True)
+
+
+def _assembly(original: Assembly, device: torch.device) -> Assembly:
+    """The same model on a GPU that nothing else uses. Without adapters nothing is trained, so there are no masters."""
+    every_weight = original.lora is None
+    kernels = original.kernels
+    return replace(
+        original,
+        lora=untrained(original.settings.adapter_dtype) if every_weight else original.lora,
+        packs=not every_weight,
+        settings=replace(original.settings, device=device, max_seqlen=1, update_on_cpu=False),
+        kernels=KernelTable(
+            device=device,
+            kernels=kernels.kernels,
+            rewrites=kernels.rewrites,
+            packs=kernels.packs,
+            undefined=kernels.undefined,
+        ),
+        offloader=NO_OFFLOAD,
+        stores=DeviceStores(),
+        offload_experts=False,
+    )
+
+
+def _source(original: Weights) -> Source:
+    """The weights where they are, or as they were loaded if they are kept otherwise."""
+    parameters, assembly = original.parameters, original.plan.assembly
+    loaded = parameters.source
+    assert loaded is not None
+    if assembly.streams_frozen or assembly.experts_apart:
+        return loaded
+    pieces = _tensors(original, lambda spec: spec.hf_name not in parameters.packed)
+    tensors = {name: tensor for _, found in pieces for name, tensor in found.items()}
+    return lambda spec: tensors[spec.hf_name] if spec.hf_name in tensors else loaded(spec)
+
+
+def _tensors(weights: Weights, wanted: Callable[[TensorSpec], bool]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(key of a piece, HF name → value in the dtype that computes) of the wanted tensors of each piece, until the next
+    one is asked for.
+    """
+    weights.store.begin_pass()
+    for piece in weights.plan.pieces:
+        pairs = zip(piece.specs, weights.parameters.inputs(piece), strict=True)
+        yield piece.key, {spec.hf_name: tensor for spec, tensor in pairs if wanted(spec)}
+        weights.store.release(piece.key)
