@@ -313,7 +313,8 @@ def measure(case: str, words: argparse.Namespace) -> Found:
         first_call=first_call,
         first_token=first_token,
         prefill=prefill,
-        memory=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        # vLLM's is that of another process.
+        memory=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" and case != "vllm" else None,
         **made.figures(),
     )
 

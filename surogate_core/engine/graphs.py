@@ -11,13 +11,15 @@ import torch
 
 
 @cache
-def _side_stream_of(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _streams_of(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The streams of all warm-ups and of all captures on a device: cuBLAS keeps a workspace for each stream that it has
+    seen. torch's stream for captures belongs to the device of the first of them, whatever device is captured later.
+    """
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _side_stream() -> torch.cuda.Stream:
-    """The stream of every warm-up on the current device: cuBLAS keeps a workspace for each stream that it has seen."""
-    return _side_stream_of(torch.cuda.current_device())
+    return _streams_of(torch.cuda.current_device())[0]
 
 
 _MODE = "thread_local"
@@ -34,7 +36,8 @@ def _recorded(graph: torch.cuda.CUDAGraph, beside: torch.cuda.CUDAGraph | None) 
     """
     enabled = gc.isenabled()
     pool = None if beside is None else beside.pool()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode=_MODE):
+    stream = _streams_of(torch.cuda.current_device())[1]
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_MODE):
         gc.disable()
         try:
             yield

@@ -92,11 +92,11 @@ def test_counting_runs_before_memory_is_shared_out_to_graphs(monkeypatch: pytest
     done: list[str] = []
     capturing = mock.MagicMock()
     capturing.return_value.__enter__.side_effect = lambda: done.append("graph")
-    for name in ("Stream", "stream", "current_stream", "synchronize", "CUDAGraph"):
+    for name in ("Stream", "stream", "current_stream", "current_device", "synchronize", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty cache"))
-    monkeypatch.setattr(graphs, "_side_stream", mock.MagicMock())
+    monkeypatch.setattr(graphs, "_streams_of", lambda device: (mock.MagicMock(), mock.MagicMock()))
     made = engine(micro_batches=2)
     made.settings = replace(made.settings, device=torch.device("cuda"), cuda_graphs=True)
     made.assembly = replace(made.assembly, settings=made.settings)

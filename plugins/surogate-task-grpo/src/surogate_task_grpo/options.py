@@ -96,8 +96,8 @@ class GRPOOptions:
     """Optimizer steps on each generation."""
     max_staleness: Annotated[int, Interval(ge=0, le=1), bundles.Flat("max_staleness", essential=True)] = 0
     """Generations that may lie between the weights that sample and the weights that are trained. 1 makes the next
-    completions while the model is trained on the last ones; a rollout engine with weights of its own can do that, such
-    as vllm. Importance weights make up for the difference.
+    completions while the model is trained on the last ones; a rollout engine with weights of its own can do that:
+    dedicated or vllm. Importance weights make up for the difference.
     """
     reward_weights: Annotated[dict[str, float], bundles.Flat("reward_weights", essential=True)] = field(
         default_factory=dict
