@@ -158,6 +158,7 @@ def _placeholders(joint: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _export(function: Function, inputs: Sequence[Signature], *, joint: bool) -> fx.GraphModule:
     # Importing them takes half a second, which a plan whose figures are kept saves.
+    from torch._dynamo.convert_frame import compile_lock
     from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -167,7 +168,8 @@ def _export(function: Function, inputs: Sequence[Signature], *, joint: bool) -> 
             torch.empty(s.shape, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad and joint)
             for s in inputs
         ]
-    with fx_traceback.preserve_node_meta(), torch.set_grad_enabled(joint):
+    # A trace patches torch for the whole process, and a generation ahead is compiled in another thread.
+    with compile_lock, fx_traceback.preserve_node_meta(), torch.set_grad_enabled(joint):
         exported: Any = aot_export_joint_simple(_several(function), tuple(fakes), trace_joint=joint)
     module: fx.GraphModule = exported
     module.graph.set_codegen(fx.graph.CodeGen())

@@ -6,8 +6,12 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 
 import torch
+
+_ONE = Lock()
+"""torch allows one capture at a time in a process, and a generation ahead captures in a thread of its own."""
 
 
 @cache
@@ -34,10 +38,10 @@ def _recorded(graph: torch.cuda.CUDAGraph, beside: torch.cuda.CUDAGraph | None) 
 
     The collector rests: what it frees, such as the graphs of an engine that is gone, may be what no capture allows.
     """
-    enabled = gc.isenabled()
     pool = None if beside is None else beside.pool()
     stream = _streams_of(torch.cuda.current_device())[1]
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_MODE):
+    with _ONE, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_MODE):
+        enabled = gc.isenabled()
         gc.disable()
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -449,3 +450,26 @@ def test_only_what_is_named_so_counts_as_a_tensor_of_experts(experts: bool) -> N
     joint = trace_joint(lambda packed, x: x * packed.float().sum(0), inputs)
     found = {node.op for node in _of_experts(joint)}
     assert found == ({"placeholder", "call_function"} if experts else set())
+
+
+def test_two_threads_may_trace() -> None:
+    """A generation ahead is compiled while the run compiles what its samples need."""
+    given = [
+        Signature((N, D), torch.float32, torch.device("cpu")),
+        Signature((D, D), torch.float32, torch.device("cpu")),
+    ]
+
+    def made(number: int) -> Tensor:
+        def repeated(x: Tensor, weight: Tensor) -> Tensor:
+            for _ in range(20):
+                with ops.region("ffn"):
+                    x = ops.rms_norm(x @ weight, weight[0], 1e-6)
+            return x
+
+        call = without_gradients(repeated, given, compiler="fx")
+        (found,) = call([torch.ones(N, D), torch.eye(D)])
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        first, *others = threads.map(made, range(8))
+    assert all(torch.equal(first, other) for other in others)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
+from unittest import mock
 
 import hybrids
 import pytest
@@ -10,6 +12,7 @@ import torch
 from rank_engines import engine_of
 from torch import Tensor
 
+from surogate_core.engine import graphs
 from surogate_core.engine import step as step_module
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.graphs import warm_up
@@ -129,3 +132,16 @@ def test_a_warm_up_adds_to_the_sums_of_the_first_layer(layers: int) -> None:
 
     for added in in_threads(2, work):
         assert ("layer 0", True) in added
+
+
+def test_each_gpu_captures_in_a_stream_of_its_own() -> None:
+    """torch's own stream is on the GPU that captures first: what another one runs meanwhile is in no graph."""
+    graphs._streams_of.cache_clear()
+    streams = mock.patch("torch.cuda.Stream", side_effect=lambda device: f"a stream of GPU {device}")
+    with streams, mock.patch("torch.cuda.graph") as capture:
+        for device in (0, 1, 0):
+            with mock.patch("torch.cuda.current_device", return_value=device), graphs._recorded(mock.Mock(), None):
+                assert not gc.isenabled()
+    graphs._streams_of.cache_clear()
+    assert gc.isenabled()
+    assert [call.kwargs["stream"] for call in capture.call_args_list] == [f"a stream of GPU {i}" for i in (0, 1, 0)]

@@ -312,9 +312,9 @@ def test_table_of_rules() -> None:
 
 def test_a_gap_is_not_blamed_on_the_engine_that_the_run_has() -> None:
     recorded = CASES["logprob_gap"][1]
-    for rollout, expected in (({}, NATIVE_GAP), ({"rollout": {"name": "native"}}, NATIVE_GAP)):
+    for rollout in ({}, {"rollout": {"name": "native"}}, {"rollout": {"name": "dedicated"}}):
         (advice,) = [one for one in advices(replay(recorded, info(**rollout))) if one.rule == "logprob_gap"]
-        assert (advice.key, advice.suggestion) == ("torch_dtype", expected)
+        assert (advice.key, advice.suggestion) == ("torch_dtype", NATIVE_GAP)
         assert "rollout=native has both" not in advice.suggestion
     (advice,) = [a for a in advices(replay(recorded, info(rollout={"name": "vllm"}))) if a.rule == "logprob_gap"]
     assert (advice.key, advice.suggestion) == ("rollout", RULES["logprob_gap"].suggestion)

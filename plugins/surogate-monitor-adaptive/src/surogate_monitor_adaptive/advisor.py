@@ -196,9 +196,9 @@ def for_frozen_router(advice: events.Advice) -> events.Advice:
 
 
 NATIVE_GAP = (
-    "rollout=native has the trainer's weights, so the two compute differently: torch_dtype=float32 recipe=bf16 shows "
-    "whether rounding does it; if not, the model family decodes otherwise than it trains, which `surogate plugins "
-    "check` finds"
+    "the rollout engine has the trainer's weights, so the two compute differently: torch_dtype=float32 recipe=bf16 "
+    "shows whether rounding does it; if not, the model family decodes otherwise than it trains, which `surogate "
+    "plugins check` finds"
 )
 """Suggestion of `logprob_gap` if the engine is the trainer's own; its key is then `torch_dtype`."""
 

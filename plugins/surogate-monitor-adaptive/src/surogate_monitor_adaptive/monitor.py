@@ -74,7 +74,7 @@ class AdaptiveMonitor:
         self._stop, self._advisor, self._counters = EarlyStop(), Advisor(), Counters()
         self._rewards = RewardMonitor()
         # A record of an earlier version does not name the engine.
-        self._samples_itself = (config.get("rollout") or {}).get("name", "native") == "native"
+        self._samples_itself = (config.get("rollout") or {}).get("name", "native") in ("native", "dedicated")
         self._router_frozen = bool(config.get("lora")) and not config.get("train_router")
 
     def on_event(self, event: events.Event) -> events.Control | None:
