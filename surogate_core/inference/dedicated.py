@@ -13,7 +13,7 @@ from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Reque
 from surogate_core.bundles.handed import ModelWeights, whole
 from surogate_core.dsl.tensors import TensorSpec
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.engine.planning.pieces import Source
+from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, Source
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.errors import MachineError
 from surogate_core.generate.native import NativeEngine
@@ -39,7 +39,7 @@ class DedicatedEngine:
             fix = "a shorter sequence_len, or rollout=native"
             slots = fitting_slots(self._copy.weights, settings.context, settings.slots, fix=fix)
             self._engine = NativeEngine(self._copy.weights, replace(settings, slots=slots))
-        self._stale = False
+        self._stale, self._frozen = False, settings.frozen
 
     # --------------------------------------------------------------------------- public
 
@@ -74,7 +74,7 @@ class DedicatedEngine:
         """Nothing is held elsewhere than in this process."""
 
     def _update(self) -> None:
-        if self._stale:
+        if self._stale or not self._frozen:
             self._copy.refresh()
             self._engine.forget()
             self._stale = False
@@ -108,7 +108,7 @@ class WeightsCopy:
     @classmethod
     def of(cls, original: Weights, device: torch.device) -> WeightsCopy:
         """Copy the weights to a device."""
-        source, assembly = _source(original), _assembly(original.plan.assembly, device)
+        source, assembly = _source(original, device), _assembly(original.plan.assembly, device)
         with torch.no_grad(), on(device):
             made = cls(original=original, weights=Weights.load(assembly, source))
         made.refresh()
@@ -122,7 +122,7 @@ class WeightsCopy:
             master.copy_(theirs[name], non_blocking=True)
         with on(own.device):
             own.refresh()
-        for key, trained in _tensors(self.original, lambda spec: spec.trainable):
+        for key, trained in _tensors(self.original, lambda s: s.trainable and s.hf_name not in own.flat.compute):
             self._set(key, trained)
         if self.weights.rows is not None and self.original.rows is not None:
             state = self.original.rows.state.state()
@@ -161,7 +161,7 @@ def _assembly(original: Assembly, device: torch.device) -> Assembly:
     )
 
 
-def _source(original: Weights) -> Source:
+def _source(original: Weights, device: torch.device) -> Source:
     """The weights where they are, or as they were loaded if they are kept otherwise."""
     parameters, assembly = original.parameters, original.plan.assembly
     loaded = parameters.source
@@ -170,15 +170,26 @@ def _source(original: Weights) -> Source:
         return loaded
     pieces = _tensors(original, lambda spec: spec.hf_name not in parameters.packed)
     tensors = {name: tensor for _, found in pieces for name, tensor in found.items()}
-    return lambda spec: tensors[spec.hf_name] if spec.hf_name in tensors else loaded(spec)
+
+    def source(spec: TensorSpec) -> Tensor | Kept | InFile | OneByOne:
+        if spec.hf_name not in tensors:
+            return loaded(spec)
+        tensor = tensors[spec.hf_name]
+        # `Parameters.fill` keeps what is on its device already, and only frozen weights may be shared.
+        shared = tensor.device == device and parameters.specs[spec.hf_name].trainable
+        return tensor.clone() if shared else tensor
+
+    return source
 
 
 def _tensors(weights: Weights, wanted: Callable[[TensorSpec], bool]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(key of a piece, HF name → value in the dtype that computes) of the wanted tensors of each piece, until the next
-    one is asked for.
+    """(key of a piece, HF name → value in the dtype that computes) of the wanted tensors of each piece that has some,
+    until the next one is asked for.
     """
     weights.store.begin_pass()
     for piece in weights.plan.pieces:
+        if not any(map(wanted, piece.specs)):
+            continue  # it may be in host memory, or in a weight format
         pairs = zip(piece.specs, weights.parameters.inputs(piece), strict=True)
         yield piece.key, {spec.hf_name: tensor for spec, tensor in pairs if wanted(spec)}
         weights.store.release(piece.key)

@@ -10,8 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
+from surogate_core.bundles import RolloutSettings
+from surogate_core.engine.engine import Engine
+from surogate_core.engine.parameters import Parameters
 from surogate_core.errors import MachineError
+from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.weights import Weights
 from surogate_core.inference import dedicated
+from surogate_testing import tiny
 
 RunHere = Callable[..., int]
 Digests = Callable[[Path], dict[str, str]]
@@ -53,6 +59,26 @@ def test_runs_that_generate_ahead_repeat(
     beside = [one["overlapped"].get("generate") for one in records(tmp_path / "one", "rollouts")]
     assert beside[0] is None
     assert all(beside[1:])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("lora", [None, tiny.lora()])
+def test_the_copy_follows_weights_that_may_change(frozen: bool, lora: Any) -> None:
+    """At every call if they are not said to stay as they are; of a model with adapters only these are read."""
+    trained: Engine = tiny.engine(optimizer=tiny.ADAMW, lora=lora)
+    engine = dedicated.DedicatedEngine(Weights.of(trained), RolloutSettings(slots=1, context=16, frozen=frozen))
+    document = [list(range(1, 9))]
+    before = engine.logprobs(document)
+    trained.train_step(tiny.batches(0), step=0, lr=1e-1)
+    assert (engine.logprobs(document) == before) is frozen
+    engine.forget()
+    native = NativeEngine(Weights.of(trained), RolloutSettings(slots=1, context=16))
+    expected = native.logprobs(document)
+    unread = mock.patch.object(Parameters, "inputs", side_effect=AssertionError("a piece without trained weights"))
+    if lora is not None:
+        with unread:
+            engine._copy.refresh()
+    assert engine.logprobs(document) == expected != before
 
 
 @pytest.mark.gpu
