@@ -260,7 +260,7 @@ class SteppedRunner:
         self._table = weights.programs.kernels
         self._shortest = SHORTEST_OF_KERNELS if self._has_kernel("slot_attention") else SHORTEST
         self.gather = max(1, cache.slots // GATHER)
-        self.drafts = Drafts(allowed=drafts and self._exact(), pays=PAYS)
+        self.drafts = Drafts(allowed=drafts and self._exact(), rows=self._rows_for, pays=PAYS)
         self.prompts = Prompts(
             weights,
             cache,

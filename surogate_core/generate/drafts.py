@@ -1,17 +1,19 @@
 """Drafts: tokens that a text probably goes on with, which a step checks in rows that would be empty.
 
-A step has as many rows for one sequence as for sixteen. A sequence whose text repeats itself gets further rows: behind
-the row of its last token those of the tokens that followed when its text had the same n-gram before (prompt lookup
-decoding, Saxena 2023). Each row chooses its next token with the noise of its own place. If a draft equals the choice of
-the row before it, its row is the one that the next step would have had, with the same bits. What the rows of rejected
-drafts write into a slot is behind the text, where later rows overwrite it before any row sees it.
+A step has as many rows for one sequence as for sixteen, and as many for some more as for all slots. A sequence whose
+text repeats itself, or another sample of its prompt, gets further rows: behind the row of its last token those of the
+tokens that followed the same n-gram before (prompt lookup decoding, Saxena 2023). Each row chooses its next token with
+the noise of its own place. If a draft equals the choice of the row before it, its row is the one that the next step
+would have had, with the same bits. What the rows of rejected drafts write into a slot is behind the text, where later
+rows overwrite it before any row sees it.
 
 Which sequences get drafts follows from tokens alone, so equal calls take equal steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,48 +31,81 @@ MEMORY = 8
 """About as many last tokens say how well drafts guess."""
 
 
+Gram = tuple[int, ...]
+Place = tuple[list[int], int]
+"""A text, and a number of first tokens of it."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Siblings:
+    """The texts of one prompt, while one of them runs."""
+
+    ended: list[list[int]] = field(default_factory=list)
+    """Completions that have ended, until one that runs wants drafts."""
+    behind: dict[Gram, Place] = field(default_factory=dict)
+    """n-gram of completions → the place behind its latest occurrence."""
+
+    def read(self) -> None:
+        """Learn the n-grams of completions that have ended."""
+        for ids in self.ended:
+            Repeats(siblings=self).follow(ids, chosen=True)
+        self.ended.clear()
+
+
 @dataclass(slots=True)
 class Repeats:
-    """A text, and where its n-grams were before."""
+    """A text, and where its n-grams were before, in it or in its siblings."""
 
     text: list[int] = field(default_factory=list)
     rate: float = 0.0
     """The share of the last chosen tokens that a draft would have guessed."""
-    _behind: dict[tuple[int, ...], int] = field(default_factory=dict)
+    siblings: Siblings | None = None
+    _behind: dict[Gram, Place] = field(default_factory=dict)
     """n-gram → the place behind its latest occurrence."""
-    _source: int | None = None
-    """The place of the token that followed when the text ended as it does now."""
+    _source: Place | None = None
+    """The place of the token that followed when a text ended as this one does now."""
 
     def follow(self, tokens: Iterable[int], *, chosen: bool) -> None:
-        """Append tokens. `chosen`: whether the model chose them, so that they say how well drafts guess."""
-        text, behind = self.text, self._behind
+        """Append tokens. `chosen`: whether the model chose them, so that they say how well drafts guess, and siblings
+        may go on like them.
+        """
+        text, own = self.text, self._behind
+        others = self.siblings.behind if self.siblings is not None else {}
+        grams = self._grams()
         for token in tokens:
             if chosen:
-                hit = self._source is not None and text[self._source] == token
-                self.rate += (hit - self.rate) / MEMORY
+                self.rate += (self._guesses(token) - self.rate) / MEMORY
+            # Only now, when it goes on, so that what is found has something behind it.
+            place = text, len(text)
+            for gram in grams:
+                own[gram] = place
+                if chosen:
+                    others[gram] = place
             text.append(token)
-            source = None
-            for length in LENGTHS:
-                if length > len(text):
-                    continue
-                gram = tuple(text[-length:])
-                found = behind.get(gram)
-                source = found if source is None else source
-                behind[gram] = len(text)
+            grams, source = self._grams(), None
+            for gram in grams:
+                source = source or own.get(gram) or others.get(gram)
             self._source = source
 
+    def _grams(self) -> list[Gram]:
+        return [tuple(self.text[-length:]) for length in LENGTHS if length <= len(self.text)]
+
+    def _guesses(self, token: int) -> bool:
+        if self._source is None:
+            return False
+        text, place = self._source
+        return text[place] == token
+
     def next(self, count: int) -> list[int]:
-        """As many tokens that followed before, or none. A text that goes in a circle goes on in it."""
+        """As many tokens that followed before, or those that there are. A text that goes in a circle goes on in it."""
         if self._source is None:
             return []
-        drafts: list[int] = []
-        for place in range(self._source, self._source + count):
-            drafts.append(self.text[place] if place < len(self.text) else drafts[place - len(self.text)])
+        text, first = self._source
+        drafts = text[first : first + count]
+        if text is self.text:
+            circle = len(text) - first
+            drafts += [drafts[place % circle] for place in range(circle, count)]
         return drafts
-
-    def gain(self, count: int) -> float:
-        """How many of `count` drafts are right, if each is with the same probability."""
-        return sum(self.rate**number for number in range(1, count + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +161,8 @@ class Drafts:
     """Chooses the drafts of an engine's steps."""
 
     allowed: bool
+    rows: Callable[[int], int]
+    """Number of running sequences → rows of their step."""
     pays: float
     """Right drafts of a step, for each running sequence, that are worth what a step with drafts costs more."""
     steps: int = 0
@@ -135,15 +172,17 @@ class Drafts:
 
     def of(self, running: Sequence[Running]) -> list[list[int]]:
         """The drafts of each sequence; empty if there are none, or so few are probably right that they cost time."""
-        texts, most = self._texts(running), self._most(running)
-        drafts = [text.next(min(most, s.remaining - 1)) for text, s in zip(texts, running, strict=False)]
-        worth = sum(text.gain(len(tokens)) for text, tokens in zip(texts, drafts, strict=True))
+        texts, free = self._texts(running), self._free(running)
+        longest = [text.next(min(free, s.remaining - 1)) for text, s in zip(texts, running, strict=False)]
+        counts, worth = shared_out(free, [text.rate for text in texts], [len(tokens) for tokens in longest])
+        drafts = [tokens[:count] for tokens, count in zip(longest, counts, strict=True)]
         return drafts if any(drafts) and worth >= self.pays * len(running) else []
 
     def likely(self, running: Sequence[Running]) -> bool:
         """Whether drafts probably pay in the next steps, judged by the tokens so far."""
-        texts, most = self._texts(running), self._most(running)
-        return bool(texts) and sum(text.gain(most) for text in texts) >= self.pays * len(running)
+        texts, free = self._texts(running), self._free(running)
+        _, worth = shared_out(free, [text.rate for text in texts], [free] * len(texts))
+        return bool(texts) and worth >= self.pays * len(running)
 
     def checked(self, rows: Sequence[StepRow], pairs: Sequence[tuple[int, float]]) -> dict[int, Chosen]:
         """See `accepted`."""
@@ -152,22 +191,41 @@ class Drafts:
         self.right += sum(len(chosen) - 1 for chosen in found.values())
         return found
 
-    def _most(self, running: Sequence[Running]) -> int:
-        return ROWS // len(running) - 1
+    def _free(self, running: Sequence[Running]) -> int:
+        return self.rows(len(running)) - len(running)
 
     def _texts(self, running: Sequence[Running]) -> list[Repeats]:
         """The text of each sequence; empty if none gets drafts.
 
         A penalty and a grammar apply to a row by the tokens before it, which are not chosen yet.
         """
-        if not self.allowed or self._most(running) < 1:
+        if not self.allowed or self._free(running) < max(1.0, self.pays * len(running)):
             return []
         if any(s.constraint is not None or s.request.sampling.repetition_penalty != 1 for s in running):
             return []
         for sequence in running:
             if sequence.repeats is None:
-                sequence.repeats = Repeats()
+                sequence.repeats = Repeats(siblings=sequence.siblings)
                 sequence.repeats.follow(sequence.request.prompt, chosen=False)
+            if sequence.siblings is not None:
+                sequence.siblings.read()
             known = len(sequence.repeats.text) - len(sequence.request.prompt)
             sequence.repeats.follow(sequence.ids[known:], chosen=True)
         return [sequence.repeats for sequence in running if sequence.repeats is not None]
+
+
+def shared_out(free: int, rates: Sequence[float], most: Sequence[int]) -> tuple[list[int], float]:
+    """(how many drafts each text gets, how many of them are probably right). Each further row goes where it is right
+    with the highest probability, if every draft of a text is right with its rate; of equal ones where there are fewest.
+
+    `most`: of each text.
+    """
+    counts, worth = [0] * len(rates), 0.0
+    waiting = [(-rate, 1, number) for number, rate in enumerate(rates) if most[number] > 0]
+    heapq.heapify(waiting)
+    while free > 0 and waiting:
+        chance, count, number = heapq.heappop(waiting)
+        counts[number], worth, free = count, worth - chance, free - 1
+        if count < most[number]:
+            heapq.heappush(waiting, (chance * rates[number], count + 1, number))
+    return counts, worth

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from surogate_core.bundles.handed import ModelWeights, whole
 from surogate_core.errors import UserError
 from surogate_core.generate.cache import Cache, mixers_of
 from surogate_core.generate.decoding import SteppedRunner
+from surogate_core.generate.drafts import Siblings
 from surogate_core.generate.passes import FixedRunner
 from surogate_core.generate.sampling import key_of
 from surogate_core.generate.sequences import SEGMENT, Chosen, Fill, Runner, Running
@@ -58,6 +60,8 @@ class NativeEngine:
         self._switches, self._angles = model.switches, model.angles
         self._last = [torch.empty(0)] * self.slots
         """For each slot the last layer's output for the last token of that prompt."""
+        self._siblings: WeakValueDictionary[tuple[int, ...], Siblings] = WeakValueDictionary()
+        """Prompt → what its texts share, while one of them runs."""
 
     # --------------------------------------------------------------------------- public
 
@@ -94,6 +98,7 @@ class NativeEngine:
         on_token: OnChosen,
         ended: Callable[[int, Completion], None],
     ) -> None:
+        self._siblings.clear()
         waiting: deque[tuple[int, Request]] = deque()
         numbers = count()
         free = list(range(self.slots))[::-1]
@@ -115,6 +120,8 @@ class NativeEngine:
                     going.append(sequence)
                     continue
                 free.append(sequence.slot)
+                assert sequence.siblings is not None
+                sequence.siblings.ended.append(sequence.ids)
                 found = Completion(ids=tuple(sequence.ids), logprobs=tuple(sequence.logprobs), reason=reason)
                 ended(sequence.index, found)
             running = self._grown(going)
@@ -182,7 +189,16 @@ class NativeEngine:
                 self.cache.rewind(slot)
             self._prompts[slot] = prompt
             constraint = None if request.grammar is None else request.grammar.begin()
-            begun.append(Running(index=index, request=request, slot=slot, key=key_of(request), constraint=constraint))
+            begun.append(
+                Running(
+                    index=index,
+                    request=request,
+                    slot=slot,
+                    key=key_of(request),
+                    constraint=constraint,
+                    siblings=self._siblings.setdefault(prompt, Siblings()),
+                )
+            )
         for fill, x_ND in zip(fills.values(), self._prefill(list(fills.values())), strict=True):
             self._last[fill.slot] = x_ND[len(fill.ids) - 1 - fill.start].clone()
         self.cache.remember([fill.slot for fill in fills.values()])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surogate_core.bundles import Constraint, Request
-from surogate_core.generate.drafts import Repeats
+from surogate_core.generate.drafts import Repeats, Siblings
 
 SEGMENT = 16
 """Tokens of a segment of a prompt. Segments are counted from the beginning of the prompt."""
@@ -34,6 +34,8 @@ class Running:
     """What the request's grammar allows after these tokens."""
     repeats: Repeats | None = None
     """Its text, once it may get drafts."""
+    siblings: Siblings | None = None
+    """The other texts of its prompt."""
 
     @property
     def text(self) -> tuple[int, ...]:

@@ -89,6 +89,7 @@ def test_the_core_conforms() -> None:
         "task sft",
         "task pt",
         "rollout native",
+        "rollout dedicated",
     }
     fabrics = {f"fabric {spec.name}" for spec in FABRICS}
     subjects |= {f"schedule {name}" for name in ("linear", "cosine", "wsd", "constant")}

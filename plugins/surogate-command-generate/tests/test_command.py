@@ -200,9 +200,12 @@ def test_a_completion_at_the_last_position_is_noted(call: Call) -> None:
         (("--file", "gone.jsonl"), "--file gone.jsonl: cannot be read: No such file"),
         (
             ("--prompt", "a", "--engine", "nativ"),
-            "--engine nativ: there is no such rollout; known: native",
+            "--engine nativ: there is no such rollout; known: dedicated, native",
         ),
-        (("--prompt", "a", "--engine", "sglang"), "--engine sglang: there is no such rollout; known: native"),
+        (
+            ("--prompt", "a", "--engine", "sglang"),
+            "--engine sglang: there is no such rollout; known: dedicated, native",
+        ),
         (("--prompt", "a", "devise=cpu"), "devise"),
     ],
 )
