@@ -18,17 +18,16 @@ from surogate_core.train.flops import ModelFlops
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A step's micro-batches, the loader's state and epoch after them, and the FLOPs of the step on all ranks."""
+    """A step's micro-batches, the loader's epoch after them, and the FLOPs of the step on all ranks."""
 
     batches: list[MicroBatch | BatchCounts]
     """`BatchCounts` where another rank runs the micro-batch."""
-    state: dict[str, Any]
     epoch: float
     flops: float
 
 
 class Batches:
-    """Makes a step's micro-batches when they are taken; the loader's state is as of what was taken.
+    """Makes a step's micro-batches when they are taken.
 
     For a GPU they are in page-locked memory, so that the thread which launches kernels does not copy them there.
     """
@@ -36,7 +35,6 @@ class Batches:
     def __init__(self, loader: Steps, work: ModelFlops, device: torch.device, *, own: Container[int] | None = None):
         """`own`: numbers of the micro-batches that this rank runs; None is all."""
         self._loader, self._work, self._pins, self._own = loader, work, device.type == "cuda", own
-        self.state: dict[str, Any] = loader.state()
 
     @staticmethod
     def of(engine: Engine, loader: Steps, work: ModelFlops) -> Batches:
@@ -46,18 +44,21 @@ class Batches:
         kind = Batches if is_online(loader) else Prefetcher
         return kind(loader, work, settings.device, own=own)
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """The loader's. Read it to save it only: it may wait for what is made beside the step."""
+        return self._loader.state()
+
     def _make(self) -> Made:
         batches: list[MicroBatch | BatchCounts] = []
         batches += self._loader.next_step() if self._own is None else next_share(self._loader, self._own)
         if self._pins:
             batches = [batch.pinned() if isinstance(batch, MicroBatch) else batch for batch in batches]
-        return Made(batches, self._loader.state(), self._loader.epoch, self._work.step(batches))
+        return Made(batches, self._loader.epoch, self._work.step(batches))
 
     def take(self) -> Made:
         """The next step's micro-batches; what went wrong in making them is raised here."""
-        made = self._make()
-        self.state = made.state
-        return made
+        return self._make()
 
     def close(self) -> None:
         """End what the steps hold, such as processes: nothing reads the data after the run."""
@@ -70,14 +71,22 @@ class Prefetcher(Batches):
 
     def __init__(self, loader: Steps, work: ModelFlops, device: torch.device, *, own: Container[int] | None = None):
         super().__init__(loader, work, device, own=own)
+        self._state = loader.state()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="surogate-batches")
-        self._next: Future[Made] = self._pool.submit(self._make)
+        self._next: Future[tuple[Made, dict[str, Any]]] = self._pool.submit(self._make_ahead)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The loader's as of what was taken."""
+        return self._state
+
+    def _make_ahead(self) -> tuple[Made, dict[str, Any]]:
+        return self._make(), self._loader.state()
 
     def take(self) -> Made:
         """The next step's micro-batches; what went wrong in making them is raised here."""
-        made = self._next.result()
-        self.state = made.state
-        self._next = self._pool.submit(self._make)
+        made, self._state = self._next.result()
+        self._next = self._pool.submit(self._make_ahead)
         return made
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from lengths import Lengths
 from run_fixtures import KILLER
 
 from surogate_core.bundles import Fault
+from surogate_core.engine.engine import Engine
 from surogate_core.errors import ConfigError
 from surogate_core.plugins.registry import Registry, load_plugins
 
@@ -151,6 +152,31 @@ def test_each_generation_is_sampled_with_the_weights_of_one_step_before(
         assert one["overlapped"]["generate"] >= 0.05
         assert "wait" in one["seconds"]
         assert "generate" not in one["seconds"]
+
+
+def test_a_step_runs_while_the_next_generation_is_made(
+    tmp_path: Path, run: Callable[..., int], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    train, copy, generate = Engine.train_step, engine.copy_weights, engine.generate
+
+    def copied(self: Any, documents: Any) -> None:
+        begun.clear()
+        copy(self, documents)
+
+    def trained(self: Engine, *given: Any, **named: Any) -> Any:
+        begun.set()
+        return train(self, *given, **named)
+
+    def generated(self: Any, *given: Any, **named: Any) -> Any:
+        if threading.current_thread().name.startswith("rollouts"):
+            assert begun.wait(20), "the step waits for it"
+        return generate(self, *given, **named)
+
+    monkeypatch.setattr(Engine, "train_step", trained)
+    monkeypatch.setattr(engine, "copy_weights", copied)
+    monkeypatch.setattr(engine, "generate", generated)
+    assert run(tmp_path / "run", "eval_environment_tasks=0", "max_steps=3") == 0
 
 
 @pytest.mark.slow

@@ -297,8 +297,13 @@ class GRPOSteps:
             self._freshen()
             self._next = self._finished(self._collected(self._watch("generating rollouts")), self.taken + 1)
         ready, self._next = self._next, None
-        self._batch, self.trained = ready.batch, ready.drawn
-        self.context.emit(ready.figures)
+        self._batch, self.trained, figures = ready.batch, ready.drawn, ready.figures
+        if OLD in self.shape.columns:
+            # With the weights of now, whenever what was made ahead was taken from its thread.
+            began = time.perf_counter()
+            self._batch.documents = self._with_logprobs(self._batch.documents, OLD)
+            figures = replace(figures, seconds={**figures.seconds, "old": time.perf_counter() - began})
+        self.context.emit(figures)
         self.context.emit(ready.samples)
 
     def _collected(self, watch: Callable[[int], None]) -> Generation:
@@ -491,14 +496,11 @@ class GRPOSteps:
         return on_token
 
     def _measured(self, generation: Generation) -> Batch:
-        """What the steps train on: the completions of the groups with signal."""
+        """What the steps train on, but for the column `OLD`: the completions of the groups with signal."""
         rewarded = [pair for group in generation.kept for pair in zip(group.played, group.advantages, strict=True)]
         rewarded = [(one, advantage) for one, advantage in rewarded if one.reward is not None]
         trained = [(one, advantage) for one, advantage in rewarded if is_trained(self.options, one)]
         documents = [_document(sample, advantage) for one, advantage in trained for sample in one.samples]
-        if OLD in self.shape.columns:
-            documents = self._with_logprobs(documents, OLD)
-            self._lap("old")
         if REFERENCE in self.shape.columns:
             with self._referring():
                 documents = self._with_logprobs(documents, REFERENCE)
