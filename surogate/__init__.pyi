@@ -347,8 +347,9 @@ def sft(
         sample_temperature: Temperature of samples; 0 takes the most probable token.
         sample_steps: Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the
             end.
-        rollout: The rollout engine, which makes the completions that reinforcement learning trains on; native reads
-            the weights where training has them. `sample_prompts` are always continued by native.
+        rollout: The rollout engine, which makes the completions that reinforcement learning trains on: native reads
+            the weights where training has them, dedicated copies them to a GPU of its own. `sample_prompts` are
+            always continued by native.
         environment: The environment of reinforcement learning and its own options: where prompts come from and what
             answers are worth; null is none.
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
@@ -704,8 +705,9 @@ def pt(
         sample_temperature: Temperature of samples; 0 takes the most probable token.
         sample_steps: Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the
             end.
-        rollout: The rollout engine, which makes the completions that reinforcement learning trains on; native reads
-            the weights where training has them. `sample_prompts` are always continued by native.
+        rollout: The rollout engine, which makes the completions that reinforcement learning trains on: native reads
+            the weights where training has them, dedicated copies them to a GPU of its own. `sample_prompts` are
+            always continued by native.
         environment: The environment of reinforcement learning and its own options: where prompts come from and what
             answers are worth; null is none.
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
