@@ -9,7 +9,8 @@
 
 Cases: `bf16`, `schema` (each sequence held to a list of integers, with a drawn vocabulary), `lora` (rank 16 on every
 projection, not merged), `nf4` and `fp8` (the base in that weight format), `drafts` and `undrafted` (greedy, by which
-random weights repeat themselves, with drafts and without; more than eight sequences have none), `transformers` (its
+random weights repeat themselves, with drafts and without), `wrong` (sampled, each step with wrong drafts in all rows
+that are left: what drafts cost; `--slots` beyond the sequences leaves more of them), `transformers` (its
 `generate` with SDPA and the same shape) and `vllm` (its `LLM` as it is by default, without shared prefixes, which the
 prompts do not have; it captures the batches that occur, which shortens its start alone).
 Prompts differ, tokens are sampled at temperature 1 (with `--top-k` and `--top-p` from the most probable ones), and
@@ -46,15 +47,20 @@ from surogate_core.engine.planning.assembly import EngineSettings
 from surogate_core.engine.planning.pieces import RandomSource
 from surogate_core.generate.constraints import Grammars
 from surogate_core.generate.decoding import SteppedRunner
+from surogate_core.generate.drafts import Repeats
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import FixedRunner
 from surogate_core.generate.weights import Weights
 
 FORMATS: Mapping[str, str | None] = {
-    **dict.fromkeys(("bf16", "schema", "lora", "drafts", "undrafted")),
+    **dict.fromkeys(("bf16", "schema", "lora", "drafts", "undrafted", "wrong")),
     "nf4": "nf4",
     "fp8": "fp8",
 }
+
+
+MOST = 256
+"""Sequences that are decoded together, unless `--slots` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +128,11 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
     lora = adapters(16, targets=("all",) if case == "lora" else ())
     assembly = assemble(family.build(config), settings, lora=lora, weight_format=FORMATS[case])
     weights = Weights.load(assembly, RandomSource(seed=0, std=0.02, device=device))
-    slots = min(words.sequences, words.slots)
+    slots = words.slots or min(words.sequences, MOST)
     room = RolloutSettings(slots=slots, context=words.prompt + words.new)
     engine = NativeEngine(weights, room, drafts=case != "undrafted")
+    if case == "wrong":
+        guess_wrongly(engine)
     ids = prompts(words.sequences, words.prompt, config["vocab_size"]).tolist()
     greedy = case in ("drafts", "undrafted")
     sampling = Sampling(temperature=0.0 if greedy else 1.0, top_k=words.top_k, top_p=words.top_p)
@@ -157,6 +165,14 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
         }
 
     return Case(generate=generate, figures=figures)
+
+
+def guess_wrongly(engine: NativeEngine) -> None:
+    """Every step of the process has as many drafts as there are rows for, nearly all of them wrong."""
+    runner = engine._runner
+    assert isinstance(runner, SteppedRunner | FixedRunner)
+    runner.drafts.pays = -1.0
+    Repeats.next = lambda self, count: [0] * count  # type: ignore[method-assign]
 
 
 def integers(size: int) -> Grammar:
@@ -244,7 +260,7 @@ def vllm(config: Mapping[str, Any], words: argparse.Namespace) -> Case:
     """The same by vLLM, which draws weights of its own."""
     from vllm import LLM, SamplingParams
 
-    together = min(words.sequences, words.slots)
+    together = words.slots or min(words.sequences, MOST)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}), encoding="utf-8")
         engine = LLM(
@@ -359,7 +375,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", help="family-preset")
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--slots", type=int, default=256, help="sequences that are decoded together")
+    parser.add_argument("--slots", type=int, help=f"sequences that have room; those that there are, up to {MOST}")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens of a completion")
     parser.add_argument("--top-k", type=int, default=0)

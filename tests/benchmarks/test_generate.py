@@ -41,3 +41,12 @@ def test_a_case_that_fails_costs_itself(
     ]
     assert [line[line.index("--within") - 1] for line in lines] == ["bf16", "lora"]
     assert capsys.readouterr().out.count("too large") == 2
+
+
+def test_wrong_drafts_in_all_rows_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate.Repeats, "next", generate.Repeats.next)  # so that it is put back
+    out = tmp_path / "found.json"
+    generate.main(["--small", "--within", "--cases", "wrong", "--slots", "16", "--out", str(out)])
+    (found,) = json.loads(out.read_text())
+    assert found["right"] < 1
+    assert found["seconds"] * found["tokens_per_second"] == pytest.approx(4 * 8)
