@@ -138,7 +138,7 @@ def surogate_command() -> list[bundles.CommandSpec]:
 
 
 def _dedicated(weights: bundles.ModelWeights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
-    from surogate_core.inference.dedicated import DedicatedEngine
+    from surogate_core.generate.dedicated import DedicatedEngine
 
     return DedicatedEngine(weights, settings)
 

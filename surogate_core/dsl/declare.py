@@ -68,6 +68,11 @@ class LoRA:
     train_router: bool = False
     """Whether routers are trained too, as whole matrices."""
 
+    @classmethod
+    def untrained(cls, dtype: torch.dtype = torch.float32) -> LoRA:
+        """Adapters on no projection: nothing is trained."""
+        return cls(adapter=Adapter(rank=1, scale=1.0, dropout=0.0, dtype=dtype), targets=frozenset())
+
     def of(self, module: str, region: str, *, experts: bool = False) -> Adapter | None:
         """The adapter of the slot with this module path, if it has one."""
         if not self.targets & target_names(module, region, experts=experts):

@@ -1,4 +1,4 @@
-"""A GPU of this process: waking it, the setting of torch's allocator, and giving back what is no longer used."""
+"""The memory of this process: waking a GPU, torch's allocator, what is free, and giving back what is not used."""
 
 from __future__ import annotations
 
@@ -7,10 +7,28 @@ import os
 from contextlib import suppress
 from threading import Thread
 
+import psutil
 import torch
+
+from surogate_core.engine.planning.prediction import CUDA_CONTEXT
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables by which a user configures torch's allocator."""
+
+
+def free_memory(device: torch.device, *, ranks: int = 1) -> int | None:
+    """Bytes that this process may take on a device, with CUDA's own as the prediction counts them. For a CPU, its part
+    of the host's memory, which all `ranks` share. None if unknown.
+    """
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available) // ranks
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    # The context exists by now, and torch's limit does not count it. The allocator's cache is this process's already.
+    return CUDA_CONTEXT + min(free + reserved, allowed) - torch.cuda.memory_allocated(device)
 
 
 def wake_gpu() -> Thread:

@@ -247,11 +247,6 @@ def prepare(found: Named, config: RunConfig, registry: Registry, *, generates: b
     )
 
 
-def untrained(dtype: torch.dtype = torch.float32) -> LoRA:
-    """Adapters on no projection: nothing is trained."""
-    return LoRA(adapter=Adapter(rank=1, scale=1.0, dropout=0.0, dtype=dtype), targets=frozenset())
-
-
 def _with_adapters(resolved: ResolvedModel, found: Named) -> ResolvedModel:
     if not found.stack:
         return resolved
@@ -272,7 +267,7 @@ def _lora(resolved: ResolvedModel, dtype: torch.dtype) -> tuple[LoRA, ResolvedMo
     and the rest, cannot be multiplied beside them; it is folded in.
     """
     top = resolved.adapter.start if resolved.adapter is not None else None
-    none = untrained(dtype)
+    none = LoRA.untrained(dtype)
     if top is None or resolved.adapter is None:
         return none, resolved, []
     ranks = top.ranks()

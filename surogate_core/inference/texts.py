@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,17 +18,15 @@ from surogate_core.data.encoded import RowError
 from surogate_core.data.text.calls import template_message
 from surogate_core.data.text.chat import chat_of, encode_text
 from surogate_core.data.text.whole_text import encode_whole
-from surogate_core.errors import MachineError, UserError
+from surogate_core.errors import UserError
 from surogate_core.files.atomic import human_bytes
 from surogate_core.files.prompts import tools_of
-from surogate_core.generate.cache import Cache, mixers_of
-from surogate_core.generate.decoding import why_eager, working_bytes
-from surogate_core.generate.sequences import SEGMENT
+from surogate_core.generate.decoding import why_eager
+from surogate_core.generate.room import fitting_slots, needed_bytes
 from surogate_core.generate.weights import Weights
 from surogate_core.inference.completions import GrowingText
 from surogate_core.inference.generation import PreparedModel
 from surogate_core.inference.tool_calls import Calling
-from surogate_core.setup.build import free_memory
 from surogate_core.tools.choosing import Tools
 from surogate_core.tools.reading import Call
 
@@ -38,13 +34,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-from surogate_core.bundles.handed import ModelWeights, whole
 
 MOST_SLOTS = {"cpu": 32, "cuda": 256}
 """Sequences at a time on a device, unless the user says otherwise."""
-SHARE = 0.9
-"""Share of the free memory that the caches may take."""
-
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -267,31 +259,6 @@ def warm_up(engine: RolloutEngine, *, slots: int, context: int) -> None:
 def longest_of(requests: Sequence[Request]) -> int:
     """Tokens of the longest sequence."""
     return max(len(r.prompt) + r.max_new_tokens for r in requests)
-
-
-def fitting_slots(weights: ModelWeights, context: int, wanted: int, *, least: int = 1, fix: str) -> int:
-    """The slots of a context that fit into the free memory (`needed_bytes`), at most `wanted`.
-
-    Raises `MachineError` with `fix` if fewer than `least` fit.
-    """
-    room, needed = free_memory(weights.device), needed_bytes(weights, context)
-    budget = math.inf if room is None else SHARE * room
-    fitting = bisect_right(range(1, wanted + 1), budget, key=needed)
-    if fitting < least:
-        raise MachineError(
-            f"The keys and values of {least} sequences of {context:,} tokens need {human_bytes(needed(least))}, and "
-            f"{human_bytes(int(room or 0))} are free. Fix: {fix}."
-        )
-    return fitting
-
-
-def needed_bytes(given: ModelWeights, context: int) -> Callable[[int], int]:
-    """From the number of slots, what an engine allocates: keys and values, and on a GPU working memory."""
-    weights = whole(Weights, given)
-    context, mixers = -(-context // SEGMENT) * SEGMENT, mixers_of(weights)
-    one = Cache.slot_bytes(mixers, context, weights.parameters.dtype)
-    on_gpu = weights.plan.assembly.settings.device.type == "cuda"
-    return lambda slots: one * (slots + 1) + (working_bytes(weights, mixers, slots, context) if on_gpu else 0)
 
 
 def memory_notes(weights: Weights, settings: RolloutSettings) -> list[str]:

@@ -12,6 +12,7 @@ import structlog
 from surogate_core.bundles import Request, RolloutEngine, RolloutEngineSpec, RolloutSettings, Sampling
 from surogate_core.conf_paths import expanded
 from surogate_core.config.schema import RunConfig
+from surogate_core.dsl.declare import LoRA
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.programs import ProgramBuilder
@@ -20,15 +21,14 @@ from surogate_core.errors import SurogateError
 from surogate_core.events import Notice, Progress, Samples
 from surogate_core.files.atomic import human_bytes
 from surogate_core.files.prompts import read_prompts
+from surogate_core.generate.room import fitting_slots, needed_bytes
 from surogate_core.generate.weights import Weights
-from surogate_core.inference.generation import PreparedModel, untrained
+from surogate_core.inference.generation import PreparedModel
 from surogate_core.inference.texts import (
     Prompt,
     PromptOptions,
-    fitting_slots,
     generate_texts,
     longest_of,
-    needed_bytes,
     prompt_of_row,
     requests_of,
     unanswered,
@@ -129,7 +129,7 @@ class Sampler:
         prepared = PreparedModel(
             config=config,
             resolved=resolved,
-            lora=untrained(),
+            lora=LoRA.untrained(),
             tokenizer=tokenizer,
             generation_config=own or {},
             notes=(),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from surogate_core.lazy import lazily
 
 if TYPE_CHECKING:
+    from surogate_core.engine.device_memory import free_memory as free_memory
     from surogate_core.run.identity import identity_of as identity_of
     from surogate_core.run.job import launch as launch
     from surogate_core.run.record import locked as locked
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from surogate_core.setup.build import MARGIN as MARGIN
     from surogate_core.setup.build import MemorySettings as MemorySettings
     from surogate_core.setup.build import build_engine as build_engine
-    from surogate_core.setup.build import free_memory as free_memory
     from surogate_core.setup.counted import counted as counted
     from surogate_core.setup.experts import adapted_note as adapted_note
     from surogate_core.setup.experts import product_notes as product_notes

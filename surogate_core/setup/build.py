@@ -12,16 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import structlog
 import torch
 
 from surogate_core.config.schema import RunConfig
 from surogate_core.config.sharing import tokens_of_rank
-from surogate_core.engine.device_memory import give_back
+from surogate_core.engine.device_memory import free_memory, give_back
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.planning.assembly import EngineSettings
-from surogate_core.engine.planning.prediction import CUDA_CONTEXT, Prediction, TensorBytes
+from surogate_core.engine.planning.prediction import Prediction, TensorBytes
 from surogate_core.files.atomic import human_bytes
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.setup.assemble import (
@@ -141,21 +140,6 @@ def fastest(config: RunConfig) -> RunConfig:
 def smallest(config: RunConfig) -> RunConfig:
     """The configuration with the choice that needs least memory."""
     return choices(config)[-1].applied(config) if is_open(config) else config
-
-
-def free_memory(device: torch.device, *, ranks: int = 1) -> int | None:
-    """Bytes that this process may take on a device, with CUDA's own as the prediction counts them. For a CPU, its part
-    of the host's memory, which all `ranks` share. None if unknown.
-    """
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().available) // ranks
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    # The context exists by now, and torch's limit does not count it. The allocator's cache is this process's already.
-    return CUDA_CONTEXT + min(free + reserved, allowed) - torch.cuda.memory_allocated(device)
 
 
 def settled(

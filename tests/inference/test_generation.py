@@ -21,6 +21,7 @@ from surogate_core.bundles import RolloutSettings, Sampling
 from surogate_core.cli.main import main
 from surogate_core.config.resolve import load_run_config
 from surogate_core.errors import MachineError, UserError
+from surogate_core.generate import room
 from surogate_core.inference import texts
 from surogate_core.inference.generation import PreparedModel, named, on_its_base, prepare, quantised_note, with_adapter
 from surogate_core.plugins.registry import Registry
@@ -255,11 +256,11 @@ def test_lengths(hf_dir: Path, opening: Open, installed: Registry, monkeypatch: 
     assert texts.settings_of(weights, many).slots == texts.MOST_SLOTS["cpu"]
     # 2 layers · (K + V) · 1 head · 16 features · 4 bytes
     one = 256 * 2 * 2 * 16 * 4
-    monkeypatch.setattr(texts, "free_memory", lambda device: int(one * 6 / texts.SHARE) + 1)
+    monkeypatch.setattr(room, "free_memory", lambda device: int(one * 6 / room.SHARE) + 1)
     assert texts.settings_of(weights, many).slots == 5
     with pytest.raises(MachineError, match="Fix: fewer --slots"):
         texts.settings_of(weights, many, slots=6)
-    monkeypatch.setattr(texts, "free_memory", lambda device: one)
+    monkeypatch.setattr(room, "free_memory", lambda device: one)
     with pytest.raises(MachineError, match="256 tokens need"):
         texts.settings_of(weights, many)
 
@@ -272,7 +273,7 @@ def test_the_memory_of_generation_is_said(hf_dir: Path, opening: Open, installed
     (note,) = texts.memory_notes(weights, RolloutSettings(slots=slots, context=256))
     assert note == f"keys, values and working memory of {slots} sequences of 256 tokens: 1 GiB."
     # A slot has whole segments of 16 tokens.
-    assert texts.needed_bytes(weights, 257)(1) == texts.needed_bytes(weights, 272)(1)
+    assert room.needed_bytes(weights, 257)(1) == room.needed_bytes(weights, 272)(1)
 
 
 def test_prompts(hf_dir: Path) -> None:

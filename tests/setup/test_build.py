@@ -13,6 +13,7 @@ from run_fixtures import SMALL
 
 from surogate_core.config.resolve import load_run_config
 from surogate_core.config.schema import RunConfig
+from surogate_core.engine.device_memory import free_memory
 from surogate_core.engine.planning.prediction import predict
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.registry import Registry
@@ -196,7 +197,7 @@ def test_ranks_build_what_rank_0_chose_for_the_smallest_memory(
     monkeypatch.setattr(build, "_engine", Attempts(0))
     first = Answers(0, [None, 1000], [None, None])
     assert built(config, installed, mesh=first) == choices(config)[-1], "nothing fits beside rank 1's memory"
-    assert first.sent[0] == pytest.approx(build.free_memory(CPU, ranks=2), rel=0.2)
+    assert first.sent[0] == pytest.approx(free_memory(CPU, ranks=2), rel=0.2)
     second = Answers(1, [None, None], [choices(config)[0].record(), None])
     assert built(config, installed, mesh=second) == choices(config)[0]
     assert second.sent[1] is None

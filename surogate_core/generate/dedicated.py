@@ -11,15 +11,15 @@ from torch import Tensor
 
 from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Request, RolloutSettings
 from surogate_core.bundles.handed import ModelWeights, whole
+from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.tensors import TensorSpec
 from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, Source
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.errors import MachineError
 from surogate_core.generate.native import NativeEngine
+from surogate_core.generate.room import fitting_slots
 from surogate_core.generate.weights import Weights
-from surogate_core.inference.generation import untrained
-from surogate_core.inference.texts import fitting_slots
 from surogate_core.kernels.registry import KernelTable
 
 
@@ -145,7 +145,7 @@ def _assembly(original: Assembly, device: torch.device) -> Assembly:
     kernels = original.kernels
     return replace(
         original,
-        lora=untrained(original.settings.adapter_dtype) if every_weight else original.lora,
+        lora=LoRA.untrained(original.settings.adapter_dtype) if every_weight else original.lora,
         packs=not every_weight,
         settings=replace(original.settings, device=device, max_seqlen=1, update_on_cpu=False),
         kernels=KernelTable(

@@ -14,9 +14,9 @@ from surogate_core.bundles import RolloutSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import Parameters
 from surogate_core.errors import MachineError
+from surogate_core.generate import dedicated
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
-from surogate_core.inference import dedicated
 from surogate_testing import tiny
 
 RunHere = Callable[..., int]
