@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from surogate_monitor_adaptive.advisor import COOLDOWN, FROZEN_ROUTER, NATIVE_GAP, RULES
+from surogate_monitor_adaptive.advisor import COOLDOWN, FROZEN_ROUTER, NATIVE_GAP, RULES, STALE_GAP
 from surogate_monitor_adaptive.monitor import GUARDED, AdaptiveMonitor, AdaptiveOptions, replay
 
 from surogate_core.plugin import events
@@ -318,6 +318,10 @@ def test_a_gap_is_not_blamed_on_the_engine_that_the_run_has() -> None:
         assert "rollout=native has both" not in advice.suggestion
     (advice,) = [a for a in advices(replay(recorded, info(rollout={"name": "vllm"}))) if a.rule == "logprob_gap"]
     assert (advice.key, advice.suggestion) == ("rollout", RULES["logprob_gap"].suggestion)
+    for name in ("vllm", "dedicated"):
+        found = advices(replay(recorded, info(rollout={"name": name}, max_staleness=1)))
+        (advice,) = [one for one in found if one.rule == "logprob_gap"]
+        assert (advice.key, advice.suggestion) == ("max_staleness", STALE_GAP)
 
 
 def test_norms_of_the_first_steps_and_norms_that_come_back_are_no_acceleration() -> None:

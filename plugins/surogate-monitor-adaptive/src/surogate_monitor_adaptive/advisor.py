@@ -203,9 +203,19 @@ NATIVE_GAP = (
 """Suggestion of `logprob_gap` if the engine is the trainer's own; its key is then `torch_dtype`."""
 
 
-def for_native(advice: events.Advice) -> events.Advice:
-    """The advice for a run that samples with its own engine."""
-    return replace(advice, key="torch_dtype", suggestion=NATIVE_GAP) if advice.rule == "logprob_gap" else advice
+STALE_GAP = (
+    "with max_staleness=1 the weights have moved since they sampled: lower learning_rate or num_iterations; "
+    "max_staleness=0 shows whether a gap is left"
+)
+"""The same if completions are sampled with weights of a generation before; its key is then `max_staleness`."""
+
+
+def for_engine(advice: events.Advice, *, own: bool, stale: bool) -> events.Advice:
+    """The advice for a run. `own`: it samples with its own engine. `stale`: with weights of a generation before."""
+    if advice.rule != "logprob_gap" or not (own or stale):
+        return advice
+    key, suggestion = ("max_staleness", STALE_GAP) if stale else ("torch_dtype", NATIVE_GAP)
+    return replace(advice, key=key, suggestion=suggestion)
 
 
 @dataclass(slots=True)

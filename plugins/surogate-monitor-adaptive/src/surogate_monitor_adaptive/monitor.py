@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from surogate_core.plugin import TOKENS_PER_PARAMETER, bundles, events, token_budget, warmup_length
-from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor, for_frozen_router, for_native
+from surogate_monitor_adaptive.advisor import AFTER_WARMUP, HIGH_LR, SETTLING, Advisor, for_engine, for_frozen_router
 from surogate_monitor_adaptive.early_stop import EarlyStop, training_flops
 from surogate_monitor_adaptive.gradients import GradientTracker, acceleration_of
 from surogate_monitor_adaptive.guard import TEMPORARY, LossGuard, Reduction
@@ -75,6 +75,7 @@ class AdaptiveMonitor:
         self._rewards = RewardMonitor()
         # A record of an earlier version does not name the engine.
         self._samples_itself = (config.get("rollout") or {}).get("name", "native") in ("native", "dedicated")
+        self._stale = bool(config.get("max_staleness"))
         self._router_frozen = bool(config.get("lora")) and not config.get("train_router")
 
     def on_event(self, event: events.Event) -> events.Control | None:
@@ -185,7 +186,7 @@ class AdaptiveMonitor:
     def _online_step(self, event: events.StepEnd) -> list[events.Event]:
         found = self._rewards.observe_step(event)
         told = [advice for rule, evidence in found for advice in self._advisor.tell(event.step, rule, evidence)]
-        return [for_native(advice) if self._samples_itself else advice for advice in told]
+        return [for_engine(advice, own=self._samples_itself, stale=self._stale) for advice in told]
 
     def _advise(self, step: int, found: Iterable[tuple[str, Mapping[str, Any]]]) -> events.Control | None:
         told = [advice for rule, evidence in found for advice in self._advisor.tell(step, rule, evidence)]
