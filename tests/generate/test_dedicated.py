@@ -22,6 +22,7 @@ from surogate_testing import tiny
 RunHere = Callable[..., int]
 Digests = Callable[[Path], dict[str, str]]
 CUDA = torch.device("cuda", 0)
+FEW = ("max_steps=3", "save_steps=0")
 
 
 def result(run: Path, digests: Digests) -> tuple[bytes, dict[str, str]]:
@@ -45,14 +46,14 @@ def test_completions_are_those_of_the_weights_themselves(
     tmp_path: Path, run_here: RunHere, grpo_keys: list[str], digests: Digests, keys: tuple[str, ...]
 ) -> None:
     for name in ("native", "dedicated"):
-        assert run_here(tmp_path / name, *grpo_keys, *keys, f"rollout={name}") == 0
+        assert run_here(tmp_path / name, *grpo_keys, *FEW, *keys, f"rollout={name}") == 0
     assert result(tmp_path / "dedicated", digests) == result(tmp_path / "native", digests)
 
 
 def test_runs_that_generate_ahead_repeat(
     tmp_path: Path, run_here: RunHere, grpo_keys: list[str], digests: Digests, records: Callable[..., Any]
 ) -> None:
-    keys = [*grpo_keys, "rollout=dedicated", "max_staleness=1"]
+    keys = [*grpo_keys, *FEW, "rollout=dedicated", "max_staleness=1"]
     for name in ("one", "other"):
         assert run_here(tmp_path / name, *keys) == 0
     assert result(tmp_path / "one", digests) == result(tmp_path / "other", digests)
