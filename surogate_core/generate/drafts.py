@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from surogate_core.generate.sequences import Chosen, Running
 
 ROWS = 16
-"""Rows of a step for few sequences."""
+"""Rows of a step for few sequences, and the most of one: a ring has room for a segment beside its window."""
 LENGTHS = (4, 3, 2)
 """Tokens of the n-grams by which a text finds itself, the longest first."""
 MEMORY = 8
@@ -173,7 +173,8 @@ class Drafts:
     def of(self, running: Sequence[Running]) -> list[list[int]]:
         """The drafts of each sequence; empty if there are none, or so few are probably right that they cost time."""
         texts, free = self._texts(running), self._free(running)
-        longest = [text.next(min(free, s.remaining - 1)) for text, s in zip(texts, running, strict=False)]
+        most = min(free, ROWS - 1)
+        longest = [text.next(min(most, s.remaining - 1)) for text, s in zip(texts, running, strict=False)]
         counts, worth = shared_out(free, [text.rate for text in texts], [len(tokens) for tokens in longest])
         drafts = [tokens[:count] for tokens, count in zip(longest, counts, strict=True)]
         return drafts if any(drafts) and worth >= self.pays * len(running) else []
@@ -181,7 +182,7 @@ class Drafts:
     def likely(self, running: Sequence[Running]) -> bool:
         """Whether drafts probably pay in the next steps, judged by the tokens so far."""
         texts, free = self._texts(running), self._free(running)
-        _, worth = shared_out(free, [text.rate for text in texts], [free] * len(texts))
+        _, worth = shared_out(free, [text.rate for text in texts], [min(free, ROWS - 1)] * len(texts))
         return bool(texts) and worth >= self.pays * len(running)
 
     def checked(self, rows: Sequence[StepRow], pairs: Sequence[tuple[int, float]]) -> dict[int, Chosen]:

@@ -22,11 +22,12 @@ from tiny_qwen3 import tiny_config
 from surogate_core.bundles import Completion, Request, RolloutSettings, Sampling
 from surogate_core.dsl.tensors import TensorSpec
 from surogate_core.engine.planning.pieces import Source
+from surogate_core.generate import drafts as drafting
 from surogate_core.generate.decoding import BLOCK, SteppedRunner
 from surogate_core.generate.drafts import Drafts, Repeats, Siblings, StepRow, accepted, rows_of, shared_out
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import FixedRunner
-from surogate_core.generate.sequences import Running
+from surogate_core.generate.sequences import SEGMENT, Running
 from surogate_core.generate.weights import Weights
 from surogate_testing import tiny
 from surogate_testing.rollouts import Stepwise
@@ -264,11 +265,22 @@ def test_requests_that_wait(shared, monkeypatch):
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_many_sequences_whose_step_has_rows_left(shared, stepped, monkeypatch):
-    """20 of 40 slots run in steps of 48 rows; on a CPU in two passes of 16."""
+@pytest.mark.parametrize("window", [False, True])
+def test_many_sequences_whose_step_has_rows_left(shared, window, stepped, monkeypatch):
+    """20 of 40 slots run in steps of 48 rows; on a CPU in two passes of 16. No sequence gets more rows than a ring has
+    room for beside its window.
+    """
     asked = [replace(one, number=8 * n + one.number) for n in range(3) for one in requests(SAMPLED, count=8)][:20]
-    drafts = ensure_bits(shared, asked, stepped=stepped, slots=40, monkeypatch=monkeypatch)
-    assert drafts.right > 2 * max(one.max_new_tokens for one in asked)
+    made = hybrid("window", "full") if window else shared
+    shared_out = drafting.shared_out
+
+    def to_the_first(free: int, rates: list[float], most: list[int]) -> tuple[list[int], float]:
+        return shared_out(free, [float(number == 0) for number, _ in enumerate(rates)], most)
+
+    monkeypatch.setattr(drafting, "shared_out", to_the_first)
+    drafts = ensure_bits(made, asked, stepped=stepped, slots=40, monkeypatch=monkeypatch)
+    assert drafts.right > max(one.max_new_tokens for one in asked)
+    assert drafting.ROWS <= SEGMENT
 
 
 def test_samples_of_one_prompt_draft_for_each_other(shared):
