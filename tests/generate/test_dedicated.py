@@ -34,7 +34,7 @@ def result(run: Path, digests: Digests) -> tuple[bytes, dict[str, str]]:
     "keys",
     [
         ("lora=true",),
-        ("lora=false", "recipe=fp8-hybrid"),
+        pytest.param(("lora=false", "recipe=fp8-hybrid"), marks=pytest.mark.slow),
         pytest.param(("lora=false",), marks=pytest.mark.slow),
         pytest.param(("lora=true", "qlora_bnb=true"), marks=pytest.mark.slow),
         pytest.param(("lora=true", "recipe=fp8-hybrid", "beta=0.1"), marks=pytest.mark.slow),
