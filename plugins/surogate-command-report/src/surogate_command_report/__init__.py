@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from surogate_command_report.options import WebOptions
+    from surogate_core.plugin import events
+
 SUROGATE_API = ">=2,<3"
 
 
@@ -47,6 +50,12 @@ def surogate_config_path() -> str:
 @hookimpl
 def surogate_monitor() -> bundles.MonitorSpec:
     """The live page of a run."""
-    from surogate_command_report.live import WebMonitor, WebOptions
+    from surogate_command_report.options import WebOptions
 
-    return bundles.MonitorSpec(name="web", build=WebMonitor, options=WebOptions)
+    return bundles.MonitorSpec(name="web", build=_page, options=WebOptions)
+
+
+def _page(options: WebOptions, info: events.RunInfo) -> bundles.Monitor:
+    from surogate_command_report.live import WebMonitor
+
+    return WebMonitor(options, info)

@@ -7,12 +7,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Interval
-
+from surogate_command_report.options import WebOptions
 from surogate_command_report.serve import MetricsFollower, PageServer
 from surogate_core.plugin import UserError, atomic, events, read_run
 from surogate_core.service.files import RunRecord, private
@@ -21,16 +19,6 @@ URL_FILE = "web.url"
 
 WAITING = 1000
 """Events that are kept as they are at most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WebOptions:
-    """Options of the live page."""
-
-    port: Annotated[int, Interval(ge=0, le=65535)] = 0
-    """Port on 127.0.0.1; 0 takes a free one."""
-    compare: list[str] = field(default_factory=list)
-    """Output directories of other runs, drawn over this one."""
 
 
 class WebMonitor:
