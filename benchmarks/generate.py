@@ -51,16 +51,15 @@ from surogate_core.generate.drafts import Repeats
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.passes import FixedRunner
 from surogate_core.generate.weights import Weights
+from surogate_core.inference.texts import MOST_SLOTS
 
+MOST = MOST_SLOTS["cuda"]
+"""Sequences that are decoded together, unless `--slots` is given."""
 FORMATS: Mapping[str, str | None] = {
     **dict.fromkeys(("bf16", "schema", "lora", "drafts", "undrafted", "wrong")),
     "nf4": "nf4",
     "fp8": "fp8",
 }
-
-
-MOST = 256
-"""Sequences that are decoded together, unless `--slots` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,6 @@ from surogate_core.errors import MachineError
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.room import fitting_slots
 from surogate_core.generate.weights import Weights
-from surogate_core.kernels.registry import KernelTable
 
 
 class DedicatedEngine:
@@ -35,7 +34,7 @@ class DedicatedEngine:
         except torch.OutOfMemoryError as error:
             message = f"rollout=dedicated: GPU {self._device.index} lacks memory for the model's weights."
             raise MachineError(f"{message} Fix: rollout=native") from error
-        with on(self._device):
+        with _on(self._device):
             fix = "a shorter sequence_len, or rollout=native"
             slots = fitting_slots(self._copy.weights, settings.context, settings.slots, fix=fix)
             self._engine = NativeEngine(self._copy.weights, replace(settings, slots=slots))
@@ -45,21 +44,18 @@ class DedicatedEngine:
 
     def generate(self, requests: Sequence[Request], *, on_token: OnToken | None = None) -> list[Completion]:
         """A completion of each request, in their order."""
-        self._update()
-        with on(self._device):
-            return self._engine.generate(requests, on_token=on_token)
+        with self._current() as engine:
+            return engine.generate(requests, on_token=on_token)
 
     def serve(self, arriving: Arriving, on_token: OnChosen) -> None:
         """Completes requests that arrive while others run, until none runs and none arrives."""
-        self._update()
-        with on(self._device):
-            self._engine.serve(arriving, on_token)
+        with self._current() as engine:
+            engine.serve(arriving, on_token)
 
     def logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of every token of each document but its first."""
-        self._update()
-        with on(self._device):
-            return self._engine.logprobs(documents)
+        with self._current() as engine:
+            return engine.logprobs(documents)
 
     def forget(self) -> None:
         """The weights may have changed: they are copied again before the next completion."""
@@ -79,8 +75,15 @@ class DedicatedEngine:
             self._engine.forget()
             self._stale = False
 
+    @contextmanager
+    def _current(self) -> Iterator[NativeEngine]:
+        """The engine with the weights that it must have; its GPU is the thread's."""
+        self._update()
+        with _on(self._device):
+            yield self._engine
 
-def on(device: torch.device) -> AbstractContextManager[object]:
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
     """Streams, graphs and Triton's kernels are those of a thread's current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -109,7 +112,7 @@ class WeightsCopy:
     def of(cls, original: Weights, device: torch.device) -> WeightsCopy:
         """Copy the weights to a device."""
         source, assembly = _source(original, device), _assembly(original.plan.assembly, device)
-        with torch.no_grad(), on(device):
+        with torch.no_grad(), _on(device):
             made = cls(original=original, weights=Weights.load(assembly, source))
         made.refresh()
         return made
@@ -120,41 +123,29 @@ class WeightsCopy:
         theirs, own = self.original.parameters.masters(), self.weights.parameters
         for name, master in own.masters().items():
             master.copy_(theirs[name], non_blocking=True)
-        with on(own.device):
+        with _on(own.device):
             own.refresh()
+        pieces = {piece.key: piece for piece in own.pieces}
         for key, trained in _tensors(self.original, lambda s: s.trainable and s.hf_name not in own.flat.compute):
-            self._set(key, trained)
+            stored = (s.hf_name for s in pieces[key].specs if s.hf_name not in own.flat.compute)
+            for name, kept in zip(stored, own.weights.fetch(key), strict=True):
+                if name in trained:
+                    kept.copy_(trained[name], non_blocking=True)
         if self.weights.rows is not None and self.original.rows is not None:
             state = self.original.rows.state.state()
             for name, tensor in self.weights.rows.state.state().items():
                 tensor.copy_(state[name], non_blocking=True)
 
-    def _set(self, key: str, values: Mapping[str, Tensor]) -> None:
-        """Set weights of a piece that the copy does not train."""
-        own = self.weights.parameters
-        (piece,) = (piece for piece in own.pieces if piece.key == key)
-        stored = [spec.hf_name for spec in piece.specs if spec.hf_name not in own.flat.compute]
-        for name, kept in zip(stored, own.weights.fetch(key), strict=True):
-            if name in values:
-                kept.copy_(values[name], non_blocking=True)
-
 
 def _assembly(original: Assembly, device: torch.device) -> Assembly:
     """The same model on a GPU that nothing else uses. Without adapters nothing is trained, so there are no masters."""
     every_weight = original.lora is None
-    kernels = original.kernels
     return replace(
         original,
         lora=LoRA.untrained(original.settings.adapter_dtype) if every_weight else original.lora,
         packs=not every_weight,
         settings=replace(original.settings, device=device, max_seqlen=1, update_on_cpu=False),
-        kernels=KernelTable(
-            device=device,
-            kernels=kernels.kernels,
-            rewrites=kernels.rewrites,
-            packs=kernels.packs,
-            undefined=kernels.undefined,
-        ),
+        kernels=replace(original.kernels, device=device, chosen={}, labels={}, passed={}),
         offloader=NO_OFFLOAD,
         stores=DeviceStores(),
         offload_experts=False,

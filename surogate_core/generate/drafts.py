@@ -59,7 +59,7 @@ class Repeats:
     text: list[int] = field(default_factory=list)
     rate: float = 0.0
     """The share of the last chosen tokens that a draft would have guessed."""
-    siblings: Siblings | None = None
+    siblings: Siblings = field(default_factory=Siblings)
     _behind: dict[Gram, Place] = field(default_factory=dict)
     """n-gram → the place behind its latest occurrence."""
     _source: Place | None = None
@@ -69,8 +69,7 @@ class Repeats:
         """Append tokens. `chosen`: whether the model chose them, so that they say how well drafts guess, and siblings
         may go on like them.
         """
-        text, own = self.text, self._behind
-        others = self.siblings.behind if self.siblings is not None else {}
+        text, own, others = self.text, self._behind, self.siblings.behind
         grams = self._grams()
         for token in tokens:
             if chosen:
@@ -208,8 +207,7 @@ class Drafts:
             if sequence.repeats is None:
                 sequence.repeats = Repeats(siblings=sequence.siblings)
                 sequence.repeats.follow(sequence.request.prompt, chosen=False)
-            if sequence.siblings is not None:
-                sequence.siblings.read()
+            sequence.siblings.read()
             known = len(sequence.repeats.text) - len(sequence.request.prompt)
             sequence.repeats.follow(sequence.ids[known:], chosen=True)
         return [sequence.repeats for sequence in running if sequence.repeats is not None]

@@ -120,7 +120,6 @@ class NativeEngine:
                     going.append(sequence)
                     continue
                 free.append(sequence.slot)
-                assert sequence.siblings is not None
                 sequence.siblings.ended.append(sequence.ids)
                 found = Completion(ids=tuple(sequence.ids), logprobs=tuple(sequence.logprobs), reason=reason)
                 ended(sequence.index, found)

@@ -34,7 +34,7 @@ class Running:
     """What the request's grammar allows after these tokens."""
     repeats: Repeats | None = None
     """Its text, once it may get drafts."""
-    siblings: Siblings | None = None
+    siblings: Siblings = field(default_factory=Siblings)
     """The other texts of its prompt."""
 
     @property

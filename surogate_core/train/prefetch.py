@@ -49,16 +49,13 @@ class Batches:
         """The loader's. Read it to save it only: it may wait for what is made beside the step."""
         return self._loader.state()
 
-    def _make(self) -> Made:
+    def take(self) -> Made:
+        """The next step's micro-batches; what went wrong in making them is raised here."""
         batches: list[MicroBatch | BatchCounts] = []
         batches += self._loader.next_step() if self._own is None else next_share(self._loader, self._own)
         if self._pins:
             batches = [batch.pinned() if isinstance(batch, MicroBatch) else batch for batch in batches]
         return Made(batches, self._loader.epoch, self._work.step(batches))
-
-    def take(self) -> Made:
-        """The next step's micro-batches; what went wrong in making them is raised here."""
-        return self._make()
 
     def close(self) -> None:
         """End what the steps hold, such as processes: nothing reads the data after the run."""
@@ -81,7 +78,7 @@ class Prefetcher(Batches):
         return self._state
 
     def _make_ahead(self) -> tuple[Made, dict[str, Any]]:
-        return self._make(), self._loader.state()
+        return super().take(), self._loader.state()
 
     def take(self) -> Made:
         """The next step's micro-batches; what went wrong in making them is raised here."""
