@@ -91,7 +91,9 @@ def surogate_rollout_engine() -> list[bundles.RolloutEngineSpec]:
     """Generation by the blocks of the model itself: on the GPU that trains, or on one of its own."""
     return [
         bundles.RolloutEngineSpec(name="native", open=_native, constrains=True),
-        bundles.RolloutEngineSpec(name="dedicated", open=_dedicated, caches=False, apart=True, constrains=True),
+        bundles.RolloutEngineSpec(
+            name="dedicated", open=_dedicated, caches=False, apart=True, copied=_copied, constrains=True
+        ),
     ]
 
 
@@ -141,6 +143,12 @@ def _dedicated(weights: bundles.ModelWeights, settings: bundles.RolloutSettings)
     from surogate_core.generate.dedicated import DedicatedEngine
 
     return DedicatedEngine(weights, settings)
+
+
+def _copied(weights: bundles.ModelWeights) -> tuple[int, bundles.ModelWeights]:
+    from surogate_core.generate.dedicated import copied
+
+    return copied(weights)
 
 
 def _native(weights: bundles.ModelWeights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:

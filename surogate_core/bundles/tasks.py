@@ -252,7 +252,7 @@ class TaskSpec:
     """Whether an online task reads `datasets`; otherwise they are refused, and the run needs none."""
     planned: Callable[[RunKeys, Any, ModelWeights], tuple[int, str]] | None = None
     """For `surogate plan`: (the configuration, the options, the weights as a rollout engine gets them, but without
-    values) → (bytes that an online task needs of what training leaves free on the device, a sentence about them).
+    values) → (bytes that an online task needs beside these weights, a sentence about them).
     """
     check: Callable[[RunKeys, Any, Plugins], Iterable[Problem]] | None = None
     """(a configuration whose keys are right one by one, the options, the installed plugins) → what is missing or

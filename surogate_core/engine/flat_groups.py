@@ -29,7 +29,7 @@ OF_EXPERTS = " over expert_replicate"
 """Part of the names of groups of experts that ranks share out."""
 
 
-def _padded(elements: int) -> int:
+def padded(elements: int) -> int:
     """Elements that a tensor takes in a flat group."""
     return -(-elements // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
 
@@ -44,7 +44,7 @@ def _is_hidden(spec: TensorSpec) -> bool:
 def _gaps(group: ParamGroup, names: Collection[str]) -> list[Tensor]:
     """The ranges of a group's gradients around those of some tensors."""
     own = (place for name, place in group.shapes.items() if name in names)
-    taken = sorted((offset, offset + _padded(math.prod(shape))) for offset, shape in own)
+    taken = sorted((offset, offset + padded(math.prod(shape))) for offset, shape in own)
     gaps = zip([0, *(stop for _, stop in taken)], [*(start for start, _ in taken), group.grad.numel()], strict=True)
     return [group.grad[start:stop] for start, stop in gaps if start < stop]
 
@@ -160,7 +160,7 @@ class FlatGroups:
             dtype = self._compute_dtype(spec)
             start = ranges.get(dtype, (size, size))[0]
             shapes[spec.hf_name] = (size, spec.shape)
-            size += _padded(math.prod(spec.shape))
+            size += padded(math.prod(spec.shape))
             ranges[dtype] = (start, size)
         return members, shapes, ranges, size
 

@@ -15,11 +15,12 @@ from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.tensors import TensorSpec
 from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, Source
+from surogate_core.engine.planning.prediction import held_bytes, programs_on_meta
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.errors import MachineError
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.room import fitting_slots
-from surogate_core.generate.weights import Weights
+from surogate_core.generate.weights import Weights, without_values
 
 
 class DedicatedEngine:
@@ -81,6 +82,13 @@ class DedicatedEngine:
         self._update()
         with _on(self._device):
             yield self._engine
+
+
+def copied(weights: ModelWeights) -> tuple[int, ModelWeights]:
+    """(bytes of the copy of weights without values, the copy without values)."""
+    original = whole(Weights, weights).plan.assembly
+    programs = programs_on_meta(_assembly(original, original.settings.device))
+    return held_bytes(programs), without_values(programs)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

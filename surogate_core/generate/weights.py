@@ -24,6 +24,7 @@ from surogate_core.engine.planning.plan import EnginePlan
 from surogate_core.engine.programs import ProgramBuilder
 from surogate_core.engine.ranks.sharding import Sharing
 from surogate_core.engine.step import RecipeRows, StoreSet
+from surogate_core.engine.stores import DeviceStore
 from surogate_core.mesh.axes import Axes
 from surogate_core.mesh.mesh import Mesh
 
@@ -189,3 +190,10 @@ class Weights:
 def weights_of(model: TrainedModel) -> ModelWeights:
     """The weights of a model that is trained, as rollout engines take them; nothing is copied."""
     return Weights.of(whole(Engine, model))
+
+
+def without_values(programs: ProgramBuilder) -> Weights:
+    """The weights of an engine on the device ``meta``, to predict what generation needs."""
+    return Weights(
+        plan=programs.plan, parameters=programs.parameters, programs=programs, store=DeviceStore("weights"), rows=None
+    )

@@ -16,13 +16,12 @@ from surogate_core.dsl.declare import LoRA
 from surogate_core.engine.device_memory import give_back
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.programs import ProgramBuilder
-from surogate_core.engine.stores import DeviceStore
 from surogate_core.errors import SurogateError
 from surogate_core.events import Notice, Progress, Samples
 from surogate_core.files.atomic import human_bytes
 from surogate_core.files.prompts import read_prompts
 from surogate_core.generate.room import fitting_slots, needed_bytes
-from surogate_core.generate.weights import Weights
+from surogate_core.generate.weights import Weights, without_values
 from surogate_core.inference.generation import PreparedModel
 from surogate_core.inference.texts import (
     Prompt,
@@ -184,13 +183,6 @@ class Sampler:
             tokens=sum(len(text.ids) for text in texts),
             seconds=time.perf_counter() - started,
         )
-
-
-def without_values(programs: ProgramBuilder) -> Weights:
-    """The weights of an engine on the device ``meta``, to predict what generation needs."""
-    return Weights(
-        plan=programs.plan, parameters=programs.parameters, programs=programs, store=DeviceStore("weights"), rows=None
-    )
 
 
 def cache_note(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from surogate_core.engine.schedule import render as render
     from surogate_core.engine.stores import NO_OFFLOAD as NO_OFFLOAD
     from surogate_core.engine.update import StepResult as StepResult
+    from surogate_core.generate.weights import without_values as without_values
     from surogate_core.mesh.axes import Axes as Axes
     from surogate_core.mesh.mesh import Mesh as Mesh
     from surogate_core.mesh.offers import FABRICS as FABRICS

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from surogate_core.run.reference import add_references as add_references
     from surogate_core.run.reference import policy_of as policy_of
     from surogate_core.run.samples import cache_note as cache_note
-    from surogate_core.run.samples import without_values as without_values
     from surogate_core.setup.assemble import ResolvedModel as ResolvedModel
     from surogate_core.setup.assemble import is_out_of_memory as is_out_of_memory
     from surogate_core.setup.assemble import resolve_device as resolve_device

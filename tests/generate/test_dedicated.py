@@ -82,6 +82,16 @@ def test_the_copy_follows_weights_that_may_change(frozen: bool, lora: Any) -> No
     assert engine.logprobs(document) == expected != before
 
 
+@pytest.mark.parametrize("lora", [None, tiny.lora()])
+def test_the_planned_bytes_are_those_of_the_copy(lora: Any) -> None:
+    original = Weights.of(tiny.engine(optimizer=tiny.ADAMW, lora=lora))
+    nbytes, _ = dedicated.copied(original)
+    copy = dedicated.WeightsCopy.of(original, original.device).weights.parameters
+    tensors = [tensor for piece in copy.pieces for tensor in copy.inputs(piece)] + [*copy.masters().values()]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
+    assert nbytes == sum(storages.values())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("keys", [("lora=true",), ("lora=false",), ("lora=false", "recipe=fp8-hybrid")])

@@ -237,5 +237,8 @@ def test_it_is_planned_without_data(echo: tuple[Any, Registry], keys: list[str],
     assert json.loads(capsys.readouterr().out)["rollouts_bytes"] == 2000
     assert main(["plan", *keys, "rollout=far", "--json"]) == 0, "a server keeps its own keys and values"
     assert json.loads(capsys.readouterr().out)["rollouts_bytes"] == 0
+    assert main(["plan", *keys, "rollout=dedicated"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "rollouts: 2 layers need 2 kB, and shift is 1; the next GPU generates, where a copy of" in printed
     assert main(["plan", *keys, "max_steps=-1"]) == 0
     assert "the task makes its data while it trains" in capsys.readouterr().out

@@ -167,6 +167,10 @@ class RolloutEngineSpec:
     """Whether it keeps keys and values on the run's device, so that memory must be left for them."""
     apart: bool = False
     """Whether `open` makes an `ApartEngine`."""
+    copied: Callable[[ModelWeights], tuple[int, ModelWeights]] | None = None
+    """From weights without values: the bytes of the copy that it holds on the next GPU, and the copy without values.
+    `surogate plan` names what that GPU needs.
+    """
     constrains: bool = False
     """Whether it holds completions to `Request.grammar`; otherwise it receives no request with one."""
     options: type = NoOptions

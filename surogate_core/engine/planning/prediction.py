@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from surogate_core.bundles import FLAT_ALIGNMENT, TensorKind
+from surogate_core.bundles import TensorKind
 from surogate_core.dsl.declare import TensorSpec
-from surogate_core.engine.flat_groups import WIDE
+from surogate_core.engine.flat_groups import WIDE, padded
 from surogate_core.engine.parameters import Parameters
 from surogate_core.engine.placement import Placement
 from surogate_core.engine.planning.assembly import Assembly, EngineSettings
@@ -429,7 +429,7 @@ def _by_piece(plan: EnginePlan, parameters: Parameters) -> tuple[int, ...]:
     for piece in plan.pieces:
         mine = {s.hf_name: math.prod(s.shape) for s in piece.specs if s.hf_name in members}
         members -= mine.keys()
-        found.append(sum(-(-count // FLAT_ALIGNMENT) * FLAT_ALIGNMENT for count in mine.values()))
+        found.append(sum(map(padded, mine.values())))
     return tuple(found)
 
 
@@ -483,6 +483,15 @@ def programs_on_meta(assembly: Assembly) -> ProgramBuilder:
         device=tracing,
         linked=tuple(linked_of(assembly.settings.axes).values()),
     )
+
+
+def held_bytes(programs: ProgramBuilder) -> int:
+    """Bytes of the weights of a model that only generates: as they are kept, with masters of the adapters."""
+    plan, parameters = programs.plan, programs.parameters
+    specs = {spec.hf_name: spec for piece in plan.pieces for spec in piece.specs}
+    kept = sum(parameters.kept_bytes(spec) for spec in specs.values() if not spec.trainable)
+    masters = sum(padded(master.numel()) * master.itemsize for master in parameters.masters().values())
+    return kept + masters + _panel_copies(plan, parameters)
 
 
 def _parameters_on_meta(plan: EnginePlan) -> Parameters:

@@ -307,14 +307,19 @@ def _rollouts(config: RunConfig, registry: Registry, resolved: ResolvedModel) ->
     """What a task needs that samples its steps from the model."""
     from surogate_core.service.setup import task_spec
 
-    spec = task_spec(config, registry)
-    if spec.planned is None or not registry.get("rollout", config.rollout.name).caches:
+    spec, engine = task_spec(config, registry), registry.get("rollout", config.rollout.name)
+    if spec.planned is None or not (engine.caches or engine.copied):
         return 0, ""
-    from surogate_core.service.engine import programs_on_meta
-    from surogate_core.service.setup import assembly_of, without_values
+    from surogate_core.plugin import atomic
+    from surogate_core.service.engine import programs_on_meta, without_values
+    from surogate_core.service.setup import assembly_of
 
     weights = without_values(programs_on_meta(assembly_of(config, registry, resolved)))
-    return spec.planned(config, spec.options_of(config), weights)
+    if engine.copied is None:
+        return spec.planned(config, spec.options_of(config), weights)
+    copy_bytes, copy = engine.copied(weights)
+    _, sentence = spec.planned(config, spec.options_of(config), copy)
+    return 0, f"{sentence}; the next GPU generates, where a copy of the weights takes {atomic.human_bytes(copy_bytes)}"
 
 
 def _with_number(config: RunConfig, device: torch.device) -> RunConfig:

@@ -104,12 +104,12 @@ def caches(
 
 
 def planned(config: bundles.RunKeys, options: GRPOOptions, weights: bundles.ModelWeights) -> tuple[int, str]:
-    """(bytes that generation needs of what training leaves free, a sentence about them)."""
+    """(bytes that generation needs beside the weights, a sentence about them)."""
     longest, slots = caches(config, options, weights.model, weights)
     nbytes = inference.needed_bytes(weights, longest)(slots)
     sentence = (
-        f"rollouts: {slots} sequences of {longest:,} tokens need {atomic.human_bytes(nbytes)} of what training leaves "
-        "free; with less, fewer are generated at a time"
+        f"rollouts: {slots} sequences of {longest:,} tokens need {atomic.human_bytes(nbytes)} of free memory; with "
+        "less, fewer are generated at a time"
     )
     if options.reward_model is None:
         return nbytes, sentence
