@@ -140,18 +140,18 @@ def surogate_command() -> list[bundles.CommandSpec]:
 
 
 def _dedicated(weights: bundles.ModelWeights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
-    from surogate_core.generate.dedicated import DedicatedEngine
+    from surogate_core.generate.copies import DedicatedEngine
 
     return DedicatedEngine(weights, settings)
 
 
 def _copied(weights: bundles.ModelWeights) -> tuple[int, bundles.ModelWeights]:
-    from surogate_core.generate.dedicated import copied
+    from surogate_core.generate.copies import copied
 
     return copied(weights)
 
 
 def _native(weights: bundles.ModelWeights, settings: bundles.RolloutSettings) -> bundles.RolloutEngine:
-    from surogate_core.generate.native import NativeEngine
+    from surogate_core.generate.copies import native
 
-    return NativeEngine(weights, settings)
+    return native(weights, settings)

@@ -151,6 +151,8 @@ class RolloutSettings:
     """Tokens of the longest sequence, its prompt included."""
     frozen: bool = False
     """Whether the weights stay as they are, so that keys and values of prompts may be kept between calls."""
+    spares: bool = False
+    """Whether the engine may take free memory of the device beyond its caches, to be faster."""
     options: Any = None
     """An instance of `RolloutEngineSpec.options`; None means the defaults."""
 

@@ -245,7 +245,9 @@ class GRPOSteps:
         slots = inference.fitting_slots(weights, longest, wanted, fix=fix) if spec.caches else wanted
         # What is sampled may depend on their number in the last bits.
         slots = min(int(found) for found in self._together.gather(str(slots).encode))
-        settings = bundles.RolloutSettings(slots=slots, context=longest, frozen=True, options=config.rollout.options)
+        settings = bundles.RolloutSettings(
+            slots=slots, context=longest, frozen=True, spares=True, options=config.rollout.options
+        )
         self._engine, self._rollout = engine, spec.open(weights, settings)
         if spec.apart:
             self._apart = cast("bundles.ApartEngine", self._rollout)

@@ -1,23 +1,27 @@
-"""The engine on a GPU of its own: the same completions as with the weights where they are, and runs that repeat."""
+"""Engines with a copy of the weights: the same completions as with the weights where they are, and runs that repeat."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from tiny_qwen3 import make_engine, tiny_config
 
-from surogate_core.bundles import RolloutSettings
+from surogate_core.bundles import Request, RolloutSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import Parameters
 from surogate_core.errors import MachineError
-from surogate_core.generate import dedicated
+from surogate_core.generate import copies
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
 from surogate_testing import tiny
+from surogate_testing.weight_formats import built
 
 RunHere = Callable[..., int]
 Digests = Callable[[Path], dict[str, str]]
@@ -67,7 +71,7 @@ def test_runs_that_generate_ahead_repeat(
 def test_the_copy_follows_weights_that_may_change(frozen: bool, lora: Any) -> None:
     """At every call if they are not said to stay as they are; of a model with adapters only these are read."""
     trained: Engine = tiny.engine(optimizer=tiny.ADAMW, lora=lora)
-    engine = dedicated.DedicatedEngine(Weights.of(trained), RolloutSettings(slots=1, context=16, frozen=frozen))
+    engine = copies.DedicatedEngine(Weights.of(trained), RolloutSettings(slots=1, context=16, frozen=frozen))
     document = [list(range(1, 9))]
     before = engine.logprobs(document)
     trained.train_step(tiny.batches(0), step=0, lr=1e-1)
@@ -85,8 +89,8 @@ def test_the_copy_follows_weights_that_may_change(frozen: bool, lora: Any) -> No
 @pytest.mark.parametrize("lora", [None, tiny.lora()])
 def test_the_planned_bytes_are_those_of_the_copy(lora: Any) -> None:
     original = Weights.of(tiny.engine(optimizer=tiny.ADAMW, lora=lora))
-    nbytes, _ = dedicated.copied(original)
-    copy = dedicated.WeightsCopy.of(original, original.device).weights.parameters
+    nbytes, _ = copies.copied(original)
+    copy = copies.WeightsCopy.of(original, original.device).weights.parameters
     tensors = [tensor for piece in copy.pieces for tensor in copy.inputs(piece)] + [*copy.masters().values()]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
     assert nbytes == sum(storages.values())
@@ -107,14 +111,75 @@ def test_on_a_second_gpu(
     assert result(tmp_path / "one", digests) == result(tmp_path / "other", digests)
 
 
+FORMATS = ["nf4", "fp8", "nvfp4", "mxfp4"]
+
+
+def of_format(name: str) -> Engine:
+    """An engine with adapters on a base in a weight format."""
+    return make_engine(
+        tiny_config(vocab_size=64, num_hidden_layers=2),
+        lora=tiny.lora(),
+        weight_format=built(import_module(f"surogate_quant_{name}").surogate_weight_format()),
+        source=tiny.random_source(std=0.3),
+        optimizer=tiny.ADAMW,
+    )
+
+
+SPARING = RolloutSettings(slots=2, context=32, frozen=True, spares=True)
+REQUESTS = [Request(prompt=(1, 2, number + 3), max_new_tokens=12, number=number) for number in range(3)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_base_is_unpacked_once_where_memory_is_spared(name: str) -> None:
+    trained = of_format(name)
+    engine, expected = copies.native(Weights.of(trained), SPARING), NativeEngine(Weights.of(trained), SPARING)
+    assert isinstance(engine, copies.CopyEngine)
+    assert not engine._copy.weights.parameters.packed
+    document, found = [list(range(1, 20))], []
+    for step in range(2):
+        assert engine.generate(REQUESTS) == expected.generate(REQUESTS)
+        found.append(engine.logprobs(document))
+        assert found[-1] == expected.logprobs(document)
+        trained.train_step([tiny.batch(tiny.documents([9, 14]))], step=step, lr=1e-2)
+        for one in (engine, expected):
+            one.forget()
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("name", FORMATS[:1])
+def test_it_stays_packed_where_memory_is_not_spared_or_short(name: str) -> None:
+    weights = Weights.of(of_format(name))
+    assert isinstance(copies.native(weights, replace(SPARING, spares=False)), NativeEngine)
+    nbytes, _ = copies.copied(weights)
+    with mock.patch.object(copies, "free_memory", return_value=nbytes):
+        assert isinstance(copies.native(weights, SPARING), NativeEngine)
+    with mock.patch.object(copies.WeightsCopy, "of", side_effect=torch.OutOfMemoryError):
+        assert isinstance(copies.native(weights, SPARING), NativeEngine)
+    plain = Weights.of(tiny.engine(lora=tiny.lora()))
+    assert isinstance(copies.native(plain, SPARING), NativeEngine), "nothing is packed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-hybrid"])
+def test_a_run_has_the_same_bits_with_little_memory(
+    tmp_path: Path, run_here: RunHere, grpo_keys: list[str], digests: Digests, recipe: str
+) -> None:
+    keys = [*grpo_keys, *FEW, "lora=true", "qlora_bnb=true", f"recipe={recipe}"]
+    for name, room in (("much", None), ("little", 0)):
+        with mock.patch.object(copies, "free_memory", return_value=room) as asked:
+            assert run_here(tmp_path / name, *keys) == 0
+        asked.assert_called()
+    assert result(tmp_path / "much", digests) == result(tmp_path / "little", digests)
+
+
 def test_it_needs_a_gpu_that_does_not_train() -> None:
     with mock.patch("torch.cuda.device_count", return_value=1), pytest.raises(MachineError, match="after GPU 0"):
-        dedicated._beside(CUDA)
+        copies._beside(CUDA)
     with mock.patch("torch.cuda.device_count", return_value=2):
-        assert dedicated._beside(CUDA) == torch.device("cuda", 1)
+        assert copies._beside(CUDA) == torch.device("cuda", 1)
 
 
 def test_weights_that_do_not_fit_are_a_fault_of_the_machine() -> None:
-    full = mock.patch.object(dedicated.WeightsCopy, "of", side_effect=torch.OutOfMemoryError)
+    full = mock.patch.object(copies.WeightsCopy, "of", side_effect=torch.OutOfMemoryError)
     with mock.patch("torch.cuda.device_count", return_value=2), full, pytest.raises(MachineError, match="GPU 1 lacks"):
-        dedicated.DedicatedEngine(mock.Mock(device=CUDA), mock.Mock())
+        copies.DedicatedEngine(mock.Mock(device=CUDA), mock.Mock())

@@ -1,9 +1,11 @@
-"""The core's rollout engine on a GPU of its own, with a copy of a run's weights: it generates while the run trains."""
+"""The core's rollout engine with a copy of a run's weights: on a GPU of its own, where it generates while the run
+trains, or unpacked, where memory is left.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,32 +15,24 @@ from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Reque
 from surogate_core.bundles.handed import ModelWeights, whole
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.tensors import TensorSpec
+from surogate_core.engine.device_memory import free_memory
 from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, Source
 from surogate_core.engine.planning.prediction import held_bytes, programs_on_meta
 from surogate_core.engine.stores import NO_OFFLOAD, DeviceStores
 from surogate_core.errors import MachineError
 from surogate_core.generate.native import NativeEngine
-from surogate_core.generate.room import fitting_slots
+from surogate_core.generate.room import SHARE, fitting_slots, needed_bytes
 from surogate_core.generate.weights import Weights, without_values
 
 
-class DedicatedEngine:
-    """Generation by `NativeEngine` on the next GPU. On a CPU the copy is beside the weights."""
+class CopyEngine:
+    """Generation by `NativeEngine` with a copy of a run's weights, which follows them."""
 
-    def __init__(self, weights: ModelWeights, settings: RolloutSettings):
-        """Copies the weights. Raises `MachineError` if there is no other GPU, or if it lacks memory for them."""
-        own = whole(Weights, weights)
-        self._device = _beside(own.device)
-        try:
-            self._copy = WeightsCopy.of(own, self._device)
-        except torch.OutOfMemoryError as error:
-            message = f"rollout=dedicated: GPU {self._device.index} lacks memory for the model's weights."
-            raise MachineError(f"{message} Fix: rollout=native") from error
+    def __init__(self, copy: WeightsCopy, settings: RolloutSettings):
+        self._copy, self._device = copy, copy.weights.device
         with _on(self._device):
-            fix = "a shorter sequence_len, or rollout=native"
-            slots = fitting_slots(self._copy.weights, settings.context, settings.slots, fix=fix)
-            self._engine = NativeEngine(self._copy.weights, replace(settings, slots=slots))
+            self._engine = NativeEngine(copy.weights, settings)
         self._stale, self._frozen = False, settings.frozen
 
     # --------------------------------------------------------------------------- public
@@ -62,14 +56,6 @@ class DedicatedEngine:
         """The weights may have changed: they are copied again before the next completion."""
         self._stale = True
 
-    def copy_weights(self, documents: Sequence[Sequence[int]]) -> None:
-        """Take the weights as they are now; the copy is exact, so no document is compared."""
-        self._stale = True
-        self._update()
-
-    def close(self) -> None:
-        """Nothing is held elsewhere than in this process."""
-
     def _update(self) -> None:
         if self._stale or not self._frozen:
             self._copy.refresh()
@@ -84,10 +70,61 @@ class DedicatedEngine:
             yield self._engine
 
 
+class DedicatedEngine(CopyEngine):
+    """The same on the next GPU. On a CPU the copy is beside the weights."""
+
+    def __init__(self, weights: ModelWeights, settings: RolloutSettings):
+        """Copies the weights. Raises `MachineError` if there is no other GPU, or if it lacks memory for them."""
+        own = whole(Weights, weights)
+        device = _beside(own.device)
+        try:
+            copy = WeightsCopy.of(own, device, unpacked=_has_room(own, device, settings))
+        except torch.OutOfMemoryError as error:
+            message = f"rollout=dedicated: GPU {device.index} lacks memory for the model's weights."
+            raise MachineError(f"{message} Fix: rollout=native") from error
+        with _on(device):
+            fix = "a shorter sequence_len, or rollout=native"
+            slots = fitting_slots(copy.weights, settings.context, settings.slots, fix=fix)
+        super().__init__(copy, replace(settings, slots=slots))
+
+    def copy_weights(self, documents: Sequence[Sequence[int]]) -> None:
+        """Take the weights as they are now; the copy is exact, so no document is compared."""
+        self._stale = True
+        self._update()
+
+    def close(self) -> None:
+        """Nothing is held elsewhere than in this process."""
+
+
+def native(weights: ModelWeights, settings: RolloutSettings) -> CopyEngine | NativeEngine:
+    """Generation with the weights where they are, or with an unpacked copy of a base in a weight format, if memory is
+    spared for it: otherwise each step unpacks every weight.
+    """
+    own = whole(Weights, weights)
+    if settings.spares and _has_room(own, own.device, settings):
+        # Memory may be in pieces, or taken by others meanwhile.
+        with suppress(torch.OutOfMemoryError):
+            return CopyEngine(WeightsCopy.of(own, own.device, unpacked=True), settings)
+    return NativeEngine(own, settings)
+
+
+def _has_room(weights: Weights, device: torch.device, settings: RolloutSettings) -> bool:
+    """Whether the weights are in a weight format, and the device has room for a copy that is not, beside the caches."""
+    original = weights.plan.assembly
+    axes = original.settings.axes
+    elsewhere = original.streams_frozen or original.experts_apart or axes.exchanges or axes.shards_weights
+    if original.weight_format is None or elsewhere:
+        return False
+    programs = programs_on_meta(_assembly(original, device, unpacked=True))
+    needed = held_bytes(programs) + needed_bytes(without_values(programs), settings.context)(settings.slots)
+    room = free_memory(device)
+    return room is None or needed <= SHARE * room
+
+
 def copied(weights: ModelWeights) -> tuple[int, ModelWeights]:
     """(bytes of the copy of weights without values, the copy without values)."""
     original = whole(Weights, weights).plan.assembly
-    programs = programs_on_meta(_assembly(original, original.settings.device))
+    programs = programs_on_meta(_assembly(original, original.settings.device, unpacked=False))
     return held_bytes(programs), without_values(programs)
 
 
@@ -117,9 +154,10 @@ class WeightsCopy:
     weights: Weights
 
     @classmethod
-    def of(cls, original: Weights, device: torch.device) -> WeightsCopy:
-        """Copy the weights to a device."""
-        source, assembly = _source(original, device), _assembly(original.plan.assembly, device)
+    def of(cls, original: Weights, device: torch.device, *, unpacked: bool = False) -> WeightsCopy:
+        """Copy the weights to a device. `unpacked`: not in their weight format, but as it rounds them."""
+        source = _source(original, device, unpacked=unpacked)
+        assembly = _assembly(original.plan.assembly, device, unpacked=unpacked)
         with torch.no_grad(), _on(device):
             made = cls(original=original, weights=Weights.load(assembly, source))
         made.refresh()
@@ -145,13 +183,14 @@ class WeightsCopy:
                 tensor.copy_(state[name], non_blocking=True)
 
 
-def _assembly(original: Assembly, device: torch.device) -> Assembly:
-    """The same model on a GPU that nothing else uses. Without adapters nothing is trained, so there are no masters."""
+def _assembly(original: Assembly, device: torch.device, *, unpacked: bool) -> Assembly:
+    """The same model on a GPU for generation alone. Without adapters nothing is trained, so there are no masters."""
     every_weight = original.lora is None
     return replace(
         original,
         lora=LoRA.untrained(original.settings.adapter_dtype) if every_weight else original.lora,
-        packs=not every_weight,
+        weight_format=None if unpacked else original.weight_format,
+        packs=not (every_weight or unpacked),
         settings=replace(original.settings, device=device, max_seqlen=1, update_on_cpu=False),
         kernels=replace(original.kernels, device=device, chosen={}, labels={}, passed={}),
         offloader=NO_OFFLOAD,
@@ -160,8 +199,8 @@ def _assembly(original: Assembly, device: torch.device) -> Assembly:
     )
 
 
-def _source(original: Weights, device: torch.device) -> Source:
-    """The weights where they are, or as they were loaded if they are kept otherwise."""
+def _source(original: Weights, device: torch.device, *, unpacked: bool) -> Source:
+    """The weights where they are. Those that are kept otherwise are as they were loaded, or are unpacked."""
     parameters, assembly = original.parameters, original.plan.assembly
     loaded = parameters.source
     assert loaded is not None
@@ -171,6 +210,10 @@ def _source(original: Weights, device: torch.device) -> Source:
     tensors = {name: tensor for _, found in pieces for name, tensor in found.items()}
 
     def source(spec: TensorSpec) -> Tensor | Kept | InFile | OneByOne:
+        if unpacked and spec.hf_name in parameters.packed:
+            # The room is that of the next weight too.
+            ((_, found),) = _tensors(original, lambda one: one.hf_name == spec.hf_name)
+            return found[spec.hf_name].clone()
         if spec.hf_name not in tensors:
             return loaded(spec)
         tensor = tensors[spec.hf_name]
