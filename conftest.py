@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,8 @@ settings.load_profile("repository")
 
 _settled = pytest.StashKey[str]()
 _began = time.monotonic()
+_thawed = False
+"""Whether a run of this process has put all objects back into the garbage collector's passes."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,7 +47,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that begins after the minutes of SUROGATE_TEST_MINUTES, if that is set.
 
     Before the first test of a file, take what exists out of the garbage collector's passes: a pass over the objects of
-    torch, transformers and all collected tests takes 0.2 s, and was a fifth of the time of the tests.
+    torch, transformers and all collected tests takes 0.2 s and more, and was a fifth of the time of the tests. So after
+    a run, which puts them back; what is garbage then is found when the next run does so.
     """
     minutes = float(os.environ.get("SUROGATE_TEST_MINUTES", "inf"))
     if time.monotonic() - _began > 60 * minutes:
@@ -53,7 +57,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.session.stash.get(_settled, "") != file:
         item.session.stash[_settled] = file
         gc.collect()
-        gc.freeze()
+        _freeze()
+    elif _thawed:
+        _freeze()
+
+
+def _freeze() -> None:
+    global _thawed
+    gc.freeze()
+    _thawed = False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def it_is_known_when_objects_are_put_back() -> Iterator[None]:
+    """See `pytest_runtest_setup`."""
+    unfreeze = gc.unfreeze
+
+    def thaw() -> None:
+        global _thawed
+        unfreeze()
+        _thawed = True
+
+    with mock.patch.object(gc, "unfreeze", thaw):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -37,6 +37,7 @@ def contained() -> Iterator[None]:
     if not _running.acquire(blocking=False):
         message = "a run of this process is not over; one process trains one run at a time."
         raise ConfigError([Problem(key="surogate", message=message, fix="wait for it, or start another process")])
+    settled = gc.get_freeze_count()
     before = {name: os.environ.get(name) for name in (*NO_EXTENSIONS, *VARIABLES, "TOKENIZERS_PARALLELISM")}
     try:
         os.environ.update(NO_EXTENSIONS)
@@ -51,8 +52,9 @@ def contained() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        # The caller's objects were kept out of the collector's passes if the run imported torch.
-        gc.unfreeze()
+        # An import of torch or the loop kept the caller's objects out of the collector's passes.
+        if gc.get_freeze_count() > settled:
+            gc.unfreeze()
         # On a CPU too: circles hold the run's files and threads.
         gc.collect()
         torch = sys.modules.get("torch")
