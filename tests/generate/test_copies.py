@@ -27,6 +27,7 @@ RunHere = Callable[..., int]
 Digests = Callable[[Path], dict[str, str]]
 CUDA = torch.device("cuda", 0)
 FEW = ("max_steps=3", "save_steps=0")
+MOE = ("model=qwen3-moe", "model.preset=tiny", "from_scratch=true")
 
 
 def result(run: Path, digests: Digests) -> tuple[bytes, dict[str, str]]:
@@ -160,11 +161,11 @@ def test_it_stays_packed_where_memory_is_not_spared_or_short(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-hybrid"])
+@pytest.mark.parametrize("more", [("recipe=bf16",), ("recipe=fp8-hybrid",), MOE])
 def test_a_run_has_the_same_bits_with_little_memory(
-    tmp_path: Path, run_here: RunHere, grpo_keys: list[str], digests: Digests, recipe: str
+    tmp_path: Path, run_here: RunHere, grpo_keys: list[str], digests: Digests, more: tuple[str, ...]
 ) -> None:
-    keys = [*grpo_keys, *FEW, "lora=true", "qlora_bnb=true", f"recipe={recipe}"]
+    keys = [*grpo_keys, *FEW, "lora=true", "qlora_bnb=true", *more]
     for name, room in (("much", None), ("little", 0)):
         with mock.patch.object(copies, "free_memory", return_value=room) as asked:
             assert run_here(tmp_path / name, *keys) == 0
