@@ -70,7 +70,7 @@ format: $(STAMP) ## Let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 types: $(STAMP) ## mypy
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 
 dist: $(STAMP) ## Wheels and sdists of all distributions in dist/, with their digests
 	rm -rf dist

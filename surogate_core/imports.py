@@ -32,8 +32,20 @@ def quick_import(name: str) -> None:
         importlib.import_module(name)
     finally:
         gc.freeze()
+        _kept.append(name)
         if enabled:
             gc.enable()
+
+
+_kept: list[str] = []
+"""Modules whose import has kept objects out of the collector's passes."""
+
+
+def put_back_objects() -> None:
+    """Let the collector pass over all objects again, if `quick_import` has kept some since the last call."""
+    if _kept:
+        gc.unfreeze()
+        _kept.clear()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from surogate_core.imports import distributions_when_asked, imported_when_called, quick_import
+from surogate_core.imports import distributions_when_asked, imported_when_called, put_back_objects, quick_import
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,13 @@ def test_the_collector_rests_during_an_import_and_skips_what_it_made(
     assert not sys.modules["much_code"].enabled
     assert gc.isenabled()
     assert gc.get_freeze_count()
-    gc.unfreeze()
+    put_back_objects()
+    assert not gc.get_freeze_count()
     quick_import("much_code")
     assert not gc.get_freeze_count(), "nothing was imported, so garbage of a run before would be kept"
+    gc.freeze()
+    put_back_objects()
+    assert gc.get_freeze_count(), "what a program keeps itself stays kept"
     with pytest.raises(ZeroDivisionError):
         quick_import("broken_code")
     assert gc.isenabled()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from surogate_core.errors import ConfigError, Problem
+from surogate_core.imports import put_back_objects
 
 
 def plain(value: Any) -> Any:
@@ -37,7 +38,6 @@ def contained() -> Iterator[None]:
     if not _running.acquire(blocking=False):
         message = "a run of this process is not over; one process trains one run at a time."
         raise ConfigError([Problem(key="surogate", message=message, fix="wait for it, or start another process")])
-    settled = gc.get_freeze_count()
     before = {name: os.environ.get(name) for name in (*NO_EXTENSIONS, *VARIABLES, "TOKENIZERS_PARALLELISM")}
     try:
         os.environ.update(NO_EXTENSIONS)
@@ -52,9 +52,7 @@ def contained() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        # An import of torch or the loop kept the caller's objects out of the collector's passes.
-        if gc.get_freeze_count() > settled:
-            gc.unfreeze()
+        put_back_objects()
         # On a CPU too: circles hold the run's files and threads.
         gc.collect()
         torch = sys.modules.get("torch")

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from jsonschema import validate
 from surogate_command_serve.models import ServedModel
 from surogate_command_serve.server import Server
 from surogate_command_serve.worker import Worker
@@ -34,6 +33,13 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 PAINT = {"type": "function", "function": {"name": "paint"}}
+
+
+def validate(instance: Any, schema: Any) -> None:
+    """jsonschema's, whose import takes 2 s."""
+    import jsonschema
+
+    jsonschema.validate(instance, schema)
 
 
 class Live:

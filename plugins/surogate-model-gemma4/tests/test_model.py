@@ -108,6 +108,7 @@ class TestGemma4(FamilyTests):
         ropes=("sliding_attention",),
     )
 
+    @pytest.mark.slow_cases("beside experts")
     @pytest.mark.parametrize(
         ("targets", "changes"),
         [

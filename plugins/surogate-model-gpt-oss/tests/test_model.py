@@ -65,6 +65,7 @@ class TestGptOss(FamilyTests):
         exported={"num_hidden_layers": 2},
     )
 
+    @pytest.mark.slow_cases("attention", "down")
     @pytest.mark.parametrize(
         "targets", [ATTENTION + EXPERTS, ATTENTION, EXPERTS, EXPERTS[1:]], ids=["all", "attention", "experts", "down"]
     )

@@ -29,6 +29,7 @@ def pair(**changes: Any) -> ModelPair:
 
 
 @pytest.mark.slow_cases("sparse-experts", "mixed-attention", "sparse-attention", "mixed-down", "sparse-down")
+@pytest.mark.slow_cases("attention", "down")
 @pytest.mark.parametrize(
     "targets",
     [tiny.TARGETS, ("q_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj"), ("down_proj",)],
