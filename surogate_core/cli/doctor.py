@@ -136,14 +136,13 @@ def _cpu_model() -> str:
 
 
 def _host() -> dict[str, str]:
-    import psutil
+    from surogate_core.host import cores, free_host_memory, memory_of_machine
 
-    memory = psutil.virtual_memory()
     return {
         "system": platform.platform(),
-        "cores": str(os.cpu_count()),
-        "memory": _gib(memory.total),
-        "available": _gib(memory.available),
+        "cores": str(cores()),
+        "memory": _gib(memory_of_machine() or 0),
+        "available": _gib(free_host_memory()),
     }
 
 

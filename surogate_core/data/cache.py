@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from surogate_core.errors import MachineError, UserError
+from surogate_core.host import cores
 
 META = "meta.json"
 
@@ -196,7 +197,7 @@ def _checksums(
     blocks = [(name, start) for name, size in files.items() for start in range(0, size, _BLOCK)]
     sums: dict[str, list[int]] = {name: [] for name in files}
     total, done = sum(files.values()), 0
-    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(blocks)))) as pool:
+    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores(), len(blocks)))) as pool:
         parts = pool.map(lambda block: _checksum(directory / block[0], block[1]), blocks)
         for (name, start), part in zip(blocks, parts, strict=True):
             sums[name].append(part)

@@ -32,6 +32,7 @@ from surogate_core.data.report import BAD_ROWS_KEPT, BadRow
 from surogate_core.data.text import clock
 from surogate_core.data.text.chat import encoder_of
 from surogate_core.errors import MachineError, UserError
+from surogate_core.host import cores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -212,8 +213,8 @@ def process_count(wanted: int | str, size: int) -> int:
     """
     if isinstance(wanted, int):
         return wanted
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_PROCESSES) if cores > 1 and (size == 0 or size >= WORTH_PROCESSES) else 0
+    found = cores()
+    return min(found, MOST_PROCESSES) if found > 1 and (size == 0 or size >= WORTH_PROCESSES) else 0
 
 
 def encode_chunks(encoder: RowEncoder, chunks: Iterable[Chunk], processes: int) -> Generator[EncodedChunk, None, None]:

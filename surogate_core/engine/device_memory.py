@@ -7,10 +7,10 @@ import os
 from contextlib import suppress
 from threading import Thread
 
-import psutil
 import torch
 
 from surogate_core.engine.planning.prediction import CUDA_CONTEXT
+from surogate_core.host import free_host_memory
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables by which a user configures torch's allocator."""
@@ -21,7 +21,7 @@ def free_memory(device: torch.device, *, ranks: int = 1) -> int | None:
     of the host's memory, which all `ranks` share. None if unknown.
     """
     if device.type != "cuda":
-        return int(psutil.virtual_memory().available) // ranks
+        return free_host_memory() // ranks
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -1,11 +1,9 @@
-"""Memory of the host: how much there is, and how this process's C library treats large freed blocks."""
+"""How this process's C library treats large freed blocks of the host's memory."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
-import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -27,11 +25,3 @@ def keep_freed_pages() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGE))
-
-
-def memory_of_machine() -> int | None:
-    """Bytes of memory of this machine; None if that is unknown."""
-    try:
-        return math.prod(os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES"))
-    except (ValueError, OSError, AttributeError):
-        return None

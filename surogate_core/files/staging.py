@@ -6,11 +6,12 @@ Together they are slower than the link to the GPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Lock
 from typing import TYPE_CHECKING
+
+from surogate_core.host import cores
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class Staging:
         import torch
 
         self._lock = Lock()
-        self._threads = ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0))), "surogate-staging")
+        self._threads = ThreadPoolExecutor(min(READERS, cores()), "surogate-staging")
         self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(READERS)]
 
     def copy(self, read: Read, dtype: torch.dtype, target: Tensor) -> None:

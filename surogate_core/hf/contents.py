@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from surogate_core.files import atomic
 from surogate_core.files.foreign import read_json
 from surogate_core.files.paths import cache_root
 from surogate_core.files.tensorfile import TensorFile
+from surogate_core.host import cores
 
 PIECE = 8 * 2**20
 """Bytes that a thread reads at a time."""
@@ -55,7 +55,7 @@ class Contents:
         self._local = threading.local()
         self._known: dict[str, str] = {}
         self._reading: dict[str, _Reading] = {}
-        threads = max(1, min(_THREADS, os.cpu_count() or 1))
+        threads = min(_THREADS, cores())
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="surogate-digests")
         for name, file in files.items():
             facts = _facts(file.path)

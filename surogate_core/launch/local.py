@@ -15,6 +15,7 @@ from annotated_types import Interval
 from surogate_core.bundles.options import Flat
 from surogate_core.errors import MachineError, UserError
 from surogate_core.files import atomic
+from surogate_core.host import cores
 from surogate_core.launch.child import Failure
 from surogate_core.launch.forwarding import Forwarding
 from surogate_core.launch.gpus import VISIBLE, rotated, visible
@@ -124,11 +125,6 @@ def environment(
 def threads(ranks: int) -> int:
     """Threads of each of the ranks of this machine."""
     return max(cores() // ranks, 1)
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sent(

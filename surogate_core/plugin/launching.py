@@ -7,6 +7,7 @@ from surogate_core.lazy import lazily
 if TYPE_CHECKING:
     from surogate_core.config.resolve import policy_from as policy_from
     from surogate_core.config.schema import PluginPolicy as PluginPolicy
+    from surogate_core.host import cores as cores
     from surogate_core.launch.child import LEAVE as LEAVE
     from surogate_core.launch.child import RESUME as RESUME
     from surogate_core.launch.child import STOPPED as STOPPED

@@ -20,6 +20,7 @@ from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from surogate_core.host import cores
 from surogate_core.plugins.discovery import canonical
 from surogate_core.plugins.static import locate
 
@@ -231,7 +232,7 @@ def _digests(files: Mapping[str, Path | str]) -> dict[str, str]:
     if sum(_size(file) for file in files.values() if isinstance(file, Path)) < THREADED:
         return dict(sorted(map(digest, files.items())))
     # hashlib lets other threads run; a torch with its CUDA libraries is gigabytes.
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, cores())) as pool:
         return dict(sorted(pool.map(digest, files.items(), chunksize=16)))
 
 

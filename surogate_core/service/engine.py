@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from surogate_core.engine.engine import Engine as Engine
     from surogate_core.engine.figures import of_chunk as of_chunk
     from surogate_core.engine.figures import of_sequences as of_sequences
-    from surogate_core.engine.host_memory import memory_of_machine as memory_of_machine
     from surogate_core.engine.planning import assembly as assembly
     from surogate_core.engine.planning.assembly import Assembly as Assembly
     from surogate_core.engine.planning.assembly import EngineSettings as EngineSettings
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from surogate_core.engine.stores import NO_OFFLOAD as NO_OFFLOAD
     from surogate_core.engine.update import StepResult as StepResult
     from surogate_core.generate.weights import without_values as without_values
+    from surogate_core.host import memory_of_machine as memory_of_machine
     from surogate_core.mesh.axes import Axes as Axes
     from surogate_core.mesh.mesh import Mesh as Mesh
     from surogate_core.mesh.offers import FABRICS as FABRICS

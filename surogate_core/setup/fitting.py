@@ -14,11 +14,11 @@ import torch
 from surogate_core.config import sharing
 from surogate_core.config.checks import RULES
 from surogate_core.config.schema import RunConfig
-from surogate_core.engine.host_memory import memory_of_machine
 from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.engine.planning.prediction import Prediction, TensorBytes
 from surogate_core.errors import ConfigError, MachineError, SurogateError
 from surogate_core.files.atomic import human_bytes
+from surogate_core.host import memory_of_machine
 from surogate_core.setup.assemble import (
     ResolvedModel,
     assemble,

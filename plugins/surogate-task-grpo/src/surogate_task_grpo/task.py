@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from surogate_core.plugin import WEIGHTS, MicroBatch, UserError, atomic, bundles, events, inference, total_steps
+from surogate_core.plugin import (
+    WEIGHTS,
+    MicroBatch,
+    UserError,
+    atomic,
+    bundles,
+    events,
+    inference,
+    launching,
+    total_steps,
+)
 from surogate_reinforcement.checking import check_repeats
 from surogate_reinforcement.order import held_out_numbers, training_numbers
 from surogate_reinforcement.policy import Policy
@@ -121,8 +130,8 @@ def open_arena(context: bundles.OnlineContext, first_fault: Callable[[bundles.Fa
     """The worker processes of the run's environment. `first_fault`: see `EnvironmentPool`."""
     config, options = context.config, context.options
     assert config.environment is not None
-    cores = (os.cpu_count() or 1) // context.together.local_world
-    workers = options.environment_workers or max(1, min(cores, MOST_WORKERS))
+    own = launching.cores() // context.together.local_world
+    workers = options.environment_workers or max(1, min(own, MOST_WORKERS))
     return EnvironmentPool(
         config.environment,
         context.registry,
