@@ -26,23 +26,27 @@ PACKS = {
 }
 GATED = PACKS[ROOT / "plugins/surogate-kernels-cuda/src/surogate_kernels_cuda/native"]
 """The sources of a pack that includes shared headers."""
-QUICK = ("sm_80", "sm_90a", "sm_100a")
-"""Architectures that a source which asks for its architecture is compiled for in every run of the tests."""
-PLAIN = ("sm_90a",)
-"""Architectures of a source that is the same program for each of them. `make test-slow` takes all others."""
+USUAL = "sm_90a"
+"""The architecture that sources are compiled for in every run of the tests; `make test-slow` takes all others."""
+SIBLINGS = (
+    "attention_backward_64_sm90",
+    "attention_backward_256_sm90",
+    "attention_forward_64_sm90",
+    "attention_forward_256_sm90",
+)
+"""Sources that are another source with another size of heads."""
 
 
 def compilations() -> Iterator[ParameterSet]:
     """Every source for every architecture."""
     for sources in PACKS.values():
         for name in native.names(sources):
-            quick = QUICK if "__CUDA_ARCH__" in native.source_of(sources, name) else PLAIN
             for architecture in native.ARCHITECTURES:
-                marks = () if architecture in quick else (pytest.mark.slow,)
+                marks = () if architecture == USUAL else (pytest.mark.slow,)
                 yield pytest.param(sources, name, architecture, id=f"{name}-{architecture}", marks=marks)
 
 
-@pytest.mark.slow_cases("sm_80", "sm_100a")
+@pytest.mark.slow_cases(*SIBLINGS)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize(("sources", "name", "architecture"), list(compilations()))
 def test_a_source_compiles_without_a_warning(
