@@ -348,8 +348,8 @@ def sft(
         sample_steps: Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the
             end.
         rollout: The rollout engine, which makes the completions that reinforcement learning trains on: native reads
-            the weights where training has them, dedicated copies them to a GPU of its own. `sample_prompts` are
-            always continued by native.
+            the weights where training has them, of a quantised base an unpacked copy if memory is left; dedicated
+            copies them to a GPU of its own. `sample_prompts` are always continued by native.
         environment: The environment of reinforcement learning and its own options: where prompts come from and what
             answers are worth; null is none.
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.
@@ -706,8 +706,8 @@ def pt(
         sample_steps: Optimizer steps between samples; auto is with each evaluation, 0 only at the start and the
             end.
         rollout: The rollout engine, which makes the completions that reinforcement learning trains on: native reads
-            the weights where training has them, dedicated copies them to a GPU of its own. `sample_prompts` are
-            always continued by native.
+            the weights where training has them, of a quantised base an unpacked copy if memory is left; dedicated
+            copies them to a GPU of its own. `sample_prompts` are always continued by native.
         environment: The environment of reinforcement learning and its own options: where prompts come from and what
             answers are worth; null is none.
         epoch_adjustment: Replace `num_epochs` by the number that gives 20 tokens per parameter of the model.

@@ -16,22 +16,25 @@ GROUPS, GROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 UNLIMITED = 1 << 60
 """Bytes from which a limit is none: version 1 has one that is nearly 2⁶³."""
 MEMORY_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
+    2: ("memory.max", "memory.current", "inactive_file", "active_file"),
 }
-"""Version → the files of the limit and of what is used, and the line of memory.stat for what is cached of files."""
+"""Version → the files of the limit and of what is used, and the lines of memory.stat for what is cached of files."""
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(ranks: int = 1) -> int:
+    """CPU cores that this process may use, one of `ranks` that share the machine and may be bound to cores of their
+    own.
+    """
+    found = os.cpu_count() or 1
     for group, version in _control_groups("cpu"):
         with suppress(OSError, ValueError):  # no such group, or "max"
             names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             quota, period = (int(part) for name in names for part in _read(group / name).split())
             if quota > 0:
-                found = min(found, max(quota // period, 1))
-    return found
+                found = min(found, quota // period)
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else found
+    return max(min(bound, found // ranks), 1)
 
 
 def memory_of_machine() -> int | None:
@@ -55,12 +58,15 @@ def free_host_memory() -> int:
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """(limit, used without cached files) of each control group that has a limit, in bytes."""
     for group, version in _control_groups("memory"):
-        *names, cached = MEMORY_FILES[version]
+        limit_file, used_file, *cached = MEMORY_FILES[version]
         with suppress(OSError, ValueError):  # no such group, or "max"
-            limit, used = (int(_read(group / name)) for name in names)
-            words = _read(group / "memory.stat").split()
+            limit, used = int(_read(group / limit_file)), 0
+            with suppress(OSError, ValueError):  # a sandbox may show the limit alone
+                used = int(_read(group / used_file))
+                words = _read(group / "memory.stat").split()
+                used -= sum(int(value) for name, value in zip(words[::2], words[1::2], strict=False) if name in cached)
             if limit < UNLIMITED:
-                yield limit, used - int(dict(zip(words[::2], words[1::2], strict=True))[cached])
+                yield limit, used
 
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:

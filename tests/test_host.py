@@ -15,6 +15,7 @@ from surogate_core.host import MEMORY_FILES, cores, free_host_memory, memory_of_
 
 MIB = 1 << 20
 V1, V2 = MEMORY_FILES[1], MEMORY_FILES[2]
+Names = tuple[str, str, str, str]
 
 
 @pytest.fixture
@@ -25,18 +26,18 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(group: Path, names: tuple[str, str, str], limit: object, used: int = 0, cached: int = 0) -> None:
+def write(group: Path, names: Names, limit: object, used: int = 0, cached: int = MIB) -> None:
     group.mkdir(parents=True, exist_ok=True)
     (group / names[0]).write_text(f"{limit}\n")
     (group / names[1]).write_text(f"{used}\n")
-    (group / "memory.stat").write_text(f"anon {used}\n{names[2]} {cached}\n")
+    (group / "memory.stat").write_text(f"anon {used}\n{names[2]} {cached - MIB}\n{names[3]} {MIB}\n")
 
 
 def physical() -> int:
     return int(psutil.virtual_memory().total)
 
 
-CASES: Mapping[str, tuple[str, list[tuple[str, tuple[str, str, str], object, int, int]], tuple[int, int] | None]] = {
+CASES: Mapping[str, tuple[str, list[tuple[str, Names, object, int, int]], tuple[int, int] | None]] = {
     "a container": ("0::/", [("", V2, 64 * MIB, 20 * MIB, 5 * MIB)], (64, 49)),
     "no limit": ("0::/", [("", V2, "max", 20 * MIB, 0)], None),
     "a job within a smaller step": (
@@ -66,6 +67,15 @@ def test_the_smallest_limit_of_memory_counts(groups: Path, case: str) -> None:
     assert free_memory(torch.device("cpu"), ranks=2) == expected[1] * MIB // 2
 
 
+def test_a_sandbox_may_show_the_limit_alone(groups: Path) -> None:
+    (groups / "of_process").write_text("0::/")
+    (groups / "memory.max").write_text(str(64 * MIB))
+    assert memory_of_machine() == free_host_memory() == 64 * MIB
+    (groups / "memory.current").write_text(str(4 * MIB))
+    (groups / "memory.stat").write_text("anon 5\n")
+    assert free_host_memory() == 60 * MIB
+
+
 def test_a_system_without_control_groups_has_its_memory(groups: Path) -> None:
     assert memory_of_machine() == physical()
     assert 0 < free_host_memory() <= physical()
@@ -92,4 +102,7 @@ def test_the_smallest_quota_of_cores_counts(
     (groups / file).parent.mkdir(parents=True, exist_ok=True)
     (groups / file).write_text(text)
     (groups / file).with_name("cpu.cfs_period_us").write_text("100000")
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 64)
     assert cores() == expected
+    most = 64 if expected == 13 else expected
+    assert cores(ranks=2) == max(min(13, most // 2), 1), "a rank may be bound to cores of its own"

@@ -141,7 +141,7 @@ def _host() -> dict[str, str]:
     return {
         "system": platform.platform(),
         "cores": str(cores()),
-        "memory": _gib(memory_of_machine() or 0),
+        "memory": "unknown" if (whole := memory_of_machine()) is None else _gib(whole),
         "available": _gib(free_host_memory()),
     }
 

@@ -357,7 +357,8 @@ class RunConfig:
     # -------------------------------------------------------------------------- rollouts
     rollout: Selection = field(default_factory=lambda: _default("rollout"))
     """The rollout engine, which makes the completions that reinforcement learning trains on: native reads the weights
-    where training has them, dedicated copies them to a GPU of its own. `sample_prompts` are always continued by native.
+    where training has them, of a quantised base an unpacked copy if memory is left; dedicated copies them to a GPU of
+    its own. `sample_prompts` are always continued by native.
     """
     environment: Selection | None = None
     """The environment of reinforcement learning and its own options: where prompts come from and what answers are

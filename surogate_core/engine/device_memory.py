@@ -27,8 +27,17 @@ def free_memory(device: torch.device, *, ranks: int = 1) -> int | None:
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    # The context exists by now, and torch's limit does not count it. The allocator's cache is this process's already.
-    return CUDA_CONTEXT + min(free + reserved, allowed) - torch.cuda.memory_allocated(device)
+    # The context exists by now, and torch's limit does not count it. The allocator's cache is this process's already,
+    # but for what captured graphs work in.
+    taken = torch.cuda.memory_allocated(device) + _of_graphs(device)
+    return CUDA_CONTEXT + min(free + reserved, allowed) - taken
+
+
+def _of_graphs(device: torch.device) -> int:
+    """Bytes that torch keeps for captured graphs and does not count as allocated: no other tensor gets them."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    own = (s for s in torch.cuda.memory_snapshot() if s["device"] == index and tuple(s["segment_pool_id"]) != (0, 0))
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
 
 
 def wake_gpu() -> Thread:

@@ -5,7 +5,7 @@ trains, or unpacked, where memory is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from surogate_core.bundles import Arriving, Completion, OnChosen, OnToken, Reque
 from surogate_core.bundles.handed import ModelWeights, whole
 from surogate_core.dsl.declare import LoRA
 from surogate_core.dsl.tensors import TensorSpec
-from surogate_core.engine.device_memory import free_memory
+from surogate_core.engine.device_memory import free_memory, give_back
 from surogate_core.engine.planning.assembly import Assembly
 from surogate_core.engine.planning.pieces import InFile, Kept, OneByOne, Source
 from surogate_core.engine.planning.prediction import held_bytes, programs_on_meta
@@ -77,8 +77,11 @@ class DedicatedEngine(CopyEngine):
         """Copies the weights. Raises `MachineError` if there is no other GPU, or if it lacks memory for them."""
         own = whole(Weights, weights)
         device = _beside(own.device)
+        copy = None
+        if settings.spares and _has_room(own, device, settings):
+            copy = WeightsCopy.unpacked(own, device)
         try:
-            copy = WeightsCopy.of(own, device, unpacked=_has_room(own, device, settings))
+            copy = copy or WeightsCopy.of(own, device)
         except torch.OutOfMemoryError as error:
             message = f"rollout=dedicated: GPU {device.index} lacks memory for the model's weights."
             raise MachineError(f"{message} Fix: rollout=native") from error
@@ -101,10 +104,12 @@ def native(weights: ModelWeights, settings: RolloutSettings) -> CopyEngine | Nat
     spared for it: otherwise each step unpacks every weight.
     """
     own = whole(Weights, weights)
-    if settings.spares and _has_room(own, own.device, settings):
-        # Memory may be in pieces, or taken by others meanwhile.
-        with suppress(torch.OutOfMemoryError):
-            return CopyEngine(WeightsCopy.of(own, own.device, unpacked=True), settings)
+    # What a step needs is taken by now if it was captured.
+    known = own.device.type != "cuda" or own.plan.assembly.captured
+    if settings.spares and known and _has_room(own, own.device, settings):
+        copy = WeightsCopy.unpacked(own, own.device)
+        if copy is not None:
+            return CopyEngine(copy, settings)
     return NativeEngine(own, settings)
 
 
@@ -117,7 +122,7 @@ def _has_room(weights: Weights, device: torch.device, settings: RolloutSettings)
         return False
     programs = programs_on_meta(_assembly(original, device, unpacked=True))
     needed = held_bytes(programs) + needed_bytes(without_values(programs), settings.context)(settings.slots)
-    room = free_memory(device)
+    room = free_memory(device, ranks=axes.ranks)
     return room is None or needed <= SHARE * room
 
 
@@ -152,6 +157,16 @@ class WeightsCopy:
 
     original: Weights
     weights: Weights
+
+    @classmethod
+    def unpacked(cls, original: Weights, device: torch.device) -> WeightsCopy | None:
+        """A copy of weights in a weight format as it rounds them; None if memory is short after all."""
+        try:
+            return cls.of(original, device, unpacked=True)
+        except torch.OutOfMemoryError:
+            pass
+        give_back()  # what was copied is in circles
+        return None
 
     @classmethod
     def of(cls, original: Weights, device: torch.device, *, unpacked: bool = False) -> WeightsCopy:
@@ -191,6 +206,7 @@ def _assembly(original: Assembly, device: torch.device, *, unpacked: bool) -> As
         lora=LoRA.untrained(original.settings.adapter_dtype) if every_weight else original.lora,
         weight_format=None if unpacked else original.weight_format,
         packs=not (every_weight or unpacked),
+        joins_frozen=not unpacked,
         settings=replace(original.settings, device=device, max_seqlen=1, update_on_cpu=False),
         kernels=replace(original.kernels, device=device, chosen={}, labels={}, passed={}),
         offloader=NO_OFFLOAD,
@@ -208,12 +224,16 @@ def _source(original: Weights, device: torch.device, *, unpacked: bool) -> Sourc
         return loaded
     pieces = _tensors(original, lambda spec: spec.hf_name not in parameters.packed)
     tensors = {name: tensor for _, found in pieces for name, tensor in found.items()}
+    ready: dict[str, Tensor] = {}
 
     def source(spec: TensorSpec) -> Tensor | Kept | InFile | OneByOne:
         if unpacked and spec.hf_name in parameters.packed:
-            # The room is that of the next weight too.
-            ((_, found),) = _tensors(original, lambda one: one.hf_name == spec.hf_name)
-            return found[spec.hf_name].clone()
+            if spec.hf_name not in ready:
+                # All of a layer at once, into rooms that are those of the next layer too.
+                piece = next(piece for piece in parameters.pieces if spec in piece.specs)
+                pairs = zip(piece.specs, parameters.inputs(piece), strict=True)
+                ready.update((one.hf_name, tensor.clone()) for one, tensor in pairs if one.hf_name in parameters.packed)
+            return ready.pop(spec.hf_name)
         if spec.hf_name not in tensors:
             return loaded(spec)
         tensor = tensors[spec.hf_name]

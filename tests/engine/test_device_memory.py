@@ -1,11 +1,12 @@
-"""How torch's allocator is set before an engine takes device memory."""
+"""How torch's allocator is set before an engine takes device memory, and what is free of it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from surogate_core.engine.device_memory import VARIABLES, grow_segments, wake_gpu
+from surogate_core.engine.device_memory import VARIABLES, free_memory, grow_segments, wake_gpu
+from surogate_core.engine.planning.prediction import CUDA_CONTEXT
 
 
 @pytest.fixture
@@ -50,3 +51,38 @@ def test_waking_a_gpu_raises_nothing(there: bool, monkeypatch: pytest.MonkeyPatc
     thread.join()
     assert touched == ["cuda"] * there
     assert not thread.daemon
+
+
+def test_what_graphs_work_in_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 40},
+        {"device": 0, "segment_pool_id": (0, 7), "total_size": 300, "allocated_size": 10},
+        {"device": 1, "segment_pool_id": (0, 8), "total_size": 500, "allocated_size": 0},
+    ]
+    found = {
+        "is_available": lambda: True,
+        "mem_get_info": lambda device: (1000, 2000),
+        "memory_reserved": lambda device: 400,
+        "memory_allocated": lambda device: 50,
+        "get_per_process_memory_fraction": lambda device: 1.0,
+        "memory_snapshot": lambda: segments,
+    }
+    for name, function in found.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    assert free_memory(torch.device("cuda", 0)) == CUDA_CONTEXT + 1000 + 60
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_leaves_less_free() -> None:
+    device, x = torch.device("cuda"), torch.ones(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    before, graph = free_memory(device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # Freed within the graph, so torch does not count it as allocated.
+        y = (x.repeat(64) * 2).sum()
+    after = free_memory(device)
+    assert before is not None
+    assert after is not None
+    assert before - after >= 64 * x.nbytes
+    graph.replay()
+    assert y.item() == 2 * 64 * x.numel()

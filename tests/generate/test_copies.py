@@ -11,21 +11,24 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_qwen3 import make_engine, tiny_config
+from surogate_recipe_fp8.gemm import FP8Hybrid
+from tiny_qwen3 import BF16, build, make_engine, tiny_config
 
 from surogate_core.bundles import Request, RolloutSettings
 from surogate_core.engine.engine import Engine
 from surogate_core.engine.parameters import Parameters
+from surogate_core.engine.planning.plan import EnginePlan
 from surogate_core.errors import MachineError
 from surogate_core.generate import copies
 from surogate_core.generate.native import NativeEngine
 from surogate_core.generate.weights import Weights
+from surogate_core.kernels.registry import KernelTable
 from surogate_testing import tiny
 from surogate_testing.weight_formats import built
 
 RunHere = Callable[..., int]
 Digests = Callable[[Path], dict[str, str]]
-CUDA = torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FEW = ("max_steps=3", "save_steps=0")
 MOE = ("model=qwen3-moe", "model.preset=tiny", "from_scratch=true")
 
@@ -87,19 +90,29 @@ def test_the_copy_follows_weights_that_may_change(frozen: bool, lora: Any) -> No
     assert engine.logprobs(document) == expected != before
 
 
-@pytest.mark.parametrize("lora", [None, tiny.lora()])
-def test_the_planned_bytes_are_those_of_the_copy(lora: Any) -> None:
-    original = Weights.of(tiny.engine(optimizer=tiny.ADAMW, lora=lora))
+@pytest.mark.parametrize(("lora", "form"), [(None, None), (tiny.lora(), None), (tiny.lora(), "nf4")])
+def test_the_planned_bytes_are_those_of_the_copy(lora: Any, form: str | None) -> None:
+    original = Weights.of(of_format(form) if form else tiny.engine(optimizer=tiny.ADAMW, lora=lora))
     nbytes, _ = copies.copied(original)
     copy = copies.WeightsCopy.of(original, original.device).weights.parameters
-    tensors = [tensor for piece in copy.pieces for tensor in copy.inputs(piece)] + [*copy.masters().values()]
+    tensors = [tensor for piece in copy.pieces for tensor in (*copy.weights.fetch(piece.key), *copy.inputs(piece))]
+    tensors += [*copy.masters().values(), *copy.gradients_by_name().values(), *copy.shared]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
     assert nbytes == sum(storages.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("keys", [("lora=true",), ("lora=false",), ("lora=false", "recipe=fp8-hybrid")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("lora=true",),
+        ("lora=false",),
+        ("lora=false", "recipe=fp8-hybrid"),
+        ("lora=true", "qlora_bnb=true"),
+        ("lora=true", "qlora_bnb=true", "recipe=fp8-hybrid"),
+    ],
+)
 def test_on_a_second_gpu(
     tmp_path: Path, run_here: RunHere, grpo_keys: list[str], digests: Digests, keys: tuple[str, ...]
 ) -> None:
@@ -160,12 +173,51 @@ def test_it_stays_packed_where_memory_is_not_spared_or_short(name: str) -> None:
     assert isinstance(copies.native(plain, SPARING), NativeEngine), "nothing is packed"
 
 
-@pytest.mark.slow
+def test_a_dedicated_copy_is_packed_if_an_unpacked_one_does_not_fit_after_all() -> None:
+    weights, of = Weights.of(of_format("nf4")), copies.WeightsCopy.of
+
+    def short(original: Weights, device: torch.device, *, unpacked: bool = False) -> copies.WeightsCopy:
+        if unpacked:
+            raise torch.OutOfMemoryError
+        return of(original, device)
+
+    def packs(settings: RolloutSettings) -> bool:
+        return bool(copies.DedicatedEngine(weights, settings)._copy.weights.parameters.packed)
+
+    assert not packs(SPARING)
+    assert packs(replace(SPARING, spares=False))
+    with mock.patch.object(copies.WeightsCopy, "of", short):
+        assert packs(SPARING)
+
+
+def test_a_recipe_multiplies_with_unpacked_weights_as_with_packed_ones() -> None:
+    """Panels of a recipe have its own codes, and joined products may round otherwise: neither is in the copy alone."""
+    config = tiny_config(hidden_size=256, intermediate_size=512)
+    for recipe in (BF16, FP8Hybrid(native=True, margin=0, history=16, note="")):
+        form = built(import_module("surogate_quant_nf4").surogate_weight_format())
+        made = tiny.assembly(
+            config, build=build, recipe=recipe, tokens=1024, compiler="inductor", lora=tiny.lora(16), weight_format=form
+        )
+        with mock.patch.object(KernelTable, "offers", return_value=True):
+            plans = [
+                EnginePlan.of(one, device=CPU).weights
+                for one in (made, copies._assembly(made, CPU, unpacked=True), replace(made, weight_format=None))
+            ]
+        packed, unpacked, plain = plans
+        assert packed.packed
+        assert not unpacked.packed
+        assert (unpacked.panels, unpacked.joins) == (packed.panels, packed.joins)
+        assert recipe is BF16 or plain.panels != unpacked.panels, "without a weight format the recipe has its own"
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("more", [("recipe=bf16",), ("recipe=fp8-hybrid",), MOE])
 def test_a_run_has_the_same_bits_with_little_memory(
-    tmp_path: Path, run_here: RunHere, grpo_keys: list[str], digests: Digests, more: tuple[str, ...]
+    tmp_path: Path, run_here: RunHere, grpo_keys: list[str], digests: Digests, more: tuple[str, ...], device: str
 ) -> None:
-    keys = [*grpo_keys, *FEW, "lora=true", "qlora_bnb=true", *more]
+    keys = [*grpo_keys, *FEW, "lora=true", "qlora_bnb=true", f"device={device}", *more]
     for name, room in (("much", None), ("little", 0)):
         with mock.patch.object(copies, "free_memory", return_value=room) as asked:
             assert run_here(tmp_path / name, *keys) == 0

@@ -101,6 +101,8 @@ class Assembly:
     """HF name → whether the weight format skips this weight."""
     packs: bool = True
     """Whether the recipe packs frozen weights; otherwise it multiplies with them as with trained ones."""
+    joins_frozen: bool = True
+    """Whether frozen projections of one input may be one product, which may round otherwise."""
 
     offload_experts: bool = False
     """Whether the offloader's store of weights has the frozen experts, if it has not all frozen weights."""

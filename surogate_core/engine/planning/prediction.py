@@ -486,12 +486,16 @@ def programs_on_meta(assembly: Assembly) -> ProgramBuilder:
 
 
 def held_bytes(programs: ProgramBuilder) -> int:
-    """Bytes of the weights of a model that only generates: as they are kept, with masters of the adapters."""
+    """Bytes of the weights of a model that only generates: as they are kept, with masters and gradients of the
+    adapters, and with the room in which a layer's weights are unpacked.
+    """
     plan, parameters = programs.plan, programs.parameters
     specs = {spec.hf_name: spec for piece in plan.pieces for spec in piece.specs}
     kept = sum(parameters.kept_bytes(spec) for spec in specs.values() if not spec.trainable)
     masters = sum(padded(master.numel()) * master.itemsize for master in parameters.masters().values())
-    return kept + masters + _panel_copies(plan, parameters)
+    gradients = sum(padded(gradient.numel()) * GRADIENT for gradient in parameters.gradients_by_name().values())
+    rooms = sum(room.nbytes for room in parameters.shared)
+    return kept + masters + gradients + rooms + _panel_copies(plan, parameters)
 
 
 def _parameters_on_meta(plan: EnginePlan) -> Parameters:

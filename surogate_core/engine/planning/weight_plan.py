@@ -78,8 +78,8 @@ def plan_panels(
 ) -> dict[str, tuple[Panel, ...]]:
     """The panels of each piece, by key, if a kernel multiplies with panels."""
     recipe, settings = assembly.recipe, assembly.settings
-    # The recipe does not pack a weight that a weight format stores.
-    panel_op = None if assembly.weight_format is not None else recipe.panel_op
+    # Its panels have weights as the recipe packs them, and it does not pack one that a weight format stores.
+    panel_op = recipe.panel_op if assembly.packs and assembly.weight_format is None else None
     planned: dict[Any, tuple[Panel, ...]] = {}
     panels: dict[str, tuple[Panel, ...]] = {}
     for piece in found:
@@ -150,8 +150,9 @@ def _alike(group: Sequence[LinearSlot], kept: Sequence[TensorSpec]) -> bool:
 
 
 def _stays_on_a_gpu(assembly: Assembly) -> bool:
-    """Whether a GPU keeps frozen weights in the model's dtype."""
-    return assembly.settings.device.type == "cuda" and not (assembly.weight_format or assembly.streams_frozen)
+    """Whether a GPU keeps frozen weights in the model's dtype, so that they can be joined."""
+    apart = assembly.weight_format or assembly.streams_frozen or not assembly.joins_frozen
+    return assembly.settings.device.type == "cuda" and not apart
 
 
 def _in_a_row(group: Sequence[LinearSlot], row: Sequence[TensorSpec]) -> bool:

@@ -319,7 +319,8 @@ def _rollouts(config: RunConfig, registry: Registry, resolved: ResolvedModel) ->
         return spec.planned(config, spec.options_of(config), weights)
     copy_bytes, copy = engine.copied(weights)
     _, sentence = spec.planned(config, spec.options_of(config), copy)
-    return 0, f"{sentence}; the next GPU generates, where a copy of the weights takes {atomic.human_bytes(copy_bytes)}"
+    where = f"the next GPU generates, where a copy of the weights takes at least {atomic.human_bytes(copy_bytes)}"
+    return 0, f"{sentence}; {where}"
 
 
 def _with_number(config: RunConfig, device: torch.device) -> RunConfig:

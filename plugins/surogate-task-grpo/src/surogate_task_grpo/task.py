@@ -130,8 +130,7 @@ def open_arena(context: bundles.OnlineContext, first_fault: Callable[[bundles.Fa
     """The worker processes of the run's environment. `first_fault`: see `EnvironmentPool`."""
     config, options = context.config, context.options
     assert config.environment is not None
-    own = launching.cores() // context.together.local_world
-    workers = options.environment_workers or max(1, min(own, MOST_WORKERS))
+    workers = options.environment_workers or min(launching.cores(context.together.local_world), MOST_WORKERS)
     return EnvironmentPool(
         config.environment,
         context.registry,
