@@ -31,8 +31,21 @@ R = TypeVar("R")
 
 REFERENCE_PRIORITY = -100
 
-references: dict[str, Kernel] = {}
-"""Op name → its reference, as the kernel of last resort, which knows every extension."""
+
+class References(dict[str, Kernel]):
+    """Op name → its reference, as the kernel of last resort, which knows every extension.
+
+    Ops of the core are there whatever was imported before.
+    """
+
+    def __missing__(self, op: str) -> Kernel:
+        define_ops()
+        if op not in self:
+            raise KeyError(op)
+        return self[op]
+
+
+references = References()
 
 extensions: dict[str, dict[str, Any]] = {}
 """Op name → its keyword-only parameters with a default, and these defaults."""

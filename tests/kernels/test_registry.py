@@ -178,6 +178,11 @@ def test_every_op_is_known_whatever_was_imported() -> None:
     code = "from surogate_core.kernels.registry import references, unknown_op; print(unknown_op('nvfp4_rounded'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == ""
+    code = "from surogate_core.plugin import compute; print(compute.references['sum_coded_product'].op)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "sum_coded_product"
+    with pytest.raises(KeyError, match="swigloo"):
+        registry.references["swigloo"]
     assert registry.unknown_op("swigloo").startswith("there is no op 'swigloo'")
 
 
