@@ -230,7 +230,7 @@ def _source(original: Weights, device: torch.device, *, unpacked: bool) -> Sourc
         if unpacked and spec.hf_name in parameters.packed:
             if spec.hf_name not in ready:
                 # All of a layer at once, into rooms that are those of the next layer too.
-                piece = next(piece for piece in parameters.pieces if spec in piece.specs)
+                piece = next(p for p in parameters.pieces if any(s.hf_name == spec.hf_name for s in p.specs))
                 pairs = zip(piece.specs, parameters.inputs(piece), strict=True)
                 ready.update((one.hf_name, tensor.clone()) for one, tensor in pairs if one.hf_name in parameters.packed)
             return ready.pop(spec.hf_name)
