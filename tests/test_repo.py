@@ -281,7 +281,7 @@ def test_core_knows_no_plugin_by_name():
 
 
 FLOORS = (
-    {"imports", "lazy", "masking", "numbers", "outcome", "parents", "set_up_times"},
+    {"host", "imports", "lazy", "masking", "numbers", "outcome", "parents", "set_up_times"},
     {"errors", "events", "drawing", "plugin", "service"},
     {"conf_paths", "batch", "bundles", "hookspecs"},
     {"tools"},

@@ -32,7 +32,7 @@ R = TypeVar("R")
 REFERENCE_PRIORITY = -100
 
 
-class References(dict[str, Kernel]):
+class ReferenceKernels(dict[str, Kernel]):
     """Op name → its reference, as the kernel of last resort, which knows every extension.
 
     Ops of the core are there whatever was imported before.
@@ -45,7 +45,7 @@ class References(dict[str, Kernel]):
         return self[op]
 
 
-references = References()
+references = ReferenceKernels()
 
 extensions: dict[str, dict[str, Any]] = {}
 """Op name → its keyword-only parameters with a default, and these defaults."""
