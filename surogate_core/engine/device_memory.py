@@ -36,7 +36,11 @@ def free_memory(device: torch.device, *, ranks: int = 1) -> int | None:
 def _of_graphs(device: torch.device) -> int:
     """Bytes that torch keeps for captured graphs and does not count as allocated: no other tensor gets them."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    own = (s for s in torch.cuda.memory_snapshot() if s["device"] == index and tuple(s["segment_pool_id"]) != (0, 0))
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # another allocator than torch's own, such as cudaMallocAsync
+        return 0
+    own = (s for s in segments if s["device"] == index and tuple(s["segment_pool_id"]) != (0, 0))
     return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
 
 
