@@ -347,8 +347,8 @@ def test_the_first_fault_is_told_once_and_before_the_others(opened: Opener, work
         return answered[-1]
 
     pool._request = noted  # type: ignore[method-assign]
-    pool.start([(key, TASK) for key in range(2)])
-    assert all(isinstance(turn, Fault) for turn in pool.reply([(key, "network") for key in range(2)]))
+    pool.start([(key, TASK) for key in range(2 * workers)])
+    assert all(isinstance(turn, Fault) for turn in pool.reply([(key, "network") for key in range(2 * workers)]))
     ((fault, before),) = told
     assert fault == Fault(reason="timeout", detail="reply took more than 1 s")
     assert before < len(answered)
