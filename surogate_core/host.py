@@ -71,7 +71,7 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
     """(directory, version) of each control group that this process is in, and of those around it."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # no such file, or one of another form
         for line in _read(GROUPS_OF_PROCESS).splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):

@@ -76,7 +76,10 @@ def test_a_sandbox_may_show_the_limit_alone(groups: Path) -> None:
     assert free_host_memory() == 60 * MIB
 
 
-def test_a_system_without_control_groups_has_its_memory(groups: Path) -> None:
+@pytest.mark.parametrize("text", [None, "", "of another form"])
+def test_a_system_without_control_groups_has_its_memory(groups: Path, text: str | None) -> None:
+    if text is not None:
+        (groups / "of_process").write_text(text)
     assert memory_of_machine() == physical()
     assert 0 < free_host_memory() <= physical()
 

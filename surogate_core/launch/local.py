@@ -123,7 +123,7 @@ def environment(
 
 
 def threads(ranks: int) -> int:
-    """Threads of each of the ranks of this machine."""
+    """Threads of each of the ranks of this machine, which share the cores of the process that starts them."""
     return max(cores() // ranks, 1)
 
 
