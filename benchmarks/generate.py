@@ -8,7 +8,8 @@
     python benchmarks/generate.py --small                        # tiny, on a CPU
 
 Cases: `bf16`, `schema` (each sequence held to a list of integers, with a drawn vocabulary), `lora` (rank 16 on every
-projection, not merged), `nf4` and `fp8` (the base in that weight format), `drafts` and `undrafted` (greedy, by which
+projection, not merged), `lora-fp8` (the same under the recipe fp8-hybrid, with scales as after a step), `nf4` and `fp8`
+(the base in that weight format), `drafts` and `undrafted` (greedy, by which
 random weights repeat themselves, with drafts and without), `wrong` (sampled, each step with wrong drafts in all rows
 that are left: what drafts cost; `--slots` beyond the sequences leaves more of them), `transformers` (its
 `generate` with SDPA and the same shape) and `vllm` (its `LLM` as it is by default, without shared prefixes, which the
@@ -56,7 +57,7 @@ from surogate_core.inference.texts import MOST_SLOTS
 MOST = MOST_SLOTS["cuda"]
 """Sequences that are decoded together, unless `--slots` is given."""
 FORMATS: Mapping[str, str | None] = {
-    **dict.fromkeys(("bf16", "schema", "lora", "drafts", "undrafted", "wrong")),
+    **dict.fromkeys(("bf16", "schema", "lora", "lora-fp8", "drafts", "undrafted", "wrong")),
     "nf4": "nf4",
     "fp8": "fp8",
 }
@@ -124,9 +125,12 @@ def native(case: str, config: Mapping[str, Any], words: argparse.Namespace, devi
         compiler="inductor" if on_gpu and not words.operations else "fx",
         cuda_graphs=not words.no_graphs,
     )
-    lora = adapters(16, targets=("all",) if case == "lora" else ())
-    assembly = assemble(family.build(config), settings, lora=lora, weight_format=FORMATS[case])
+    lora = adapters(16, targets=("all",) if case.startswith("lora") else ())
+    recipe = "fp8-hybrid" if case == "lora-fp8" else "bf16"
+    assembly = assemble(family.build(config), settings, recipe=recipe, lora=lora, weight_format=FORMATS[case])
     weights = Weights.load(assembly, RandomSource(seed=0, std=0.02, device=device))
+    if weights.rows is not None:
+        weights.rows.state.rows.fill_(SCALE)
     slots = words.slots or min(words.sequences, MOST)
     room = RolloutSettings(slots=slots, context=words.prompt + words.new)
     engine = NativeEngine(weights, room, drafts=case != "undrafted")
@@ -251,6 +255,8 @@ def transformers(config: Mapping[str, Any], words: argparse.Namespace, device: t
     return Case(generate=generate)
 
 
+SCALE = 64.0
+"""Of every tensor in FP8, in place of the scales that training finds."""
 KEYS_AND_VALUES = 24 << 30
 """Bytes that vLLM keeps for them."""
 

@@ -85,6 +85,17 @@ def run(
     function: Run, shape: compute.PanelShape, tokens: int, delayed: bool, seed: Tensor | None = None
 ) -> list[Tensor]:
     """Outputs, then gradients of x, the rows and the adapters."""
+    x, panel, weights, rows, adapters = material(shape, tokens, delayed)
+    dys = [random(tokens, o, seed=40 + i, scale=10.0**-i).bfloat16().cuda() for i, o in enumerate(shape.outputs)]
+    leaves = [x.requires_grad_(), *rows, *(a.requires_grad_() for a in adapters)]
+    outputs = function(x, panel, seed, shape, 0, weights, rows, *adapters)
+    return [t.detach() for t in (*outputs, *torch.autograd.grad(outputs, leaves, dys))]
+
+
+def material(
+    shape: compute.PanelShape, tokens: int, delayed: bool
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """x, the panel, packed weights, rows of scales and adapters."""
     x = random(tokens, shape.inputs, seed=0).bfloat16().cuda()
     panel = shape.allocate(x.device, x.dtype)
     adapters, weights, rows = [], [], []
@@ -96,10 +107,7 @@ def run(
         scales = [100.0, 1.0, 5000.0 * 3**number] if delayed else [0.0] * 3
         rows.append(torch.tensor(scales, device="cuda", requires_grad=True))
     shape.load(panel, list(zip(adapters[::2], adapters[1::2], strict=True)))
-    dys = [random(tokens, o, seed=40 + i, scale=10.0**-i).bfloat16().cuda() for i, o in enumerate(shape.outputs)]
-    leaves = [x.requires_grad_(), *rows, *(a.requires_grad_() for a in adapters)]
-    outputs = function(x, panel, seed, shape, 0, weights, rows, *adapters)
-    return [t.detach() for t in (*outputs, *torch.autograd.grad(outputs, leaves, dys))]
+    return x, panel, weights, rows, adapters
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -126,3 +134,26 @@ def test_products_and_gradients_are_the_references(
 def test_equal_inputs_give_equal_bits(linears: Run) -> None:
     runs = [run(linears, SHAPES["three"], 2048, True) for _ in range(3)]
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("tokens", [128, 512])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(4096, (256, 512)), (1280, (768,)), (1024, (8192, 8192)), (256, (256,))]
+)
+def test_products_of_few_rows_are_the_references(
+    linears: Run, inputs: int, outputs: tuple[int, ...], tokens: int, delayed: bool
+) -> None:
+    """Shared by eight, four, two or no other blocks."""
+    from surogate_kernels_hopper.scaled import _splits
+
+    shape = replace(SHAPES["one"], inputs=inputs, outputs=outputs, salts=tuple(range(len(outputs))), scale=0.7)
+    with torch.no_grad():
+        x, panel, weights, rows, adapters = material(shape, tokens, delayed)
+        runs = [linears(x, panel, None, shape, 0, weights, rows, *adapters) for _ in range(3)]
+        expected = compute.references["scaled_linears"].function(x, panel, None, shape, 0, weights, rows, *adapters)
+    for found, other, third, value in zip(*runs, expected, strict=True):
+        assert torch.equal(found, other)
+        assert torch.equal(found, third)
+        error = float((found.double() - value.double()).norm() / value.double().norm())
+        assert error <= BOUND, f"{_splits(tokens // 128 * sum(outputs) // 256, inputs // 128)}: {error:.2e}"

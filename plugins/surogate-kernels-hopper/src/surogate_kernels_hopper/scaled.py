@@ -34,6 +34,10 @@ ENCODED = 3
 """Largest number of projections whose u is computed together with the codes of their input."""
 RANK = 16
 """Rank of the adapters whose skinny products are computed together with the codes."""
+SPLITS = (8, 4, 2)
+"""Blocks of a cluster that may share the inner dimension of a product."""
+FILLED = 132
+"""Blocks of a product that keep a large Hopper reading; fixed, as `BLOCKS`."""
 BLOCKS = 264
 """Thread blocks that run at a time on a large Hopper; fixed, so that the order of sums depends only on shapes."""
 
@@ -138,15 +142,21 @@ def product(
     rank: int,
     *,
     gradient: bool,
+    few: bool = False,
 ) -> None:
-    """out = codes · weightᵀ, or codes · weight of a gradient, + u vᵀ of the bf16 pair `added`."""
+    """out = codes · weightᵀ, or codes · weight of a gradient, + u vᵀ of the bf16 pair `added`.
+
+    `few`: whether several blocks may share a tile of few rows, which else has too few blocks to read a weight quickly.
+    """
     n, columns = out.shape
     u, v = added if added is not None else (out, out)
     steps = 0 if added is None else rank * (len(outputs) if gradient else 1) // 16
     tiles = n // 128 * (columns // 256)
+    splits = _splits(tiles, inputs // fp8.TILE) if few else 1
+    name = "scaled_product_backward" if gradient else "scaled_product_forward"
     PRODUCT.launch(
-        "scaled_product_backward" if gradient else "scaled_product_forward",
-        (min(_processors(out.device), tiles),),
+        name if splits == 1 else f"scaled_product_of_few_{splits}",
+        (min(_processors(out.device), tiles) if splits == 1 else tiles * splits,),
         THREADS,
         codes_C,
         figures,
@@ -165,6 +175,11 @@ def product(
         np.int32(sum(outputs)),
         shared=SHARED,
     )
+
+
+def _splits(tiles: int, blocks: int) -> int:
+    """Blocks that share a tile, each with two or more of the inner dimension's blocks."""
+    return next((splits for splits in SPLITS if tiles * splits <= FILLED and blocks >= 2 * splits), 1)
 
 
 def parts_of(panel: Tensor, inputs: int, outputs: Sequence[int], rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,6 +240,30 @@ def _(
 
 
 @compute.compiled_ahead
+@torch.library.custom_op("surogate_hopper::scaled_linears_of_few", mutates_args=())
+def _forward_of_few(
+    x_NI: Tensor, panel: Tensor, weights: Sequence[Tensor], row: Tensor, outputs: Sequence[int], rank: int, margin: int
+) -> Tensor:
+    """y of few rows without dropout or backward: as many blocks as a GPU has share each of its parts."""
+    n, inputs = x_NI.shape
+    if x_NI.stride(1) != 1:
+        x_NI = x_NI.contiguous()
+    a_RI, _, b_OR = parts_of(panel, inputs, outputs, rank)
+    u_NR, y = x_NI.new_empty(n, rank * len(outputs)), x_NI.new_empty(n, sum(outputs))
+    adapters.down_few(x_NI, a_RI, u_NR, u_NR, len(outputs))
+    codes_C, figures = quantised(x_NI, [row], [inputs], margin, gradient=False)
+    product(codes_C, figures, weights, (u_NR, b_OR), y, inputs, outputs, rank, gradient=False, few=True)
+    return y
+
+
+@_forward_of_few.register_fake
+def _(
+    x_NI: Tensor, panel: Tensor, weights: Sequence[Tensor], row: Tensor, outputs: Sequence[int], rank: int, margin: int
+) -> Tensor:
+    return x_NI.new_empty(x_NI.shape[0], sum(outputs))
+
+
+@compute.compiled_ahead
 @torch.library.custom_op("surogate_hopper::scaled_linears_backward", mutates_args=())
 def _backward(
     dy: Tensor,
@@ -280,6 +319,15 @@ def _(
     )
 
 
+def _parts(y: Tensor, outputs: Sequence[int]) -> tuple[Tensor, ...]:
+    """The columns of each projection."""
+    if len(outputs) == 1:
+        return (y,)
+    n = y.shape[0]
+    parts = y.view(n, -1, fp8.TILE).split([o // fp8.TILE for o in outputs], dim=1)
+    return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
+
+
 class _ScaledLinears(Function):
     @staticmethod
     def forward(
@@ -292,16 +340,13 @@ class _ScaledLinears(Function):
         p: float,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        n, outputs, salts = x_NI.shape[0], list(shape.outputs), list(shape.salts)
+        outputs, salts = list(shape.outputs), list(shape.salts)
         slots = len(outputs)
         weights, rows = tensors[:slots], tensors[slots : 2 * slots]
         y, u_NR, figures = _forward(x_NI, panel, list(weights), rows[0], seed, outputs, shape.rank, margin, p, salts)
         ctx.save_for_backward(x_NI, u_NR, figures, panel, seed, *weights, *rows)
         ctx.shape, ctx.margin, ctx.p = shape, margin, p
-        if slots == 1:
-            return (y,)
-        parts = y.view(n, -1, fp8.TILE).split([o // fp8.TILE for o in outputs], dim=1)
-        return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
+        return _parts(y, outputs)
 
     @staticmethod
     @once_differentiable
@@ -353,6 +398,20 @@ def _flops(
     return 2 * n * (sum(outputs) * (inputs + ranks) + inputs * ranks)
 
 
+@register_flop_formula(torch.ops.surogate_hopper.scaled_linears_of_few)
+def _flops_of_few(
+    x_shape: Sequence[int],
+    panel: Any,
+    weights: Any,
+    row: Any,
+    outputs: Sequence[int],
+    rank: int,
+    *rest: Any,
+    **named: Any,
+) -> int:
+    return _flops(x_shape, panel, weights, row, None, outputs, rank)
+
+
 @compute.workspace(torch.ops.surogate_hopper.scaled_linears)
 def _forward_bytes(x_NI: Tensor, *rest: Any) -> int:
     return x_NI.numel()
@@ -398,6 +457,13 @@ def scaled_linears(
 ) -> Sequence[Tensor]:
     """`fp8.scaled_linears`; gradients of the adapters are fp32. FP8 sums stay within the tensor cores."""
     p = 0.0 if seed is None else shape.dropout
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *rows, *parameters))
+    if p == 0 and x.shape[0] <= adapters.FEW and not differentiated:
+        outputs = list(shape.outputs)
+        y = torch.ops.surogate_hopper.scaled_linears_of_few(
+            x, panel, list(weights), rows[0], outputs, shape.rank, margin
+        )
+        return _parts(y, outputs)
     if seed is None:
         seed = torch.empty(0, dtype=torch.int32, device=x.device)  # not read; one element would be a launch
     found: tuple[Tensor, ...] = _ScaledLinears.apply(x, panel, seed, shape, margin, p, *weights, *rows, *parameters)

@@ -1,6 +1,6 @@
 // What the scaled product needs of Hopper besides: barriers that count bytes, bulk copies, and wgmma of FP8.
 //
-// Source: PTX ISA 9.0, sections 9.7.13 (mbarrier), 9.7.9.25 (cp.async.bulk) and 9.7.15.5 (wgmma).
+// Source: PTX ISA 9.0, sections 9.7.13 (mbarrier, barrier.cluster), 9.7.9 (cp.async.bulk, mapa) and 9.7.15.5 (wgmma).
 #pragma once
 #include "hopper.cuh"
 
@@ -75,10 +75,30 @@ __device__ __forceinline__ void transpose(u32 (&x)[4]) {
     }
 }
 
+// The threads of both warpgroups that multiply wait for each other.
+__device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+// The blocks of a cluster wait for each other, every thread of theirs, and see what the others wrote before.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// 8 floats from the shared memory of a block of the cluster.
+__device__ __forceinline__ void load_from_block(float (&x)[8], u32 address, int block) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+#pragma unroll
+    for (int i = 0; i < 8; i += 4)
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(x[i]), "=f"(x[i + 1]), "=f"(x[i + 2]), "=f"(x[i + 3])
+                     : "r"(there + 4 * i)
+                     : "memory");
+}
+
 }  // namespace surogate
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define SUROGATE_HOPPER(call) surogate::call
+#define SUROGATE_HOPPER(...) surogate::__VA_ARGS__
 #else
-#define SUROGATE_HOPPER(call)  // the instructions exist on sm_90a alone
+#define SUROGATE_HOPPER(...)  // the instructions exist on sm_90a alone
 #endif

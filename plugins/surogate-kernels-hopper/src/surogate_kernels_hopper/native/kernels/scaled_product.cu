@@ -9,6 +9,9 @@
 // Forward, the projections of a panel are ranges of the output's columns, and u's 16 or more columns of each go with
 // its own rows of v. Backward they are ranges of the inner dimension, whose sums are brought to one scale where one
 // range ends; all columns of u count. Every output has one block and one order of summation.
+//
+// Few rows have few blocks, which read the weights alone. Then a cluster of blocks has one tile of the output: each
+// block multiplies its share of the inner dimension, and adds a share of the tile, in the order of the blocks.
 
 #include "product_sm90.cuh"
 
@@ -21,6 +24,7 @@ constexpr int most_steps = 4;  // of 16 ranks
 constexpr u32 tile_bytes = block_rows * inner;
 constexpr u32 step_bytes = block_columns * 32;
 constexpr int threads = 3 * warpgroup;
+constexpr int pitch = block_columns + 8;  // floats from row to row of a tile in shared memory: no two rows share banks
 
 struct Shared {
     char a[stages][tile_bytes];
@@ -30,6 +34,7 @@ struct Shared {
     float inverse[most];  // of the scales of a's ranges and of the weights, multiplied
 };
 static_assert(sizeof(Shared) <= 230'528, "what a launch asks for");
+static_assert(block_rows * pitch * sizeof(float) <= stages * 3 * tile_bytes, "a tile of sums replaces the operands");
 
 template <int slots> struct Place {
     int slot = 0;
@@ -52,7 +57,36 @@ struct Weights {
     __device__ __forceinline__ int begin(int slot) const { return slot == 0 ? 0 : ends[slot - 1]; }
 };
 
-template <bool gradient>
+// A thread's sums of rows `row` and `row` + 8 of a tile into shared memory.
+__device__ __forceinline__ void keep_sums(const float (&d)[128], u32 sums, int row, int column) {
+#pragma unroll
+    for (int i = 0; i < 128; i += 2) {
+        const u32 to = sums + ((row + i % 4 / 2 * 8) * pitch + i / 4 * 8 + column) * 4;
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(d[i]), "f"(d[i + 1]) : "memory");
+    }
+}
+
+// The sums of a tile by the blocks of a cluster, added in their order and rounded; each block does a share of the rows.
+template <int splits> __device__ __forceinline__ void add_parts(u32 sums, u16 *out, long long out_row) {
+    constexpr int own = block_rows / splits, chunks = block_columns / 8;
+    const int rank = blockIdx.x % splits;
+    for (int i = threadIdx.x - warpgroup; i < own * chunks; i += 2 * warpgroup) {
+        const int row = rank * own + i / chunks, column = i % chunks * 8;
+        float total[8] = {};
+#pragma unroll
+        for (int other = 0; other < splits; ++other) {
+            float part[8];
+            load_from_block(part, sums + (row * pitch + column) * 4, other);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) total[j] += part[j];
+        }
+        *reinterpret_cast<uint4 *>(out + row * out_row + column) = make_uint4(
+            pair(total[0], total[1]), pair(total[2], total[3]), pair(total[4], total[5]), pair(total[6], total[7]));
+    }
+}
+
+// `splits`: blocks of a cluster, which share the inner dimension.
+template <bool gradient, int splits>
 __device__ void scaled_product(const char *a, const float *figures, Weights weights, const u16 *u, int u_row,
                                const u16 *v, int v_row, int rank, int steps, u16 *out, long long out_row, int rows,
                                int inputs, int outputs) {
@@ -77,8 +111,11 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
         shared.inverse[threadIdx.x] = own * __ldg(reinterpret_cast<const float *>(weights.packed[threadIdx.x]));
     }
     __syncthreads();
-    const int columns = gradient ? inputs : outputs, blocks = (gradient ? outputs : inputs) / inner;
+    const int columns = gradient ? inputs : outputs, all = (gradient ? outputs : inputs) / inner;
     const int row_tiles = rows / block_rows, tiles = row_tiles * (columns / block_columns);
+    const int split = blockIdx.x % splits, first_block = all * split / splits;
+    const int blocks = all * (split + 1) / splits - first_block;
+    if (split > 0) steps = 0;  // the first block of a cluster has what is added
 
     if (role == 0) {
         registers_down<40>();
@@ -86,9 +123,9 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
         if (warp == 0) {
             if (threadIdx.x == 0) {
                 Place<stages> place;
-                for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+                for (int tile = blockIdx.x / splits; tile < tiles; tile += gridDim.x / splits) {
                     const int row_tile = tile % row_tiles, column = tile / row_tiles * block_columns;
-                    const char *from = a + static_cast<long long>(row_tile) * blocks * tile_bytes;
+                    const char *from = a + (static_cast<long long>(row_tile) * all + first_block) * tile_bytes;
                     int slot = gradient ? 0 : weights.of(column);
                     // The tile's rows of the weight, 256, of which the second half is `half` bytes behind.
                     long long half = 0;
@@ -100,7 +137,7 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
                         half = block_rows * wide;
                         return weights.packed[slot] + 128 + (gradient ? size : 0) + row * wide;
                     };
-                    const char *weight = rows_of(slot);
+                    const char *weight = rows_of(slot) + first_block * tile_bytes;
                     int end = gradient ? weights.ends[0] / inner : blocks;
                     for (int n = 0; n < blocks; ++n, place.next()) {
                         if (gradient && n == end) {
@@ -120,7 +157,7 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
             }
         } else {
             u32 parity = 1;
-            for (int tile = blockIdx.x; tile < tiles && steps > 0; tile += gridDim.x, parity ^= 1) {
+            for (int tile = blockIdx.x / splits; tile < tiles && steps > 0; tile += gridDim.x / splits, parity ^= 1) {
                 const int column = tile / row_tiles * block_columns;
                 const int first = gradient ? 0 : weights.of(column) * rank;
                 barrier_wait(v_empty, parity);
@@ -134,6 +171,11 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
                 barrier_arrive(v_full);
             }
         }
+        if constexpr (splits > 1) {
+            __syncwarp();
+            cluster_sync();  // the sums are there
+            cluster_sync();  // and have been read
+        }
     } else {
         registers_up<232>();
         const int worker = role - 1, thread = threadIdx.x % warpgroup, lane = thread % 32;
@@ -141,7 +183,7 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
         Place<stages> place;
         u32 v_parity = 0;
         float d[128];
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        for (int tile = blockIdx.x / splits; tile < tiles; tile += gridDim.x / splits) {
             const int row = tile % row_tiles * block_rows + worker * 64 + thread / 32 * 16 + lane / 4;
             const int column = tile / row_tiles * block_columns;
             int slot = gradient ? 0 : weights.of(column);
@@ -200,19 +242,29 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
                 settled(d);
                 if (thread == 0) barrier_arrive(v_empty);
             }
+            if constexpr (splits > 1) {
+                const u32 sums = shared_address(memory);
+                workers_sync();  // no product reads the operands any more
+                keep_sums(d, sums, worker * 64 + thread / 32 * 16 + lane / 4, lane % 4 * 2);
+                cluster_sync();
+                add_parts<splits>(sums, out + static_cast<long long>(tile % row_tiles * block_rows) * out_row + column,
+                                  out_row);
+                cluster_sync();
+            } else {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u16 *to = out + static_cast<long long>(row + 8 * half) * out_row + column + lane % 4 * 8;
+                for (int half = 0; half < 2; ++half) {
+                    u16 *to = out + static_cast<long long>(row + 8 * half) * out_row + column + lane % 4 * 8;
 #pragma unroll
-                for (int q = 0; q < 8; ++q) {
-                    u32 x[4];
+                    for (int q = 0; q < 8; ++q) {
+                        u32 x[4];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int at = 4 * (4 * q + i) + 2 * half;
-                        x[i] = pair(d[at], d[at + 1]);
+                        for (int i = 0; i < 4; ++i) {
+                            const int at = 4 * (4 * q + i) + 2 * half;
+                            x[i] = pair(d[at], d[at + 1]);
+                        }
+                        transpose(x);
+                        *reinterpret_cast<uint4 *>(to + 32 * q) = make_uint4(x[0], x[1], x[2], x[3]);
                     }
-                    transpose(x);
-                    *reinterpret_cast<uint4 *>(to + 32 * q) = make_uint4(x[0], x[1], x[2], x[3]);
                 }
             }
         }
@@ -221,14 +273,20 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
 
 }  // namespace surogate
 
-#define SCALED_PRODUCT(name, gradient)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(surogate::threads, 1)                                                 \
+#define SCALED_PRODUCT(name, cluster, gradient, splits)                                                                \
+    extern "C" __global__ void cluster __launch_bounds__(surogate::threads, 1)                                         \
         name(const char *a, const float *figures, const char *w0, const char *w1, const char *w2, const char *w3,      \
              int e0, int e1, int e2, const surogate::u16 *u, int u_row, const surogate::u16 *v, int v_row, int rank,   \
              int steps, surogate::u16 *out, long long out_row, int rows, int inputs, int outputs) {                    \
-        SUROGATE_HOPPER(scaled_product<gradient>(a, figures, {{w0, w1, w2, w3}, {e0, e1, e2, outputs}}, u, u_row, v,   \
-                                                 v_row, rank, steps, out, out_row, rows, inputs, outputs));            \
+        SUROGATE_HOPPER(scaled_product<gradient, splits>(a, figures, {{w0, w1, w2, w3}, {e0, e1, e2, outputs}}, u,    \
+                                                          u_row, v, v_row, rank, steps, out, out_row, rows, inputs,    \
+                                                          outputs));                                                    \
     }
+#define SCALED_PRODUCT_OF_FEW(splits)                                                                                  \
+    SCALED_PRODUCT(scaled_product_of_few_##splits, __cluster_dims__(splits, 1, 1), false, splits)
 
-SCALED_PRODUCT(scaled_product_forward, false)
-SCALED_PRODUCT(scaled_product_backward, true)
+SCALED_PRODUCT(scaled_product_forward, , false, 1)
+SCALED_PRODUCT(scaled_product_backward, , true, 1)
+SCALED_PRODUCT_OF_FEW(2)
+SCALED_PRODUCT_OF_FEW(4)
+SCALED_PRODUCT_OF_FEW(8)
