@@ -137,16 +137,16 @@ def test_equal_inputs_give_equal_bits(linears: Run) -> None:
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("tokens", [128, 512])
+@pytest.mark.parametrize("tokens", [16, 128, 500, 600])
 @pytest.mark.parametrize(
-    ("inputs", "outputs"), [(4096, (256, 512)), (1280, (768,)), (1024, (8192, 8192)), (256, (256,))]
+    ("inputs", "outputs"), [(4096, (256, 512)), (2048, (5120,)), (1024, (512, 256)), (256, (12288, 12288))]
 )
 def test_products_of_few_rows_are_the_references(
     linears: Run, inputs: int, outputs: tuple[int, ...], tokens: int, delayed: bool
 ) -> None:
-    """Shared by eight, four, two or no other blocks."""
-    from surogate_kernels_hopper.scaled import _splits
-
+    """With blocks that share a tile, four or two, with smaller ones, and with the usual ones; 600 rows are not few. What
+    fills the last tile is nowhere.
+    """
     shape = replace(SHAPES["one"], inputs=inputs, outputs=outputs, salts=tuple(range(len(outputs))), scale=0.7)
     with torch.no_grad():
         x, panel, weights, rows, adapters = material(shape, tokens, delayed)
@@ -156,4 +156,4 @@ def test_products_of_few_rows_are_the_references(
         assert torch.equal(found, other)
         assert torch.equal(found, third)
         error = float((found.double() - value.double()).norm() / value.double().norm())
-        assert error <= BOUND, f"{_splits(tokens // 128 * sum(outputs) // 256, inputs // 128)}: {error:.2e}"
+        assert error <= BOUND, f"{error:.2e}"

@@ -18,6 +18,7 @@ from surogate_native.figures import FIGURES, begin, ends, padded
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from surogate_core.plugin import bundles, compute, fp8
@@ -34,10 +35,12 @@ ENCODED = 3
 """Largest number of projections whose u is computed together with the codes of their input."""
 RANK = 16
 """Rank of the adapters whose skinny products are computed together with the codes."""
-SPLITS = (8, 4, 2)
-"""Blocks of a cluster that may share the inner dimension of a product."""
-FILLED = 132
-"""Blocks of a product that keep a large Hopper reading; fixed, as `BLOCKS`."""
+FILLED = 96
+"""Blocks of 256 columns that keep a large Hopper reading; fixed, as `BLOCKS`."""
+PROCESSORS = 132
+"""Blocks that run at a time on it if each has 192 KiB of shared memory."""
+DEEP = 16
+"""Blocks of the inner dimension that are worth sharing out."""
 BLOCKS = 264
 """Thread blocks that run at a time on a large Hopper; fixed, so that the order of sums depends only on shapes."""
 
@@ -146,17 +149,21 @@ def product(
 ) -> None:
     """out = codes · weightᵀ, or codes · weight of a gradient, + u vᵀ of the bf16 pair `added`.
 
-    `few`: whether several blocks may share a tile of few rows, which else has too few blocks to read a weight quickly.
+    `few`: whether blocks may be smaller and share a tile, so that few rows have enough of them to read a weight fast.
     """
     n, columns = out.shape
     u, v = added if added is not None else (out, out)
     steps = 0 if added is None else rank * (len(outputs) if gradient else 1) // 16
     tiles = n // 128 * (columns // 256)
-    splits = _splits(tiles, inputs // fp8.TILE) if few else 1
-    name = "scaled_product_backward" if gradient else "scaled_product_forward"
+    if few and tiles < FILLED:
+        splits = _splits(2 * tiles, inputs // fp8.TILE)
+        name, blocks = f"scaled_product_of_few_{splits}", 2 * tiles * splits
+    else:
+        name = "scaled_product_backward" if gradient else "scaled_product_forward"
+        blocks = min(_processors(out.device), tiles)
     PRODUCT.launch(
-        name if splits == 1 else f"scaled_product_of_few_{splits}",
-        (min(_processors(out.device), tiles) if splits == 1 else tiles * splits,),
+        name,
+        (blocks,),
         THREADS,
         codes_C,
         figures,
@@ -178,8 +185,10 @@ def product(
 
 
 def _splits(tiles: int, blocks: int) -> int:
-    """Blocks that share a tile, each with two or more of the inner dimension's blocks."""
-    return next((splits for splits in SPLITS if tiles * splits <= FILLED and blocks >= 2 * splits), 1)
+    """Blocks that share a tile of 128 columns. Eight are no better: their clusters do not all run at a time."""
+    if blocks < DEEP:
+        return 1
+    return next((splits for splits in (4, 2) if tiles * splits <= PROCESSORS), 1)
 
 
 def parts_of(panel: Tensor, inputs: int, outputs: Sequence[int], rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,11 +258,26 @@ def _forward_of_few(
     if x_NI.stride(1) != 1:
         x_NI = x_NI.contiguous()
     a_RI, _, b_OR = parts_of(panel, inputs, outputs, rank)
-    u_NR, y = x_NI.new_empty(n, rank * len(outputs)), x_NI.new_empty(n, sum(outputs))
+    tiles = -(-n // fp8.TILE)
+    u_NR, y = (x_NI.new_empty(tiles * fp8.TILE, width) for width in (rank * len(outputs), sum(outputs)))
     adapters.down_few(x_NI, a_RI, u_NR, u_NR, len(outputs))
-    codes_C, figures = quantised(x_NI, [row], [inputs], margin, gradient=False)
+    codes_C = torch.empty(tiles * fp8.TILE * inputs, dtype=torch.uint8, device=x_NI.device)
+    figures = torch.empty((1, FIGURES), dtype=torch.float32, device=x_NI.device)
+    QUANTISE.launch(
+        "quantise_of_few",
+        (inputs // fp8.TILE, tiles),
+        256,
+        x_NI,
+        x_NI.stride(0),
+        np.int32(n),
+        row,
+        fp8.E4M3_MAX,
+        2.0**-margin,
+        figures,
+        codes_C,
+    )
     product(codes_C, figures, weights, (u_NR, b_OR), y, inputs, outputs, rank, gradient=False, few=True)
-    return y
+    return y[:n]
 
 
 @_forward_of_few.register_fake
@@ -466,8 +490,11 @@ def scaled_linears(
         return _parts(y, outputs)
     if seed is None:
         seed = torch.empty(0, dtype=torch.int32, device=x.device)  # not read; one element would be a launch
+    n = x.shape[0]
+    if rest := -n % fp8.TILE:
+        x = pad(x, (0, 0, 0, rest))  # generation has any number of rows
     found: tuple[Tensor, ...] = _ScaledLinears.apply(x, panel, seed, shape, margin, p, *weights, *rows, *parameters)
-    return found
+    return [y_NO[:n] for y_NO in found] if rest else found
 
 
 def _supports(device: torch.device, dtype: torch.dtype) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from surogate_core.plugin import fp8
 
@@ -41,9 +40,5 @@ class ScaledPanels:
         rows: Sequence[Tensor],
         adapters: Sequence[Tensor],
     ) -> Sequence[Tensor]:
-        """[N, O] of each slot; see the op. Generation has any number of rows: zeros fill the last tile."""
-        n = x_NI.shape[0]
-        if rest := -n % fp8.TILE:
-            x_NI = pad(x_NI, (0, 0, 0, rest))
-        found = fp8.scaled_linears(x_NI, panel, seed, shape, self.margin, weights, rows, *adapters)
-        return [y_NO[:n] for y_NO in found] if rest else found
+        """[N, O] of each slot; see the op."""
+        return fp8.scaled_linears(x_NI, panel, seed, shape, self.margin, weights, rows, *adapters)

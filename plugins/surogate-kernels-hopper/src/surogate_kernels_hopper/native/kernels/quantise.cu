@@ -43,7 +43,37 @@ __device__ void quantise(const unsigned short *x, long long x_row, float *figure
     enter_largest(most, own);
 }
 
+// The same of few rows that nobody's next scale depends on, with one scale, in one launch. Rows that fill the last tiles
+// are zeros. Before there is a scale every block reads the matrix.
+__device__ void quantise_of_few(const unsigned short *x, long long x_row, int rows, const float *row, float limit,
+                                float factor, float *figures, unsigned char *codes) {
+    const int columns = gridDim.x * side, column = blockIdx.x * side + threadIdx.x % lanes * 8;
+    const long long first = blockIdx.y * side + threadIdx.x / lanes;
+    const uint4 zeros = make_uint4(0, 0, 0, 0);
+    uint4 values[passes];
+#pragma unroll
+    for (int i = 0; i < passes; ++i) {
+        const long long row = first + i * (threads / lanes);
+        values[i] = row < rows ? __ldg(reinterpret_cast<const uint4 *>(x + row * x_row + column)) : zeros;
+    }
+    float own[figures_of_one];
+    begin_figures(*row, *row > 0.0f ? 0.0f : largest_of(x, x_row, rows, 0, columns), limit, factor, own);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < figures_of_one) figures[threadIdx.x] = own[threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < passes; ++i) {
+        const unsigned pairs[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+        const long long row = first + i * (threads / lanes);
+        *reinterpret_cast<uint2 *>(codes + place_of(row, column, columns)) = codes_of<false>(pairs, own[0]);
+    }
+}
+
 }  // namespace surogate
+
+extern "C" __global__ void __launch_bounds__(surogate::threads)
+    quantise_of_few(const unsigned short *x, long long x_row, int rows, const float *row, float limit, float factor,
+                    float *figures, unsigned char *codes) {
+    surogate::quantise_of_few(x, x_row, rows, row, limit, factor, figures, codes);
+}
 
 #define QUANTISE(name, gradient)                                                                                       \
     extern "C" __global__ void __launch_bounds__(surogate::threads)                                                    \

@@ -2,7 +2,7 @@
 //
 // Codes are in tiles of 128 rows by 128 of the inner dimension, 16 KiB that lie together in the order in which wgmma
 // reads them from shared memory (16-byte chunk c of row r at c ^ (r % 8)): a tile is one bulk copy. A block has 128 rows
-// and 256 columns of the output. One warp copies, three bring what is added in bf16, two warpgroups multiply. The codes are
+// and 256 columns of the output, or 128. One warp copies, three bring what is added in bf16, two warpgroups multiply. The codes are
 // summed by the tensor cores alone, in their own precision. Pairs of blocks that share copies (multicast) were a fifth
 // slower: they wait for each other.
 //
@@ -10,31 +10,32 @@
 // its own rows of v. Backward they are ranges of the inner dimension, whose sums are brought to one scale where one
 // range ends; all columns of u count. Every output has one block and one order of summation.
 //
-// Few rows have few blocks, which read the weights alone. Then a cluster of blocks has one tile of the output: each
-// block multiplies its share of the inner dimension, and adds a share of the tile, in the order of the blocks.
+// Few rows have few blocks, and one that has them all to itself takes 0.6 µs for 128 of the inner dimension. Then blocks
+// have 128 columns, and a cluster of them has one tile of the output: each block multiplies its share of the inner
+// dimension, and adds a share of the tile, in the order of the blocks.
 
 #include "product_sm90.cuh"
 
 namespace surogate {
 
-constexpr int block_rows = 128, block_columns = 256, inner = 128;
-constexpr int stages = 4;
+constexpr int block_rows = 128, inner = 128;
 constexpr int most = 4;        // projections of a panel
 constexpr int most_steps = 4;  // of 16 ranks
 constexpr u32 tile_bytes = block_rows * inner;
-constexpr u32 step_bytes = block_columns * 32;
 constexpr int threads = 3 * warpgroup;
-constexpr int pitch = block_columns + 8;  // floats from row to row of a tile in shared memory: no two rows share banks
 
-struct Shared {
+// A block's shared memory; it has `columns` columns of the output.
+template <int columns> struct Shared {
+    static constexpr int wide = columns / 128, stages = 12 / (1 + wide), step_bytes = columns * 32;
+    static constexpr int pitch = columns + 8;  // floats from row to row of a tile of sums: no two rows share banks
     char a[stages][tile_bytes];
-    char b[stages][2 * tile_bytes];
+    char b[stages][wide * tile_bytes];
     char v[most_steps][step_bytes];
     u64 full[stages], empty[stages], v_full, v_empty;
     float inverse[most];  // of the scales of a's ranges and of the weights, multiplied
+    static_assert(block_rows * pitch * sizeof(float) <= stages * (1 + wide) * tile_bytes, "sums replace the operands");
 };
-static_assert(sizeof(Shared) <= 230'528, "what a launch asks for");
-static_assert(block_rows * pitch * sizeof(float) <= stages * 3 * tile_bytes, "a tile of sums replaces the operands");
+static_assert(sizeof(Shared<256>) <= 230'528 && sizeof(Shared<128>) <= 230'528, "what a launch asks for");
 
 template <int slots> struct Place {
     int slot = 0;
@@ -58,40 +59,47 @@ struct Weights {
 };
 
 // A thread's sums of rows `row` and `row` + 8 of a tile into shared memory.
-__device__ __forceinline__ void keep_sums(const float (&d)[128], u32 sums, int row, int column) {
+template <int count> __device__ __forceinline__ void keep_sums(const float (&d)[count], u32 sums, int row, int column) {
 #pragma unroll
-    for (int i = 0; i < 128; i += 2) {
-        const u32 to = sums + ((row + i % 4 / 2 * 8) * pitch + i / 4 * 8 + column) * 4;
+    for (int i = 0; i < count; i += 2) {
+        const u32 to = sums + ((row + i % 4 / 2 * 8) * Shared<2 * count>::pitch + i / 4 * 8 + column) * 4;
         asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(d[i]), "f"(d[i + 1]) : "memory");
     }
 }
 
 // The sums of a tile by the blocks of a cluster, added in their order and rounded; each block does a share of the rows.
-template <int splits> __device__ __forceinline__ void add_parts(u32 sums, u16 *out, long long out_row) {
-    constexpr int own = block_rows / splits, chunks = block_columns / 8;
+template <int columns, int splits> __device__ __forceinline__ void add_parts(u32 sums, u16 *out, long long out_row) {
+    constexpr int own = block_rows / splits, chunks = columns / 8;
     const int rank = blockIdx.x % splits;
-    for (int i = threadIdx.x - warpgroup; i < own * chunks; i += 2 * warpgroup) {
+#pragma unroll
+    for (int first = 0; first < own * chunks; first += 2 * warpgroup) {
+        const int i = first + threadIdx.x - warpgroup;
         const int row = rank * own + i / chunks, column = i % chunks * 8;
-        float total[8] = {};
+        float parts[splits][8];
 #pragma unroll
-        for (int other = 0; other < splits; ++other) {
-            float part[8];
-            load_from_block(part, sums + (row * pitch + column) * 4, other);
+        for (int other = 0; other < splits; ++other)
+            load_from_block(parts[other], sums + (row * Shared<columns>::pitch + column) * 4, other);
+        u32 x[4];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) total[j] += part[j];
+        for (int j = 0; j < 4; ++j) {
+            float low = 0.0f, high = 0.0f;
+#pragma unroll
+            for (int other = 0; other < splits; ++other) low += parts[other][2 * j], high += parts[other][2 * j + 1];
+            x[j] = pair(low, high);
         }
-        *reinterpret_cast<uint4 *>(out + row * out_row + column) = make_uint4(
-            pair(total[0], total[1]), pair(total[2], total[3]), pair(total[4], total[5]), pair(total[6], total[7]));
+        *reinterpret_cast<uint4 *>(out + row * out_row + column) = make_uint4(x[0], x[1], x[2], x[3]);
     }
 }
 
 // `splits`: blocks of a cluster, which share the inner dimension.
-template <bool gradient, int splits>
+template <bool gradient, int block_columns, int splits>
 __device__ void scaled_product(const char *a, const float *figures, Weights weights, const u16 *u, int u_row,
                                const u16 *v, int v_row, int rank, int steps, u16 *out, long long out_row, int rows,
                                int inputs, int outputs) {
     extern __shared__ __align__(1024) char memory[];
-    Shared &shared = *reinterpret_cast<Shared *>(memory);
+    using Own = Shared<block_columns>;
+    constexpr int stages = Own::stages, wide = Own::wide, step_bytes = Own::step_bytes;
+    Own &shared = *reinterpret_cast<Own *>(memory);
     const int role = __shfl_sync(~0u, threadIdx.x / warpgroup, 0);
     const u32 full = shared_address(shared.full), empty = shared_address(shared.empty),
               v_full = shared_address(&shared.v_full), v_empty = shared_address(&shared.v_empty),
@@ -104,11 +112,6 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
         barrier_init(v_full, 96);
         barrier_init(v_empty, 2);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    if (threadIdx.x < most && (threadIdx.x == 0 || weights.ends[threadIdx.x - 1] < outputs)) {
-        // figures: (scale, 1 / scale, largest value, 0) of each range of a.
-        const float own = __ldg(figures + (gradient ? 4 * threadIdx.x : 0) + 1);
-        shared.inverse[threadIdx.x] = own * __ldg(reinterpret_cast<const float *>(weights.packed[threadIdx.x]));
     }
     __syncthreads();
     const int columns = gradient ? inputs : outputs, all = (gradient ? outputs : inputs) / inner;
@@ -127,7 +130,7 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
                     const int row_tile = tile % row_tiles, column = tile / row_tiles * block_columns;
                     const char *from = a + (static_cast<long long>(row_tile) * all + first_block) * tile_bytes;
                     int slot = gradient ? 0 : weights.of(column);
-                    // The tile's rows of the weight, 256, of which the second half is `half` bytes behind.
+                    // The tile's rows of the weight; of 256 the second half is `half` bytes behind.
                     long long half = 0;
                     const auto rows_of = [&](int slot) {
                         const int own = weights.ends[slot] - weights.begin(slot);
@@ -145,11 +148,11 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
                             end = weights.ends[slot] / inner;
                         }
                         barrier_wait(empty + 8 * place.slot, place.parity ^ 1);
-                        barrier_expect(full + 8 * place.slot, 3 * tile_bytes);
+                        barrier_expect(full + 8 * place.slot, (1 + wide) * tile_bytes);
                         copy_bulk(a_tile + place.slot * tile_bytes, from, tile_bytes, full + 8 * place.slot);
-                        const u32 right = b_tile + 2 * place.slot * tile_bytes;
+                        const u32 right = b_tile + wide * place.slot * tile_bytes;
                         copy_bulk(right, weight, tile_bytes, full + 8 * place.slot);
-                        copy_bulk(right + tile_bytes, weight + half, tile_bytes, full + 8 * place.slot);
+                        if (wide == 2) copy_bulk(right + tile_bytes, weight + half, tile_bytes, full + 8 * place.slot);
                         from += tile_bytes;
                         weight += tile_bytes;
                     }
@@ -180,9 +183,15 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
         registers_up<232>();
         const int worker = role - 1, thread = threadIdx.x % warpgroup, lane = thread % 32;
         const u32 v_tile = shared_address(shared.v);
+        if (worker == 0 && thread < most && (thread == 0 || weights.ends[thread - 1] < outputs)) {
+            // figures: (scale, 1 / scale, largest value, 0) of each range of a.
+            const float own = __ldg(figures + (gradient ? 4 * thread : 0) + 1);
+            shared.inverse[thread] = own * __ldg(reinterpret_cast<const float *>(weights.packed[thread]));
+        }
+        workers_sync();
         Place<stages> place;
         u32 v_parity = 0;
-        float d[128];
+        float d[block_columns / 2];
         for (int tile = blockIdx.x / splits; tile < tiles; tile += gridDim.x / splits) {
             const int row = tile % row_tiles * block_rows + worker * 64 + thread / 32 * 16 + lane / 4;
             const int column = tile / row_tiles * block_columns;
@@ -207,12 +216,12 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
                     wgmma_wait<0>();
                     settled(d);
 #pragma unroll
-                    for (int i = 0; i < 128; ++i) d[i] *= ratio;
+                    for (int i = 0; i < block_columns / 2; ++i) d[i] *= ratio;
                 }
                 barrier_wait(full + 8 * place.slot, place.parity);
                 wgmma_fence();
                 const u64 left = by_columns(a_tile + place.slot * tile_bytes + worker * 64 * inner);
-                const u64 right = by_columns(b_tile + 2 * place.slot * tile_bytes);
+                const u64 right = by_columns(b_tile + wide * place.slot * tile_bytes);
 #pragma unroll
                 for (int s = 0; s < inner / 32; ++s) multiply_codes<gradient>(d, left + 2 * s, right + 2 * s, n + s);
                 wgmma_commit();
@@ -228,14 +237,14 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
             if (thread == 0) barrier_arrive(empty + 8 * before);
             const float inverse = shared.inverse[slot];
 #pragma unroll
-            for (int i = 0; i < 128; ++i) d[i] *= inverse;
+            for (int i = 0; i < block_columns / 2; ++i) d[i] *= inverse;
             if (steps > 0) {
                 barrier_wait(v_full, v_parity);
                 v_parity ^= 1;
                 wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < most_steps; ++s) {
-                    if (s < steps) multiply_add(d, added[s], unswizzled(v_tile + s * step_bytes, step_bytes / 2));
+                    if (s < steps) multiply_added(d, added[s], unswizzled(v_tile + s * step_bytes, step_bytes / 2));
                 }
                 wgmma_commit();
                 wgmma_wait<0>();
@@ -247,15 +256,15 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
                 workers_sync();  // no product reads the operands any more
                 keep_sums(d, sums, worker * 64 + thread / 32 * 16 + lane / 4, lane % 4 * 2);
                 cluster_sync();
-                add_parts<splits>(sums, out + static_cast<long long>(tile % row_tiles * block_rows) * out_row + column,
-                                  out_row);
+                u16 *to = out + static_cast<long long>(tile % row_tiles * block_rows) * out_row + column;
+                add_parts<block_columns, splits>(sums, to, out_row);
                 cluster_sync();
             } else {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     u16 *to = out + static_cast<long long>(row + 8 * half) * out_row + column + lane % 4 * 8;
 #pragma unroll
-                    for (int q = 0; q < 8; ++q) {
+                    for (int q = 0; q < block_columns / 32; ++q) {
                         u32 x[4];
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
@@ -273,20 +282,20 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
 
 }  // namespace surogate
 
-#define SCALED_PRODUCT(name, cluster, gradient, splits)                                                                \
+#define SCALED_PRODUCT(name, cluster, gradient, columns, splits)                                                       \
     extern "C" __global__ void cluster __launch_bounds__(surogate::threads, 1)                                         \
         name(const char *a, const float *figures, const char *w0, const char *w1, const char *w2, const char *w3,      \
              int e0, int e1, int e2, const surogate::u16 *u, int u_row, const surogate::u16 *v, int v_row, int rank,   \
              int steps, surogate::u16 *out, long long out_row, int rows, int inputs, int outputs) {                    \
-        SUROGATE_HOPPER(scaled_product<gradient, splits>(a, figures, {{w0, w1, w2, w3}, {e0, e1, e2, outputs}}, u,    \
-                                                          u_row, v, v_row, rank, steps, out, out_row, rows, inputs,    \
-                                                          outputs));                                                    \
+        SUROGATE_HOPPER(scaled_product<gradient, columns, splits>(                                                     \
+            a, figures, {{w0, w1, w2, w3}, {e0, e1, e2, outputs}}, u, u_row, v, v_row, rank, steps, out, out_row,      \
+            rows, inputs, outputs));                                                                                   \
     }
 #define SCALED_PRODUCT_OF_FEW(splits)                                                                                  \
-    SCALED_PRODUCT(scaled_product_of_few_##splits, __cluster_dims__(splits, 1, 1), false, splits)
+    SCALED_PRODUCT(scaled_product_of_few_##splits, __cluster_dims__(splits, 1, 1), false, 128, splits)
 
-SCALED_PRODUCT(scaled_product_forward, , false, 1)
-SCALED_PRODUCT(scaled_product_backward, , true, 1)
+SCALED_PRODUCT(scaled_product_forward, , false, 256, 1)
+SCALED_PRODUCT(scaled_product_backward, , true, 256, 1)
+SCALED_PRODUCT_OF_FEW(1)
 SCALED_PRODUCT_OF_FEW(2)
 SCALED_PRODUCT_OF_FEW(4)
-SCALED_PRODUCT_OF_FEW(8)
