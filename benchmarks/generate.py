@@ -174,7 +174,7 @@ def guess_wrongly(engine: NativeEngine) -> None:
     """Every step of the process has as many drafts as there are rows for, nearly all of them wrong."""
     runner = engine._runner
     assert isinstance(runner, SteppedRunner | FixedRunner)
-    runner.drafts.pays = -1.0
+    runner.drafts.pays = lambda rows: -1.0
     Repeats.next = lambda self, count: [0] * count  # type: ignore[method-assign]
 
 

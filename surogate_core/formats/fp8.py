@@ -201,10 +201,11 @@ def scaled_linears(
 ) -> Sequence[Tensor]:
     """Projections of one input with their LoRA adapters: y = x Wᵀ in FP8 + scale · dropout(x) Aᵀ Bᵀ for each.
 
-    Each output is one sum, rounded once to x's dtype; x has any number of rows, as in generation. `weights` are made by `pack`, `rows` [3] fp32 have the delayed
-    scales; all projections share x, and the first row's scale of x is used. dx = dy W in e5m2 × e4m3. The gradient of a
-    row contains the largest absolute values of x and dy, and 0. `panel` has the adapters in x's dtype (`shape.frozen`
-    is False), `adapters` are the tensors that receive gradients, as in `ops.adapted_linears`; so is `seed_2`.
+    Each output is one sum, rounded once to x's dtype; x has any number of rows, as generation has. `weights` are made
+    by `pack`, `rows` [3] fp32 have the delayed scales; all projections share x, and the first row's scale of x is used.
+    dx = dy W in e5m2 × e4m3. The gradient of a row contains the largest absolute values of x and dy, and 0. `panel` has
+    the adapters in x's dtype (`shape.frozen` is False), `adapters` are the tensors that receive gradients, as in
+    `ops.adapted_linears`; so is `seed_2`.
     """
     found: tuple[Tensor, ...] = _ScaledLinears.apply(x_NI, panel, seed_2, shape, margin, *weights, *rows, *adapters)
     return found

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from surogate_core.dsl.mixers import KeyValues, Spec, States, mixing
 from surogate_core.engine.planning.assembly import Assembly
+from surogate_core.engine.planning.prediction import held_bytes
 from surogate_core.generate.cache import Cache, FromCache, LastTokens, places_of
 from surogate_core.generate.drafts import Drafts, StepRow, rows_of, separate
 from surogate_core.generate.masks import packed_masks, unpacked, words_of
@@ -38,7 +40,7 @@ from surogate_core.generate.prompts import (
     padded,
     widest,
 )
-from surogate_core.generate.sampling import Rows, choose, filtered, tempered
+from surogate_core.generate.sampling import FLOATS, Rows, choose, filtered, floats_of, tempered
 from surogate_core.generate.sequences import Chosen, Fill, Running
 from surogate_core.generate.weights import Weights
 from surogate_core.kernels.registry import using
@@ -59,8 +61,13 @@ SHORTEST = 256
 """Positions of the shortest step if attention has no kernel. Lengths are powers of two, up to the slots' own."""
 GATHER = 16
 """Slots are filled again when one in GATHER is free: a pass with few tokens costs nearly as much as one with many."""
-PAYS = 0.75
-"""Right drafts of a step, for each running sequence, for which the host may be waited for after every step."""
+LARGEST = 2**31 - 1
+HOST, HOST_ROW = 3e-4, 1e-5
+"""Seconds that a step with drafts takes longer, and of each of its rows: the host loads them, and is waited for."""
+LAYER, BYTES = 4e-5, 4e12
+"""Seconds of a step's layer besides its weights, and their bytes that are read in a second. Those of an H200: where a
+step takes longer, drafts would pay sooner than is assumed.
+"""
 PAIR_BYTES = 20
 """Bytes that it takes for the score of a pair of tokens and a head: the score, hidden, with a sink, and its weight."""
 LOGIT_BYTES = 40
@@ -133,18 +140,17 @@ def _features(piece: Piece) -> int:
 
 
 class State:
-    """The buffers of a step, for as many rows as there are slots."""
+    """The buffers of a step, for as many rows as there are slots. What the host loads comes in one copy."""
 
     def __init__(self, rows: int, dummy: int, device: torch.device):
         self.dummy, self.device = dummy, device
-        self.ids_N, self.slots_N, self.positions_N, self.live_N, self.top_k_N = torch.zeros(
-            5, rows, dtype=torch.int64, device=device
-        )
-        self.temperature_N, self.top_p_N, self.min_p_N, self.penalty_N, self.logprob_temperature_N = torch.ones(
-            5, rows, device=device
-        )
-        self.keys_N2 = torch.zeros(rows, 2, dtype=torch.int32, device=device)
-        self.numbers_N = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._longs_5N = torch.zeros(5, rows, dtype=torch.int64, device=device)
+        self.ids_N, self.slots_N, self.positions_N, self.live_N, self.top_k_N = self._longs_5N
+        self._floats_FN = torch.ones(len(FLOATS), rows, device=device)
+        self._ints = torch.zeros(3 * rows, dtype=torch.int32, device=device)
+        self.keys_N2, self.numbers_N = self._ints[: 2 * rows].view(rows, 2), self._ints[2 * rows :]
+        self._loaded = torch.empty(5 * rows + len(FLOATS) * rows + 3 * rows, dtype=torch.int32, device=device)
+        """All of these, as the host sends them."""
         self.tokens_BN = torch.zeros(2 * BLOCK, rows, dtype=torch.int64, device=device)
         self.logprobs_BN = torch.zeros(2 * BLOCK, rows, device=device)
         """Results of two blocks, of which the host reads one while the other runs."""
@@ -160,51 +166,32 @@ class State:
 
     def load(self, rows: Sequence[StepRow]) -> None:
         """These rows; the others do not count."""
-        rest = len(self.ids_N) - len(rows)
-        samplings = [row.sequence.request.sampling for row in rows]
-        one = samplings[0]
-        ints = torch.tensor(
-            [
-                [row.token for row in rows] + [0] * rest,
-                [row.sequence.slot for row in rows] + [self.dummy] * rest,
-                [row.position for row in rows] + [0] * rest,
-                [1] * len(rows) + [0] * rest,
-            ],
-            device=self.device,
-        )
-        for target, values in zip((self.ids_N, self.slots_N, self.positions_N, self.live_N), ints, strict=True):
-            target.copy_(values)
-        chosen = Rows.of(
-            samplings + [one] * rest,
-            [row.sequence.key for row in rows] + [(0, 0)] * rest,
-            [row.number for row in rows] + [0] * rest,
-            self.device,
-        )
-        for target, values in (
-            (self.temperature_N, chosen.temperature_N),
-            (self.top_k_N, chosen.top_k_N),
-            (self.top_p_N, chosen.top_p_N),
-            (self.min_p_N, chosen.min_p_N),
-            (self.penalty_N, chosen.penalty_N),
-            (self.logprob_temperature_N, chosen.logprob_temperature_N),
-            (self.keys_N2, chosen.keys_N2),
-            (self.numbers_N, chosen.positions_N),
-        ):
-            target.copy_(values)
+        count, most = len(rows), len(self.ids_N)
+        longs, floats = np.zeros((5, most), np.int32), np.ones((len(FLOATS), most), np.float32)
+        keys, numbers = np.zeros((most, 2), np.int32), np.zeros(most, np.int32)
+        longs[1, count:] = self.dummy
+        longs[:, :count] = np.array(
+            [(row.token, row.sequence.slot, row.position, 1, min(row.sampling.top_k, LARGEST)) for row in rows]
+        ).T
+        floats[:, :count] = np.array([floats_of(row.sampling) for row in rows]).T
+        keys[:count] = [row.sequence.key for row in rows]
+        numbers[:count] = [row.number for row in rows]
+        parts = longs, floats.view(np.int32), keys, numbers
+        self._loaded.copy_(torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts])))
+        longs_5N, floats_FN, ints = self._loaded.split([self._longs_5N.numel(), self._floats_FN.numel(), 3 * most])
+        self._longs_5N.copy_(longs_5N.view_as(self._longs_5N))
+        self._floats_FN.copy_(floats_FN.view(torch.float32).view_as(self._floats_FN))
+        self._ints.copy_(ints)
 
     def rows(self, kind: StepKind) -> Rows:
         """How the rows of a step choose, as views."""
         count = kind.rows
         return Rows(
-            temperature_N=self.temperature_N[:count],
+            **dict(zip(FLOATS, self._floats_FN[:, :count], strict=True)),
             top_k_N=self.top_k_N[:count],
-            top_p_N=self.top_p_N[:count],
-            min_p_N=self.min_p_N[:count],
-            penalty_N=self.penalty_N[:count],
             keys_N2=self.keys_N2[:count],
             positions_N=self.numbers_N[:count],
             filters=kind.filters,
-            logprob_temperature_N=self.logprob_temperature_N[:count],
             tempered=kind.tempered,
         )
 
@@ -260,7 +247,10 @@ class SteppedRunner:
         self._table = weights.programs.kernels
         self._shortest = SHORTEST_OF_KERNELS if self._has_kernel("slot_attention") else SHORTEST
         self.gather = max(1, cache.slots // GATHER)
-        self.drafts = Drafts(allowed=drafts and self._exact(), rows=self._rows_for, pays=PAYS)
+        step = LAYER * len(weights.plan.layers) + held_bytes(weights.programs) / BYTES
+        self.drafts = Drafts(
+            allowed=drafts and self._exact(), rows=self._rows_for, pays=lambda rows: (HOST + HOST_ROW * rows) / step
+        )
         self.prompts = Prompts(
             weights,
             cache,

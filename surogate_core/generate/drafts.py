@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from surogate_core.dsl.mixers import Spec, States
 
 if TYPE_CHECKING:
+    from surogate_core.bundles import Sampling
     from surogate_core.engine.planning.assembly import Assembly
     from surogate_core.generate.sequences import Chosen, Running
 
@@ -117,6 +118,11 @@ class StepRow:
     """How many tokens of the step are before it in its sequence."""
 
     @property
+    def sampling(self) -> Sampling:
+        """How its token is chosen."""
+        return self.sequence.request.sampling
+
+    @property
     def position(self) -> int:
         """The token's position in its slot."""
         return self.sequence.length - 1 + self.ahead
@@ -162,8 +168,8 @@ class Drafts:
     allowed: bool
     rows: Callable[[int], int]
     """Number of running sequences → rows of their step."""
-    pays: float
-    """Right drafts of a step, for each running sequence, that are worth what a step with drafts costs more."""
+    pays: Callable[[int], float]
+    """Rows of a step → its drafts that must be right, for each running sequence, to be worth what they cost."""
     steps: int = 0
     """Steps with drafts so far."""
     right: int = 0
@@ -176,13 +182,13 @@ class Drafts:
         longest = [text.next(min(most, s.remaining - 1)) for text, s in zip(texts, running, strict=False)]
         counts, worth = shared_out(free, [text.rate for text in texts], [len(tokens) for tokens in longest])
         drafts = [tokens[:count] for tokens, count in zip(longest, counts, strict=True)]
-        return drafts if any(drafts) and worth >= self.pays * len(running) else []
+        return drafts if any(drafts) and worth >= self._least(running) else []
 
     def likely(self, running: Sequence[Running]) -> bool:
         """Whether drafts probably pay in the next steps, judged by the tokens so far."""
         texts, free = self._texts(running), self._free(running)
         _, worth = shared_out(free, [text.rate for text in texts], [min(free, ROWS - 1)] * len(texts))
-        return bool(texts) and worth >= self.pays * len(running)
+        return bool(texts) and worth >= self._least(running)
 
     def checked(self, rows: Sequence[StepRow], pairs: Sequence[tuple[int, float]]) -> dict[int, Chosen]:
         """See `accepted`."""
@@ -194,12 +200,16 @@ class Drafts:
     def _free(self, running: Sequence[Running]) -> int:
         return self.rows(len(running)) - len(running)
 
+    def _least(self, running: Sequence[Running]) -> float:
+        """Right drafts that make a step with drafts as fast as one without."""
+        return self.pays(self.rows(len(running))) * len(running)
+
     def _texts(self, running: Sequence[Running]) -> list[Repeats]:
         """The text of each sequence; empty if none gets drafts.
 
         A penalty and a grammar apply to a row by the tokens before it, which are not chosen yet.
         """
-        if not self.allowed or self._free(running) < max(1.0, self.pays * len(running)):
+        if not self.allowed or self._free(running) < max(1.0, self._least(running)):
             return []
         if any(s.constraint is not None or s.request.sampling.repetition_penalty != 1 for s in running):
             return []

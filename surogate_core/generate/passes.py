@@ -52,7 +52,9 @@ class FixedRunner:
     def __init__(self, weights: Weights, cache: Cache, *, drafts: bool):
         self.weights, self.cache = weights, cache
         separately = separate(weights.plan.assembly, cache.mixers)
-        self.drafts = Drafts(allowed=drafts and separately, rows=lambda count: -(-count // ROWS) * ROWS, pays=PAYS)
+        self.drafts = Drafts(
+            allowed=drafts and separately, rows=lambda count: -(-count // ROWS) * ROWS, pays=lambda rows: PAYS
+        )
         self._mixing = FromCache(cache)
         self._table = with_own(weights.programs.kernels, grouped_product=tiled_product)
 

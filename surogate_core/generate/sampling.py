@@ -56,21 +56,30 @@ class Rows:
     ) -> Rows:
         """The rows of these completions."""
 
-        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
+        floats = torch.tensor([floats_of(s) for s in samplings], device=device).t().contiguous()
         return cls(
-            temperature_N=column([s.temperature for s in samplings]),
-            top_k_N=column([s.top_k for s in samplings], torch.int64),
-            top_p_N=column([s.top_p for s in samplings]),
-            min_p_N=column([s.min_p for s in samplings]),
-            penalty_N=column([s.repetition_penalty for s in samplings]),
+            **dict(zip(FLOATS, floats, strict=True)),
+            top_k_N=torch.tensor([s.top_k for s in samplings], device=device),
             keys_N2=torch.tensor(list(keys), dtype=torch.int32, device=device),
-            positions_N=column(positions, torch.int32),
+            positions_N=torch.tensor(positions, dtype=torch.int32, device=device),
             filters=filtered(samplings),
-            logprob_temperature_N=column([logprob_temperature(s) for s in samplings]),
             tempered=tempered(samplings),
         )
+
+
+FLOATS = ("temperature_N", "top_p_N", "min_p_N", "penalty_N", "logprob_temperature_N")
+"""The fields of `Rows` with what `floats_of` gives."""
+
+
+def floats_of(sampling: Sampling) -> tuple[float, ...]:
+    """What a row's choice depends on, in the order of `FLOATS`."""
+    return (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        logprob_temperature(sampling),
+    )
 
 
 def filtered(samplings: Sequence[Sampling]) -> bool:

@@ -112,7 +112,7 @@ def guessing(asked: Sequence[Request], expected: Sequence[Completion], wrong: fl
 def guessed(engine: NativeEngine, guess: Guess, monkeypatch: pytest.MonkeyPatch) -> NativeEngine:
     """The engine with these drafts at every step."""
     monkeypatch.setattr(Repeats, "next", lambda self, count: guess(self.text, count))
-    drafts_of(engine).pays = -1.0
+    drafts_of(engine).pays = lambda rows: -1.0
     return engine
 
 
@@ -191,8 +191,9 @@ def test_texts_that_repeat_themselves_take_fewer_steps(stepped):
     asked = requests(count=2, new=90)
     expected = opened(made, stepped=stepped, drafts=False).generate(asked)
     engine = opened(made, stepped=stepped)
-    assert engine.generate(asked) == expected
     drafts = drafts_of(engine)
+    drafts.pays = lambda rows: 0.5
+    assert engine.generate(asked) == expected
     assert drafts.right > 60 > 3 * drafts.steps
     counts = drafts.steps, drafts.right
     assert engine.generate(asked) == expected
@@ -362,7 +363,7 @@ def running(text: str, chosen: str, **changes: Any) -> Running:
 
 
 def test_sequences_share_the_rows_of_a_step():
-    drafts = Drafts(allowed=True, rows=lambda count: 16 if count <= 16 else 64, pays=0.5)
+    drafts = Drafts(allowed=True, rows=lambda count: 16 if count <= 16 else 64, pays=lambda rows: 0.5)
     for count in range(1, 70):
         found = [len(one) for one in drafts.of([running("abcabc", "abcabcabc") for _ in range(count)])]
         free = drafts.rows(count) - count
@@ -374,7 +375,15 @@ def test_sequences_share_the_rows_of_a_step():
     assert drafts.of([last, *[running("xy", "zuvw")] * 5]) == []  # five would wait for three drafts
     assert drafts.likely([last])
     assert not drafts.likely([running("xy", "zuvw")])
-    assert not Drafts(allowed=False, rows=lambda count: 16, pays=0.0).of([last])
+    assert not Drafts(allowed=False, rows=lambda count: 16, pays=lambda rows: 0.0).of([last])
+
+
+def test_drafts_pay_sooner_where_steps_take_longer() -> None:
+    few, many = (
+        drafts_of(opened(weights(config={**tiny.CONFIG, "num_hidden_layers": layers}), stepped=True))
+        for layers in (2, 8)
+    )
+    assert many.pays(16) < few.pays(16) < few.pays(64)
 
 
 def test_drafts_are_accepted_up_to_the_first_that_was_not_chosen():

@@ -206,7 +206,7 @@ def test_drafts_change_no_bit(name, sampling, compiled, monkeypatch):
     monkeypatch.setattr(Repeats, "next", guess)
     drafting = opened(made, compiled=compiled)
     drafts = runner(drafting).drafts
-    drafts.pays = -1.0
+    drafts.pays = lambda rows: -1.0
     for _ in range(3):
         assert drafting.generate(asked) == expected
     assert any(kind.drafted for kind in runner(drafting)._graphs)

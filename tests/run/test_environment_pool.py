@@ -505,6 +505,25 @@ def test_an_environment_that_cannot_be_built_ends_with_one_line(broken: str, mes
     assert str(raised.value) == message
 
 
+def test_who_needs_the_environment_waits_for_it(opened: Opener) -> None:
+    pool = opened(waits=False)
+    assert not pool._built.done()
+    assert pool.size == 8
+    broken = opened(options={"broken": "raised"}, waits=False)
+    for _ in range(2):
+        with pytest.raises(UserError, match="it cannot be built"):
+            broken.problems([0], 0)
+
+
+def test_a_pool_may_be_closed_while_its_environment_is_built(opened: Opener) -> None:
+    pool = opened(options={"broken": "hangs"}, waits=False)
+    begin = time.monotonic()
+    pool.close()
+    assert pool._built.done()
+    assert not leftovers(pool)
+    assert time.monotonic() - begin < 20
+
+
 def test_all_workers_start_with_the_pool_and_are_waited_for_when_asked(opened: Opener) -> None:
     pool = opened(workers=3)
     guardians = [worker._guardian for worker in pool._workers]

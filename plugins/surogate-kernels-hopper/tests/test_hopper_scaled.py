@@ -144,9 +144,7 @@ def test_equal_inputs_give_equal_bits(linears: Run) -> None:
 def test_products_of_few_rows_are_the_references(
     linears: Run, inputs: int, outputs: tuple[int, ...], tokens: int, delayed: bool
 ) -> None:
-    """With blocks that share a tile, four or two, with smaller ones, and with the usual ones; 600 rows are not few. What
-    fills the last tile is nowhere.
-    """
+    """With blocks that share a tile, four or two, with smaller ones, and with the usual ones; 600 rows are not few."""
     shape = replace(SHAPES["one"], inputs=inputs, outputs=outputs, salts=tuple(range(len(outputs))), scale=0.7)
     with torch.no_grad():
         x, panel, weights, rows, adapters = material(shape, tokens, delayed)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from threading import Thread
 from typing import Any, TypeVar
 
 from surogate_core.plugin import UserError, bundles
@@ -58,15 +59,17 @@ class EnvironmentPool:
         build_option: str = "--build-timeout",
         memory: int = MEMORY,
         processes: int = PROCESSES,
+        waits: bool = True,
         stopped: Callable[[], bool] = lambda: False,
         first_fault: Callable[[bundles.Fault], None] = lambda fault: None,
     ) -> None:
         """`environment`: the choice of the configuration. `timeout`: seconds of one problem, reply or reward.
-        `build_timeout`: seconds to build the environment, and `build_option` is what a user sets it with. `stopped`:
-        whether to ask for nothing more; problems, replies and rewards then raise `Stopped`. `first_fault` is called
-        once, soon after the first fault of all, by the thread that waits for the answers.
+        `build_timeout`: seconds to build the environment, and `build_option` is what a user sets it with. `waits`:
+        whether to return when it is built; otherwise what needs it waits. `stopped`: whether to ask for nothing more;
+        problems, replies and rewards then raise `Stopped`. `first_fault` is called once, soon after the first fault of
+        all, by the thread that waits for the answers.
 
-        Raises `UserError` if the environment cannot be built.
+        Whoever waits gets a `UserError` if the environment cannot be built.
         """
         self._stopped, self._first_fault = stopped, first_fault
         self._fault: bundles.Fault | None = None
@@ -89,23 +92,51 @@ class EnvironmentPool:
         self._episodes: dict[Key, _Episode] = {}
         self._started = 0
         weakref.finalize(self, _close_all, self._workers)
+        self._plugin, self._build_option = offered.plugin.name, build_option
+        self._workers[0].begin()
+        self._built: Future[Mapping[str, Any]] = Future()
+        # No thread of a pool: Python would wait for it at its end, and an environment may take minutes.
+        Thread(target=self._build, name="environment building", daemon=True).start()
+        if waits:
+            self._built.result()
+
+    def _build(self) -> None:
+        try:
+            self._built.set_result(self._facts())
+        except BaseException as error:
+            self._built.set_exception(error)
+
+    def _facts(self) -> Mapping[str, Any]:
+        """The facts of the environment, once the first worker has it. `UserError` if it cannot be built."""
         facts = self._workers[0].build()
         if isinstance(facts, bundles.Fault):
-            self.close()
+            _close_all(self._workers)
             detail = facts.detail
             if facts.reason != REFUSED:
-                fix = f"its options, or the code of plugin {offered.plugin.name}"
-                fix = f"a larger {build_option}, or {fix}" if facts.detail.startswith(BUILD_LATE) else fix
+                fix = f"its options, or the code of plugin {self._plugin}"
+                fix = f"a larger {self._build_option}, or {fix}" if facts.detail.startswith(BUILD_LATE) else fix
                 detail = f"it cannot be built: {facts}. Fix: {fix}"
             raise UserError(f"environment={self.name}: {detail}")
-        self.size: int | None = facts["size"]
-        """Number of problems to train on, or None if there is no end of them."""
-        self.held_out: int = facts["held_out"]
-        """Number of problems after those, which training never draws."""
-        self._has_groups: bool = facts["groups"]
         # After the first, which may have filled a cache on disk that all read. They are ready when they are asked.
         for worker in self._workers[1:]:
             worker.begin()
+        found: Mapping[str, Any] = facts
+        return found
+
+    @property
+    def size(self) -> int | None:
+        """Number of problems to train on, or None if there is no end of them."""
+        size: int | None = self._built.result()["size"]
+        return size
+
+    @property
+    def held_out(self) -> int:
+        """Number of problems after those, which training never draws."""
+        return int(self._built.result()["held_out"])
+
+    @property
+    def _has_groups(self) -> bool:
+        return bool(self._built.result()["groups"])
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -115,6 +146,10 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill the workers."""
+        if not self._built.done():
+            # Whoever waits for it reads from its pipe, and has to hear that it is gone before that is closed.
+            self._workers[0].kill()
+            wait([self._built])
         _close_all(self._workers)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -248,6 +283,7 @@ class EnvironmentPool:
 
     def _spread(self, items: Sequence[Any], worker_of: Callable[[Any], int], one: Callable[[Any], T]) -> list[T]:
         """The results of all items in their order; each worker does its own, one after the other."""
+        self._built.result()
         parts: dict[int, list[int]] = {}
         for place, item in enumerate(items):
             parts.setdefault(worker_of(item), []).append(place)

@@ -81,6 +81,12 @@ class WorkerProcess:
         fault = self._built()
         return self._facts if fault is None else fault
 
+    def kill(self) -> None:
+        """Kill it while another thread waits for its answer, which will be a fault."""
+        guardian = self._guardian
+        if guardian is not None:
+            guardian.close()
+
     def close(self) -> None:
         """Kill it, with all processes that it has started. It may be asked again."""
         if self._guardian is None:
