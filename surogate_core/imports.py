@@ -6,7 +6,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -48,36 +48,52 @@ def put_back_objects() -> None:
         _kept.clear()
 
 
-@contextmanager
-def imported_when_called(module: str, function: str) -> Iterator[None]:
-    """Inside, ``from module import function`` gives a function that imports the module when it is called.
+class _StandIn(ModuleType):
+    """A module that is imported when one of its functions is called. Once it is `ready`, it has what the module has."""
 
-    For a library that imports another one for a function which this process hardly calls. `module` is one of a package.
-    Nothing changes if the package is imported already, or is not installed.
+    ready = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        module = self.__name__
+        if self.ready:
+            return getattr(importlib.import_module(module), name)
+        return lambda *arguments, **named: getattr(importlib.import_module(module), name)(*arguments, **named)
+
+
+@contextmanager
+def imported_when_called(module: str) -> Iterator[None]:
+    """Inside, what is taken from a module are functions that import it when they are called.
+
+    For a library that imports another one for functions which this process hardly calls. Nothing changes if the
+    module's package is imported already, or is not installed.
     """
     package = module.partition(".")[0]
     spec = None if package in sys.modules else find_spec(package)
     if spec is None:
         yield
         return
-    whole, part = ModuleType(package), ModuleType(module)
-    whole.__spec__, part.__spec__ = spec, ModuleSpec(module, None)
-    setattr(part, function, _when_called(module, function))
-    stands_in = {package: whole, module: part}
+    stands_in = {name: _StandIn(name) for name in (package, module)}
+    stands_in[module].__spec__ = ModuleSpec(module, None)
+    stands_in[package].__spec__ = spec
+    if module != package:
+        setattr(stands_in[package], module.removeprefix(f"{package}."), stands_in[module])
     sys.modules.update(stands_in)
     try:
         yield
     finally:
         for name, one in stands_in.items():
+            one.ready = True
             if sys.modules.get(name) is one:
                 del sys.modules[name]
 
 
-def _when_called(module: str, function: str) -> Callable[..., Any]:
-    def call(*arguments: Any, **named: Any) -> Any:
-        return getattr(importlib.import_module(module), function)(*arguments, **named)
-
-    return call
+def quick_import_tracing() -> None:
+    """`quick_import` of what differentiates layers, without NetworkX, by which torch shows and cuts graphs."""
+    with suppress(Exception), imported_when_called("networkx"):
+        quick_import("torch._functorch.aot_autograd")
+    quick_import("torch._functorch.aot_autograd")
 
 
 class Distributions(Mapping[str, list[str]]):

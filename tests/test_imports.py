@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -54,18 +55,31 @@ def test_a_function_of_a_large_package_is_imported_when_it_is_called(
 ) -> None:
     (tmp_path / "large").mkdir()
     (tmp_path / "large/__init__.py").write_text("")
-    (tmp_path / "large/part.py").write_text("def double(x, *, more=0):\n    return 2 * x + more\n")
-    (tmp_path / "needs_it.py").write_text("from large.part import double\n")
+    (tmp_path / "large/part.py").write_text("LARGE = 7\ndef double(x, *, more=0):\n    return 2 * x + more\n")
+    (tmp_path / "needs_it.py").write_text(
+        "import large.part as part\nfrom large.part import double\ndef one() -> part.Named: pass\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with imported_when_called("large.part", "double"):
+    with imported_when_called("large.part"):
         import needs_it
     assert not {"large", "large.part"} & sys.modules.keys()
     assert needs_it.double(2, more=1) == 5
+    assert needs_it.part.LARGE == 7
     assert sys.modules["large.part"].double(2) == 4
-    with imported_when_called("large.part", "double"):
+    with imported_when_called("large.part"):
         assert sys.modules["large.part"].__file__ == str(tmp_path / "large/part.py"), "it was imported before"
-    with imported_when_called("absent.part", "double"):
+    with imported_when_called("absent"):
         assert "absent" not in sys.modules
+
+
+def test_tracing_is_imported_without_networkx() -> None:
+    line = (
+        "import sys; from surogate_core.imports import quick_import_tracing; quick_import_tracing()\n"
+        "from torch._functorch._activation_checkpointing.graph_info_provider import nx\n"
+        "assert 'networkx' not in sys.modules\n"
+        "assert list(nx.DiGraph([(1, 2)]).nodes) == [1, 2]"
+    )
+    subprocess.run([sys.executable, "-c", line], check=True)
 
 
 def test_distributions_are_read_when_another_name_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import suppress
-from importlib import import_module
 from threading import Thread
 
 import torch
@@ -46,7 +45,7 @@ def _of_graphs(device: torch.device) -> int:
 
 
 def wake_gpu() -> Thread:
-    """Have a thread create CUDA's context, and read what Triton's cache is keyed by, while this one imports modules.
+    """Have a thread create CUDA's context, while this one imports modules.
 
     The thread ends by itself. Who uses the GPU first gets its error, if there is one. Nothing is multiplied:
     cuBLAS would keep a workspace for the thread.
@@ -56,8 +55,6 @@ def wake_gpu() -> Thread:
         with suppress(Exception):
             if torch.cuda.is_available():
                 torch.zeros(1, device="cuda")
-                # Of its library of 400 MB it makes a digest, once a process.
-                import_module("triton.runtime.cache").triton_key()
 
     # No daemon: the interpreter must not end while the driver works.
     thread = Thread(target=work, name="surogate-wake-gpu")

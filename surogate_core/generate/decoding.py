@@ -62,7 +62,7 @@ SHORTEST = 256
 GATHER = 16
 """Slots are filled again when one in GATHER is free: a pass with few tokens costs nearly as much as one with many."""
 LARGEST = 2**31 - 1
-HOST, HOST_ROW = 3e-4, 1e-5
+HOST, HOST_ROW = 2e-4, 1.6e-5
 """Seconds that a step with drafts takes longer, and of each of its rows: the host loads them, and is waited for."""
 LAYER, BYTES = 4e-5, 4e12
 """Seconds of a step's layer besides its weights, and their bytes that are read in a second. Those of an H200: where a

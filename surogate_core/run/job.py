@@ -13,7 +13,7 @@ from surogate_core.bundles.handed import whole
 from surogate_core.config import sharing
 from surogate_core.config.resolve import config_from, policy_from, to_dict
 from surogate_core.errors import ConfigError, PluginError, Problem, UserError
-from surogate_core.imports import quick_import
+from surogate_core.imports import quick_import, quick_import_tracing
 from surogate_core.launch.ranks import joined, rank_of
 from surogate_core.mesh.mesh import Mesh
 from surogate_core.plugins.discovery import import_policy
@@ -102,7 +102,7 @@ class RunJob:
             open_run_log(config, rank)
         set_up_times.turn_to("importing the trainer")
         quick_import("surogate_core.run.run")
-        quick_import("torch._functorch.aot_autograd")  # the layers are traced soon
+        quick_import_tracing()  # the layers are traced soon
         from surogate_core.run.run import train
 
         code = train(config, known, watch=self.watch, mesh=met)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -54,15 +51,6 @@ def test_waking_a_gpu_raises_nothing(there: bool, monkeypatch: pytest.MonkeyPatc
     thread.join()
     assert touched == ["cuda"] * there
     assert not thread.daemon
-
-
-def test_the_key_of_tritons_cache_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
-    monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=lambda: made.append("key")))
-    wake_gpu().join()
-    assert made == ["key"]
 
 
 def test_what_graphs_work_in_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:

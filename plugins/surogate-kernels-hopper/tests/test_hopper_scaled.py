@@ -138,13 +138,11 @@ def test_equal_inputs_give_equal_bits(linears: Run) -> None:
 
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("tokens", [16, 128, 500, 600])
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [(4096, (256, 512)), (2048, (5120,)), (1024, (512, 256)), (256, (12288, 12288))]
-)
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, (256, 512)), (1024, (512, 256)), (256, (12288, 12288))])
 def test_products_of_few_rows_are_the_references(
     linears: Run, inputs: int, outputs: tuple[int, ...], tokens: int, delayed: bool
 ) -> None:
-    """With blocks that share a tile, four or two, with smaller ones, and with the usual ones; 600 rows are not few."""
+    """With blocks of which two share a tile, with smaller ones, and with the usual ones; 600 rows are not few."""
     shape = replace(SHAPES["one"], inputs=inputs, outputs=outputs, salts=tuple(range(len(outputs))), scale=0.7)
     with torch.no_grad():
         x, panel, weights, rows, adapters = material(shape, tokens, delayed)

@@ -75,7 +75,7 @@ def load_tokenizer(
 def _loaded(local: Path, path: str, note: Callable[[str], None]) -> PreTrainedTokenizerBase:
     # Up to version 5.23 or so, transformers imports scikit-learn here, with SciPy and pandas: for assisted generation.
     # A version that takes more of it fails, and is imported as it is below.
-    with suppress(Exception), imported_when_called("sklearn.metrics", "roc_curve"), distributions_when_asked():
+    with suppress(Exception), imported_when_called("sklearn.metrics"), distributions_when_asked():
         quick_import("transformers.models.auto.tokenization_auto")
     from transformers import AutoTokenizer
 
