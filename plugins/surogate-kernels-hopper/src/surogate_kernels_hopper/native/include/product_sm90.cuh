@@ -119,3 +119,8 @@ __device__ __forceinline__ void load_from_block(float (&x)[8], u32 address, int 
 #else
 #define SUROGATE_HOPPER(...)  // the instructions exist on sm_90a alone
 #endif
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define SUROGATE_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+#else
+#define SUROGATE_CLUSTER(blocks)
+#endif

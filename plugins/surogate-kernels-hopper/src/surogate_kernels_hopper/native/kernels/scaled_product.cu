@@ -292,7 +292,7 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
             rows, inputs, outputs));                                                                                   \
     }
 #define SCALED_PRODUCT_OF_FEW(splits)                                                                                  \
-    SCALED_PRODUCT(scaled_product_of_few_##splits, __cluster_dims__(splits, 1, 1), false, 128, splits)
+    SCALED_PRODUCT(scaled_product_of_few_##splits, SUROGATE_CLUSTER(splits), false, 128, splits)
 
 SCALED_PRODUCT(scaled_product_forward, , false, 256, 1)
 SCALED_PRODUCT(scaled_product_backward, , true, 256, 1)
