@@ -112,10 +112,13 @@ def down(
     )
 
 
-def down_few(x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int, *, copies: bool = False) -> None:
+def down_few(
+    x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int, *, copies: bool = False, largest: bool = False
+) -> Tensor:
     """`down` of few rows, as in generation: several programs share a tile, since a single one waits for memory.
 
-    `copies`: x is also written to the columns before `room`.
+    `copies`: x is also written to the columns before `room`. `largest`: the result has the largest absolute values of
+    parts of x, int32 bits of bf16; otherwise nothing.
     """
     n, inputs = x.shape[0], a_RI.shape[1]
     rank = a_RI.shape[0] // slots
@@ -124,6 +127,7 @@ def down_few(x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int, *,
     step = max(64, 128 * tile // max(16, rank))
     part = step * triton.cdiv(triton.cdiv(inputs, step), MOST_PARTS)
     tiles, shared = triton.cdiv(n, tile) * slots, triton.cdiv(inputs, part)
+    found = torch.empty((tiles, shared) if largest else (0,), dtype=torch.int32, device=x.device)
     programs.down_split[tiles, shared](
         x,
         a_RI,
@@ -131,6 +135,7 @@ def down_few(x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int, *,
         room,
         torch.empty((tiles, shared, tile, rank), dtype=torch.float32, device=x.device),
         _counters(x.device),
+        found,
         n,
         x.stride(0),
         a_RI.stride(0),
@@ -143,9 +148,11 @@ def down_few(x: Tensor, a_RI: Tensor, u_NR: Tensor, room: Tensor, slots: int, *,
         PART=part,
         PARTS=triton.next_power_of_2(shared),
         COPIES=copies,
+        LARGEST=largest,
         num_warps=4,
         num_stages=_stages(x.device, tile, rank, step, 3, drops=False),
     )
+    return found
 
 
 def _counters(device: torch.device) -> Tensor:

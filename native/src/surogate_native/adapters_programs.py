@@ -73,6 +73,7 @@ def down_split(
     wide,
     parts,
     counters,
+    largest,
     tokens,
     x_row,
     a_row,
@@ -85,10 +86,12 @@ def down_split(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     COPIES: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """`down` without dropout, for few rows: PART inputs a program. parts [tiles·S, IN/PART, M, R].
 
-    COPIES: x is also written to the IN columns before those of u in `wide`.
+    COPIES: x is also written to the IN columns before those of u in `wide`. LARGEST: the bits of the largest absolute
+    value of each program's bf16 are written to `largest` [tiles·S, IN/PART]; those of NaN are larger than all others.
 
     The last to come of those that share a tile adds their parts in a fixed order, whoever it is. PARTS: a power of two
     from IN/PART on. `counters` are 0 at the start, one for each tile and projection, and 0 again at the end.
@@ -100,6 +103,7 @@ def down_split(
     inside = rows < tokens
     ranks = slot * R + tl.arange(0, R)
     acc = tl.zeros([M, R], tl.float32)
+    most = tl.zeros([M, K], tl.int32)
     for start in tl.range(0, PART, K):
         columns = part * PART + start + tl.arange(0, K)
         offsets = rows.to(tl.int64)[:, None] * x_row + columns[None, :]
@@ -109,7 +113,11 @@ def down_split(
             copied = inside & (slot == 0)
             to = wide + rows.to(tl.int64)[:, None] * wide_row - IN + columns[None, :]
             tl.store(to, value, mask=copied[:, None] & (columns < IN)[None, :])
+        if LARGEST:
+            most = tl.maximum(most, value.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF)
         acc = tl.dot(value, weight.T, acc)
+    if LARGEST:
+        tl.store(largest + tile * tl.num_programs(1) + part, tl.max(tl.max(most, axis=1), axis=0))
     place = tl.arange(0, M)[:, None] * R + tl.arange(0, R)[None, :]
     own = parts + tile * (tl.num_programs(1) * M * R)
     tl.store(own + part * (M * R) + place, acc)

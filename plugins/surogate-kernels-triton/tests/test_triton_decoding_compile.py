@@ -45,6 +45,7 @@ def adapt(rows: int, rank: int, slots: int, inputs: int) -> None:
     x, a, u = empty(rows, inputs + 128), empty(rank * slots, inputs), empty(rows, rank * slots)
     for copies in (False, True):
         down_few(x, a, u, x[:, inputs:], slots, copies=copies)
+    down_few(x, a, u, u, slots, largest=True)
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -51,6 +51,23 @@ def test_few_rows(device: str, inputs: int, slots: int, rank: int, rows: int) ->
     assert not adapters._counters(x.device).any()
 
 
+@devices
+@pytest.mark.parametrize("extreme", [0.0, 3.0, float("inf"), float("nan")])
+@pytest.mark.parametrize(("rows", "inputs", "slots"), [(1, 96, 2), (130, 4112, 3)])
+def test_the_largest_values_of_few_rows(device: str, rows: int, inputs: int, slots: int, extreme: float) -> None:
+    from surogate_native import adapters
+
+    x = random(rows, inputs, seed=0, scale=0.0 if extreme == 0 else 0.1, dtype=DTYPE)
+    x[rows - 1, inputs - 3] = -extreme
+    x = x.to(device)
+    a = random(slots * 16, inputs, seed=1, dtype=DTYPE).to(device)
+    u, plain = (torch.empty(rows, slots * 16, dtype=DTYPE, device=device) for _ in range(2))
+    found = adapters.down_few(x, a, u, u, slots, largest=True)
+    assert int(found.max()) == int((x.view(torch.int16).int() & 0x7FFF).max())
+    assert adapters.down_few(x, a, plain, plain, slots).numel() == 0
+    assert torch.equal(u.view(torch.int16), plain.view(torch.int16))
+
+
 class Names(TorchDispatchMode):
     """The names of the ops that run."""
 

@@ -258,7 +258,7 @@ def _forward_of_few(
     a_RI, _, b_OR = parts_of(panel, inputs, outputs, rank)
     tiles = -(-n // fp8.TILE)
     u_NR, y = (x_NI.new_empty(tiles * fp8.TILE, width) for width in (rank * len(outputs), sum(outputs)))
-    adapters.down_few(x_NI, a_RI, u_NR, u_NR, len(outputs))
+    largest = adapters.down_few(x_NI, a_RI, u_NR, u_NR, len(outputs), largest=True)
     codes_C = torch.empty(tiles * fp8.TILE * inputs, dtype=torch.uint8, device=x_NI.device)
     figures = torch.empty((1, FIGURES), dtype=torch.float32, device=x_NI.device)
     QUANTISE.launch(
@@ -269,6 +269,8 @@ def _forward_of_few(
         x_NI.stride(0),
         np.int32(n),
         row,
+        largest,
+        np.int32(largest.numel()),
         fp8.E4M3_MAX,
         2.0**-margin,
         figures,

@@ -44,9 +44,9 @@ __device__ void quantise(const unsigned short *x, long long x_row, float *figure
 }
 
 // The same of few rows that nobody's next scale depends on, with one scale, in one launch. Rows that fill the last tiles
-// are zeros. Before there is a scale every block reads the matrix.
-__device__ void quantise_of_few(const unsigned short *x, long long x_row, int rows, const float *row, float limit,
-                                float factor, float *figures, unsigned char *codes) {
+// are zeros. `parts`: the bits of the largest absolute values of `count` parts, which are read while there is no scale.
+__device__ void quantise_of_few(const unsigned short *x, long long x_row, int rows, const float *row, const int *parts,
+                                int count, float limit, float factor, float *figures, unsigned char *codes) {
     const int columns = gridDim.x * side, column = blockIdx.x * side + threadIdx.x % lanes * 8;
     const long long first = blockIdx.y * side + threadIdx.x / lanes;
     const uint4 zeros = make_uint4(0, 0, 0, 0);
@@ -56,9 +56,22 @@ __device__ void quantise_of_few(const unsigned short *x, long long x_row, int ro
         const long long row = first + i * (threads / lanes);
         values[i] = row < rows ? __ldg(reinterpret_cast<const uint4 *>(x + row * x_row + column)) : zeros;
     }
+    __shared__ int most;
+    const float scale = *row;
+    if (!(scale > 0.0f)) {
+        if (threadIdx.x == 0) most = 0;
+        __syncthreads();
+        int own = 0;
+        for (int i = threadIdx.x; i < count; i += threads) own = max(own, parts[i]);
+        atomicMax(&most, __reduce_max_sync(~0u, own));
+        __syncthreads();
+    }
     float own[figures_of_one];
-    begin_figures(*row, *row > 0.0f ? 0.0f : largest_of(x, x_row, rows, 0, columns), limit, factor, own);
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < figures_of_one) figures[threadIdx.x] = own[threadIdx.x];
+    begin_figures(scale, scale > 0.0f ? 0.0f : __uint_as_float(static_cast<unsigned>(most) << 16), limit, factor, own);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < figures_of_one; ++i) figures[i] = own[i];
+    }
 #pragma unroll
     for (int i = 0; i < passes; ++i) {
         const unsigned pairs[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
@@ -70,9 +83,9 @@ __device__ void quantise_of_few(const unsigned short *x, long long x_row, int ro
 }  // namespace surogate
 
 extern "C" __global__ void __launch_bounds__(surogate::threads)
-    quantise_of_few(const unsigned short *x, long long x_row, int rows, const float *row, float limit, float factor,
-                    float *figures, unsigned char *codes) {
-    surogate::quantise_of_few(x, x_row, rows, row, limit, factor, figures, codes);
+    quantise_of_few(const unsigned short *x, long long x_row, int rows, const float *row, const int *parts, int count,
+                    float limit, float factor, float *figures, unsigned char *codes) {
+    surogate::quantise_of_few(x, x_row, rows, row, parts, count, limit, factor, figures, codes);
 }
 
 #define QUANTISE(name, gradient)                                                                                       \
