@@ -21,7 +21,6 @@ from torch import Tensor
 
 from surogate_core.dsl.mixers import KeyValues, Spec, States, mixing
 from surogate_core.engine.planning.assembly import Assembly
-from surogate_core.engine.planning.prediction import held_bytes
 from surogate_core.generate.cache import Cache, FromCache, LastTokens, places_of
 from surogate_core.generate.drafts import Drafts, StepRow, rows_of, separate
 from surogate_core.generate.masks import packed_masks, unpacked, words_of
@@ -126,6 +125,13 @@ def working_bytes(weights: Weights, mixers: Sequence[Sequence[Spec]], slots: int
     outputs = kept * (2 * model.width + relayed) * itemsize
     keys = min(SCORES, tokens * widest(mixers)) * SCORE_BYTES
     return activations + outputs + keys + pairs + max(slots, FEWEST) * model.vocab_size * LOGIT_BYTES
+
+
+def step_seconds(weights: Weights) -> float:
+    """A lower estimate of what a step takes, if layers have no experts: they and their weights, which it reads."""
+    plan = weights.plan
+    elements = sum(math.prod(spec.shape) for piece in (*plan.layers, plan.head) for spec in piece.specs)
+    return LAYER * len(plan.layers) + elements * weights.dtype.itemsize / BYTES
 
 
 def _offered(weights: Weights, spec: KeyValues, op: str) -> bool:
@@ -247,7 +253,7 @@ class SteppedRunner:
         self._table = weights.programs.kernels
         self._shortest = SHORTEST_OF_KERNELS if self._has_kernel("slot_attention") else SHORTEST
         self.gather = max(1, cache.slots // GATHER)
-        step = LAYER * len(weights.plan.layers) + held_bytes(weights.programs) / BYTES
+        step = step_seconds(weights)
         self.drafts = Drafts(
             allowed=drafts and self._exact(), rows=self._rows_for, pays=lambda rows: (HOST + HOST_ROW * rows) / step
         )

@@ -56,7 +56,7 @@ class Rows:
     ) -> Rows:
         """The rows of these completions."""
 
-        floats = torch.tensor([floats_of(s) for s in samplings], device=device).t().contiguous()
+        floats = torch.tensor([floats_of(s) for s in samplings], dtype=torch.float32, device=device).t().contiguous()
         return cls(
             **dict(zip(FLOATS, floats, strict=True)),
             top_k_N=torch.tensor([s.top_k for s in samplings], device=device),

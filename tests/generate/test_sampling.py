@@ -7,7 +7,7 @@ import torch
 from transformers import generation
 
 from surogate_core.bundles import Kernel, Request, Sampling
-from surogate_core.generate.sampling import Rows, choose, filtered, key_of
+from surogate_core.generate.sampling import FLOATS, Rows, choose, filtered, key_of
 from surogate_core.kernels.decoding import choose_tokens, kept, token_bounds
 from surogate_core.kernels.registry import KernelTable, using
 
@@ -111,3 +111,9 @@ def test_a_rows_bits_do_not_depend_on_what_its_neighbours_ask_for():
 def test_values_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+def test_figures_of_rows_are_fp32_also_if_they_are_whole_numbers() -> None:
+    whole = Sampling(temperature=1, top_p=1, min_p=0, repetition_penalty=1, tempered_logprobs=True)
+    rows = Rows.of([whole], [(0, 0)], [0], torch.device("cpu"))
+    assert {getattr(rows, name).dtype for name in FLOATS} == {torch.float32}

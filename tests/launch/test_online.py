@@ -24,6 +24,7 @@ Records = Callable[..., list[dict[str, Any]]]
 Digests = Callable[[Path], dict[str, str]]
 
 EVEN = """
+import os, time
 from surogate_core import bundles, hookimpl
 
 class Even:
@@ -55,11 +56,25 @@ class Faulty(Even):
         raise RuntimeError("no episode here")
 
 def broken(options):
-    raise ValueError("no data")
+    if os.environ.get("RANK") != "1":
+        raise ValueError("no data")
+    return Even()
+
+def ordered(options):
+    for word in ("begins", "ends"):
+        with open(os.environ["ORDER_OF_BUILDS"], "a") as log:
+            print(os.environ["RANK"], word, file=log)
+        time.sleep(0.3)
+    return Even()
 
 @hookimpl
 def surogate_environment():
-    specs = {"even": lambda options: Even(), "faulty": lambda options: Faulty(), "broken": broken}
+    specs = {
+        "even": lambda options: Even(),
+        "faulty": lambda options: Faulty(),
+        "broken": broken,
+        "ordered": ordered,
+    }
     return [bundles.EnvironmentSpec(name=n, build=build, weights={"long": 0.01}) for n, build in specs.items()]
 """
 
@@ -179,7 +194,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_resumes(
 def test_an_environment_that_fails_on_one_rank_ends_the_run_with_one_line(
     keys: list[str], registry: Registry, tmp_path: Path, run_here: RunHere, records: Records
 ) -> None:
-    message = "environment=broken: it cannot be built"
+    message = "environment=broken: it cannot be built: exception: ValueError: no data"
     with pytest.raises(UserError, match=message):
         run_here(tmp_path / "run", *keys, "environment=broken", "gpus=2", registry=registry)
     # Episodes that fail on every rank bring no reward, which is an error of all ranks.
@@ -187,6 +202,17 @@ def test_an_environment_that_fails_on_one_rank_ends_the_run_with_one_line(
         run_here(tmp_path / "faults", *keys, "environment=faulty", "gpus=2", registry=registry)
     (end,) = records(tmp_path / "faults", "run_end")
     assert end["reason"] == "failed"
+
+
+@pytest.mark.slow
+def test_the_first_rank_builds_the_environment_before_the_others(
+    keys: list[str], registry: Registry, tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "order"
+    monkeypatch.setenv("ORDER_OF_BUILDS", str(log))
+    words = ["environment=ordered", "environment_workers=1", "max_steps=1", "gpus=2"]
+    assert run_here(tmp_path / "run", *keys, *words, registry=registry) == 0
+    assert log.read_text().splitlines() == ["0 begins", "0 ends", "1 begins", "1 ends"]
 
 
 def test_what_several_ranks_cannot_do_is_refused(

@@ -127,7 +127,11 @@ def planned(config: bundles.RunKeys, options: GRPOOptions, weights: bundles.Mode
 
 
 def open_arena(context: bundles.OnlineContext, first_fault: Callable[[bundles.Fault], None]) -> EnvironmentPool:
-    """The worker processes of the run's environment, which is built meanwhile. `first_fault`: see `EnvironmentPool`."""
+    """The worker processes of the run's environment. `first_fault`: see `EnvironmentPool`.
+
+    On one GPU it is built meanwhile. Of several ranks the first builds it before the others, which find its files, and
+    a failure comes before they exchange anything.
+    """
     config, options = context.config, context.options
     assert config.environment is not None
     workers = options.environment_workers or min(launching.cores(context.together.local_world), MOST_WORKERS)
@@ -138,7 +142,7 @@ def open_arena(context: bundles.OnlineContext, first_fault: Callable[[bundles.Fa
         timeout=options.environment_timeout,
         build_timeout=options.environment_build_timeout,
         build_option="environment_build_timeout",
-        waits=False,
+        waits=context.together.world > 1,
         stopped=context.stopped,
         first_fault=first_fault,
     )
