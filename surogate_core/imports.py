@@ -16,23 +16,24 @@ from types import ModuleType
 from typing import Any
 
 
-def quick_import(name: str) -> None:
-    """Import a module that imports much, and keep what exists then out of the collector's later passes.
+def quick_import(name: str, *, keeps: bool = True) -> None:
+    """Import a module that imports much, and, where `keeps`, keep what exists then out of the collector's later passes.
 
     Modules, classes and functions are no garbage, and passes over those of torch took a sixth of their import and a
     tenth of the compilation after it. Of a module that is imported already, nothing changes.
     """
     if name in sys.modules:
         return
-    # Garbage would be kept too; there is little before the import.
-    gc.collect()
+    if keeps:
+        gc.collect()  # garbage would be kept too; there is little before the import
     enabled = gc.isenabled()
     gc.disable()
     try:
         importlib.import_module(name)
     finally:
-        gc.freeze()
-        _kept.append(name)
+        if keeps:
+            gc.freeze()
+            _kept.append(name)
         if enabled:
             gc.enable()
 
@@ -89,11 +90,14 @@ def imported_when_called(module: str) -> Iterator[None]:
                 del sys.modules[name]
 
 
-def quick_import_tracing() -> None:
+def quick_import_tracing(*, keeps: bool = True) -> None:
     """`quick_import` of what differentiates layers, without NetworkX, by which torch shows and cuts graphs."""
+    name = "torch._functorch.aot_autograd"
+    if name in sys.modules:
+        return
     with suppress(Exception), imported_when_called("networkx"):
-        quick_import("torch._functorch.aot_autograd")
-    quick_import("torch._functorch.aot_autograd")
+        quick_import(name, keeps=keeps)
+    quick_import(name, keeps=keeps)
 
 
 class Distributions(Mapping[str, list[str]]):

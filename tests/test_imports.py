@@ -50,6 +50,18 @@ def test_the_collector_rests_during_an_import_and_skips_what_it_made(
         gc.enable()
 
 
+def test_a_collector_that_rests_during_an_import_may_pass_over_everything_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_code.py").write_text("import gc\nenabled = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gc.unfreeze()
+    quick_import("some_code", keeps=False)
+    assert not sys.modules["some_code"].enabled
+    assert gc.isenabled()
+    assert not gc.get_freeze_count()
+
+
 def test_a_function_of_a_large_package_is_imported_when_it_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

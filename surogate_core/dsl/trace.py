@@ -27,6 +27,7 @@ from surogate_core.dsl.inductor import compile_graph
 from surogate_core.dsl.parts import copy_parts, keep_whole, wholes
 from surogate_core.dsl.products import collect, defer_products
 from surogate_core.dsl.values import EMPTY, VIEWS, base_op, is_result, root_of
+from surogate_core.imports import quick_import_tracing
 from surogate_core.kernels import registry
 from surogate_core.kernels.begun import BEGINNINGS
 
@@ -158,6 +159,7 @@ def _placeholders(joint: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _export(function: Function, inputs: Sequence[Signature], *, joint: bool) -> fx.GraphModule:
     # Importing them takes half a second, which a plan whose figures are kept saves.
+    quick_import_tracing(keeps=False)  # what was made for an engine is to be freed with it
     from torch._dynamo.convert_frame import compile_lock
     from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
