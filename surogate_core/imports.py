@@ -24,6 +24,7 @@ def quick_import(name: str, *, keeps: bool = True) -> None:
     """
     if name in sys.modules:
         return
+    keeps = keeps and not program_keeps_objects()
     if keeps:
         gc.collect()  # garbage would be kept too; there is little before the import
     enabled = gc.isenabled()
@@ -40,6 +41,11 @@ def quick_import(name: str, *, keeps: bool = True) -> None:
 
 _kept: list[str] = []
 """Modules whose import has kept objects out of the collector's passes."""
+
+
+def program_keeps_objects() -> bool:
+    """Whether the program has itself kept objects out of the collector's passes: they cannot be told from ours."""
+    return gc.get_freeze_count() > 0 and not _kept
 
 
 def put_back_objects() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surogate_core.engine.engine import Engine
 from surogate_core.events import Event, Progress
+from surogate_core.imports import program_keeps_objects
 
 SPEED_SMOOTHING = 0.1
 """Weight of the newest step in the moving average that the ETA is made from."""
@@ -67,8 +68,12 @@ class Mebibytes:
 def settled_objects() -> Iterator[None]:
     """Take the objects that exist before the loop out of the garbage collector's passes.
 
-    A pass over everything that torch and transformers made takes 0.1 s and more, which is several steps of a GPU.
+    A pass over everything that torch and transformers made takes 0.1 s and more, which is several steps of a GPU. A
+    program that has done so itself is left alone.
     """
+    if program_keeps_objects():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

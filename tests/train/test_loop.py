@@ -67,6 +67,7 @@ def test_the_collector_passes_over_what_existed_before_the_loop_of_a_gpu(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Made, "of", lambda engine, loader, work: Prefetcher(loader, work, CPU))
+    gc.unfreeze()
     loop = Watched(fails)
     if fails:
         with pytest.raises(RuntimeError, match="a step failed"):
@@ -93,8 +94,22 @@ def test_garbage_is_freed_before_it_would_be_kept() -> None:
     circle: list[Any] = [Freed()]
     circle.append(circle)
     del circle
+    gc.unfreeze()
     with settled_objects():
         assert Freed.gone
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+
+
+def test_what_a_program_keeps_from_the_collector_stays_kept() -> None:
+    gc.freeze()
+    kept = gc.get_freeze_count()
+    try:
+        with settled_objects():
+            assert gc.get_freeze_count() <= kept
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
 
 
 def made(device: torch.device) -> tuple[MicroBatch, MicroBatch]:
