@@ -9,11 +9,11 @@
 
 Cases: `bf16`, `schema` (each sequence held to a list of integers, with a drawn vocabulary), `lora` (rank 16 on every
 projection, not merged), `lora-fp8` (the same under the recipe fp8-hybrid, with scales as after a step), `nf4` and `fp8`
-(the base in that weight format), `drafts` and `undrafted` (greedy, by which
-random weights repeat themselves, with drafts and without), `wrong` (sampled, each step with wrong drafts in all rows
-that are left: what drafts cost; `--slots` beyond the sequences leaves more of them), `transformers` (its
-`generate` with SDPA and the same shape) and `vllm` (its `LLM` as it is by default, without shared prefixes, which the
-prompts do not have; it captures the batches that occur, which shortens its start alone).
+(the base in that weight format), `drafts` and `undrafted` (greedy, by which random weights repeat themselves, with
+drafts and without), `wrong` (sampled, each step with wrong drafts in all rows that are left: what drafts cost;
+`--slots` beyond the sequences leaves more of them), `transformers` (its `generate` with SDPA and the same shape) and
+`vllm` (its `LLM` as it is by default, without shared prefixes, which the prompts do not have; it captures the batches
+that occur, which shortens its start alone).
 Prompts differ, tokens are sampled at temperature 1 (with `--top-k` and `--top-p` from the most probable ones), and
 nothing stops early. Each case runs in a process of its own; one that fails costs only itself.
 
@@ -56,6 +56,8 @@ from surogate_core.inference.texts import MOST_SLOTS
 
 MOST = MOST_SLOTS["cuda"]
 """Sequences that are decoded together, unless `--slots` is given."""
+SCALE = 64.0
+"""The case `lora-fp8` multiplies every tensor by this before it is rounded to FP8; training would choose the scales."""
 FORMATS: Mapping[str, str | None] = {
     **dict.fromkeys(("bf16", "schema", "lora", "lora-fp8", "drafts", "undrafted", "wrong")),
     "nf4": "nf4",
@@ -255,8 +257,6 @@ def transformers(config: Mapping[str, Any], words: argparse.Namespace, device: t
     return Case(generate=generate)
 
 
-SCALE = 64.0
-"""Of every tensor in FP8, in place of the scales that training finds."""
 KEYS_AND_VALUES = 24 << 30
 """Bytes that vLLM keeps for them."""
 

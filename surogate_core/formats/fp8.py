@@ -105,7 +105,7 @@ def untiled(flat: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def fits(shape: PanelShape, tokens: int) -> bool:
-    """Whether `scaled_linears` supports such a panel and this number of tokens."""
+    """Whether `scaled_linears` supports such a panel, trained with this number of tokens."""
     sides = (shape.inputs, *shape.outputs)
     return tokens % TILE == 0 and all(n % (2 * TILE) == 0 for n in sides) and shape.ranks <= MOST_RANKS
 

@@ -61,6 +61,7 @@ SHORTEST = 256
 GATHER = 16
 """Slots are filled again when one in GATHER is free: a pass with few tokens costs nearly as much as one with many."""
 LARGEST = 2**31 - 1
+"""What the host sends is int32; as `top_k` it keeps every token, like all larger numbers."""
 HOST, HOST_ROW = 2e-4, 1.6e-5
 """Seconds that a step with drafts takes longer, and of each of its rows: the host loads them, and is waited for."""
 LAYER, BYTES = 4e-5, 4e12
@@ -155,8 +156,8 @@ class State:
         self._floats_FN = torch.ones(len(FLOATS), rows, device=device)
         self._ints = torch.zeros(3 * rows, dtype=torch.int32, device=device)
         self.keys_N2, self.numbers_N = self._ints[: 2 * rows].view(rows, 2), self._ints[2 * rows :]
-        self._loaded = torch.empty(5 * rows + len(FLOATS) * rows + 3 * rows, dtype=torch.int32, device=device)
-        """All of these, as the host sends them."""
+        self._loaded = torch.empty((5 + len(FLOATS) + 3) * rows, dtype=torch.int32, device=device)
+        """All of these in 32 bits, as the host sends them."""
         self.tokens_BN = torch.zeros(2 * BLOCK, rows, dtype=torch.int64, device=device)
         self.logprobs_BN = torch.zeros(2 * BLOCK, rows, device=device)
         """Results of two blocks, of which the host reads one while the other runs."""

@@ -56,6 +56,17 @@ def chunk_of(outputs: Sequence[int], most: int) -> int:
     return size
 
 
+def columns_of(y_NQ: Tensor, outputs: Sequence[int]) -> tuple[Tensor, ...]:
+    """The columns of each projection. With several, y is viewed as [N, heads, features]: Inductor joins their gradients
+    in place only then.
+    """
+    if len(outputs) == 1:
+        return (y_NQ,)
+    n, granule = len(y_NQ), chunk_of(outputs, 128)
+    parts = y_NQ.view(n, -1, granule).split([o // granule for o in outputs], dim=1)
+    return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
+
+
 def _cut(outputs: Sequence[int], tokens: int) -> tuple[int, int]:
     """Outputs and tokens of a program of `up_backward`."""
     chunk, rows = chunk_of(outputs, 256), ROWS

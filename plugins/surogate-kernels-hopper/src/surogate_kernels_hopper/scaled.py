@@ -343,15 +343,6 @@ def _(
     )
 
 
-def _parts(y: Tensor, outputs: Sequence[int]) -> tuple[Tensor, ...]:
-    """The columns of each projection."""
-    if len(outputs) == 1:
-        return (y,)
-    n = y.shape[0]
-    parts = y.view(n, -1, fp8.TILE).split([o // fp8.TILE for o in outputs], dim=1)
-    return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
-
-
 class _ScaledLinears(Function):
     @staticmethod
     def forward(
@@ -370,7 +361,7 @@ class _ScaledLinears(Function):
         y, u_NR, figures = _forward(x_NI, panel, list(weights), rows[0], seed, outputs, shape.rank, margin, p, salts)
         ctx.save_for_backward(x_NI, u_NR, figures, panel, seed, *weights, *rows)
         ctx.shape, ctx.margin, ctx.p = shape, margin, p
-        return _parts(y, outputs)
+        return adapters.columns_of(y, outputs)
 
     @staticmethod
     @once_differentiable
@@ -487,7 +478,7 @@ def scaled_linears(
         y = torch.ops.surogate_hopper.scaled_linears_of_few(
             x, panel, list(weights), rows[0], outputs, shape.rank, margin
         )
-        return _parts(y, outputs)
+        return adapters.columns_of(y, outputs)
     if seed is None:
         seed = torch.empty(0, dtype=torch.int32, device=x.device)  # not read; one element would be a launch
     n = x.shape[0]

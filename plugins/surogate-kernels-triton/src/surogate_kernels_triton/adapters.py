@@ -18,6 +18,7 @@ from surogate_native.adapters import (
     ROOM,
     add_dropped,
     chunk_of,
+    columns_of,
     down,
     down_few,
     down_gradient,
@@ -237,15 +238,6 @@ def _backward_bytes(
     return copied + max(gradients_bytes(dy, outputs, rank, n * inputs * dy.itemsize), dropped)
 
 
-def _parts(y_NQ: Tensor, outputs: Sequence[int]) -> tuple[Tensor, ...]:
-    """The columns of each projection."""
-    if len(outputs) == 1:
-        return (y_NQ,)
-    n, granule = len(y_NQ), chunk_of(outputs, 128)
-    parts = y_NQ.view(n, -1, granule).split([o // granule for o in outputs], dim=1)
-    return tuple(part.view(n, o) for part, o in zip(parts, outputs, strict=True))
-
-
 class _AdaptedLinears(Function):
     @staticmethod
     def forward(
@@ -259,7 +251,7 @@ class _AdaptedLinears(Function):
         y, u_NR = run(x_NI, panel_QP, seed, shape.inputs, outputs, shape.rank, p, salts)
         ctx.save_for_backward(x_NI, u_NR, panel_QP, seed)
         ctx.shape, ctx.p = shape, p
-        return _parts(y, outputs)
+        return columns_of(y, outputs)
 
     @staticmethod
     @once_differentiable
@@ -290,7 +282,7 @@ def adapted_linears(
     if p == 0 and x.shape[0] <= FEW and not differentiated:
         outputs = list(shape.outputs)
         y = torch.ops.surogate_triton.adapted_linears_of_few(x, panel, shape.inputs, outputs, shape.rank)
-        return _parts(y, outputs)
+        return columns_of(y, outputs)
     if seed is None:
         seed = torch.empty(0, dtype=torch.int32, device=x.device)  # not read; one element would be a launch
     found: tuple[Tensor, ...] = _AdaptedLinears.apply(x, panel, seed, shape, p, *adapters)

@@ -52,15 +52,7 @@ template <bool gradient> __device__ __forceinline__ void multiply_codes(float (&
     }
 }
 
-// d [64, 256] += a · bᵀ in bf16, a's 16 columns in registers.
-__device__ __forceinline__ void multiply_added(float (&d)[128], const u32 *a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " SUROGATE_D128
-                 ", {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
-                 : SUROGATE_F64("+f", d, 0), SUROGATE_F64("+f", d, 64)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// The same of [64, 128] in e4m3.
+// The same of d [64, 128], in e4m3 alone.
 template <bool gradient> __device__ __forceinline__ void multiply_codes(float (&d)[64], u64 a, u64 b, int add) {
     static_assert(!gradient, "products of gradients have 256 columns");
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
@@ -69,7 +61,15 @@ template <bool gradient> __device__ __forceinline__ void multiply_codes(float (&
                  : "l"(a), "l"(b), "r"(add));
 }
 
-// The same of [64, 128].
+// d [64, 256] += a · bᵀ in bf16, a's 16 columns in registers. `multiply_add` sums over b's rows instead.
+__device__ __forceinline__ void multiply_added(float (&d)[128], const u32 *a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " SUROGATE_D128
+                 ", {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+                 : SUROGATE_F64("+f", d, 0), SUROGATE_F64("+f", d, 64)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// The same of d [64, 128].
 __device__ __forceinline__ void multiply_added(float (&d)[64], const u32 *a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " SUROGATE_D64
                  ", {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"

@@ -2,17 +2,17 @@
 //
 // Codes are in tiles of 128 rows by 128 of the inner dimension, 16 KiB that lie together in the order in which wgmma
 // reads them from shared memory (16-byte chunk c of row r at c ^ (r % 8)): a tile is one bulk copy. A block has 128 rows
-// and 256 columns of the output, or 128. One warp copies, three bring what is added in bf16, two warpgroups multiply. The codes are
-// summed by the tensor cores alone, in their own precision. Pairs of blocks that share copies (multicast) were a fifth
-// slower: they wait for each other.
+// and 256 or 128 columns of the output. One warp copies, three bring what is added in bf16, two warpgroups multiply. The
+// codes are summed by the tensor cores alone, in their own precision. Pairs of blocks that share copies (multicast) were
+// a fifth slower: they wait for each other.
 //
 // Forward, the projections of a panel are ranges of the output's columns, and u's 16 or more columns of each go with
 // its own rows of v. Backward they are ranges of the inner dimension, whose sums are brought to one scale where one
 // range ends; all columns of u count. Every output has one block and one order of summation.
 //
-// Few rows have few blocks, and one that has them all to itself takes 0.6 µs for 128 of the inner dimension. Then blocks
-// have 128 columns, and a cluster of two has one tile of the output: each block multiplies a half of the inner dimension,
-// and adds a half of the tile, in the order of the blocks.
+// Few rows would have few blocks, most of the GPU would be idle, and each block takes 0.6 µs for 128 of the inner
+// dimension. So their blocks have 128 columns, and where there are still too few, a cluster of two has one tile of the
+// output: each multiplies half of the inner dimension and adds up half of the tile, in the order of the blocks.
 
 #include "product_sm90.cuh"
 
@@ -136,9 +136,9 @@ __device__ void scaled_product(const char *a, const float *figures, Weights weig
                         const int own = weights.ends[slot] - weights.begin(slot);
                         const long long size = static_cast<long long>(own) * inputs;
                         const int row = column - (gradient ? 0 : weights.begin(slot));
-                        const long long wide = gradient ? own : inputs;
-                        half = block_rows * wide;
-                        return weights.packed[slot] + 128 + (gradient ? size : 0) + row * wide;
+                        const long long across = gradient ? own : inputs;
+                        half = block_rows * across;
+                        return weights.packed[slot] + 128 + (gradient ? size : 0) + row * across;
                     };
                     const char *weight = rows_of(slot) + first_block * tile_bytes;
                     int end = gradient ? weights.ends[0] / inner : blocks;
